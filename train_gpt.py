@@ -1,17 +1,213 @@
-"""Train a GPT ... (written below)"""
+"""Train a GPT on token shards as fast as the hardware allows: the NanoGPT speedrun in one file.
 
+The task: reach a validation loss of 3.28 nats on FineWeb in the least training time on one node of 8 H100 GPUs. The
+same file trains on any number of GPUs, on several nodes and on a plain CPU.
+
+    torchrun --nproc_per_node=8 train_gpt.py                     # the full speedrun on 8 GPUs
+    python train_gpt.py --preset=demo                            # the same code, small, on one CPU or GPU
+    python train_gpt.py --help                                   # every hyperparameter is a flag
+
+Every run writes one log, records/<UTC time>_<name>.log: hyperparameters, environment, this source, the steps.
+
+The sections, in reading order:
+    1 hyperparameters and presets      5 model                     9 run log and checkpoints
+    2 schedules                        6 FP8 linear               10 preflight checks
+    3 shards and the loader            7 optimizers               11 main: build, warm up, restore, train
+    4 block masks and attention        8 gradient exchange
+Shapes, as in x_TD: T tokens of one sequence, D model width, H heads, G key/value heads, K head width, V vocabulary
+(padded), N blocks of 128 tokens, M key blocks that one query block sees.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import glob
+import hashlib
+import json
+import math
 import os
+import platform
+import random
+import resource
+import subprocess
+import sys
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # read when CUDA is first used
 import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from tqdm import tqdm
+
+BLOCK = 128  # tokens in an attention block
 
 
 class UserError(Exception):
-    """What a user can cause: the message is one line that says what is wrong and what to do."""
+    """What a user can cause: the message is one line that says what is wrong and what to do. everywhere: every rank
+    raises it, so that rank 0 speaks for all."""
+
+    def __init__(self, message: str, everywhere: bool = False):
+        super().__init__(message)
+        self.everywhere = everywhere
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Shards: 256 int32 of header (magic, version, token count, zeros), then uint16 tokens. A document begins with the
+# 1. Hyperparameters and presets
+
+
+def flag(default, help: str):
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """Every field is a flag of the same name. The defaults are the preset `speedrun` (the record of 2025-01-26)."""
+
+    # The run
+    name: str = flag("speedrun", "name of the run: records/<UTC time>_<name>.log")
+    records: str = flag("records", "folder of the log and the checkpoint")
+    seed: int = flag(-1, "seed of the initial weights; -1 draws one")
+    dtype: str = flag("auto", "activations: bfloat16, float32, or auto: bfloat16 where the hardware is fast at it")
+    # Data
+    train_files: str = flag("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
+    val_files: str = flag("data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
+    vocab_size: int = flag(50257, "tokens in the vocabulary; the last one is the end-of-text token")
+    train_seq_len: int = flag(48 * 1024, "tokens in a training sequence, a multiple of 128")
+    val_seq_len: int = flag(256 * 1024, "tokens in a validation sequence, a multiple of 128")
+    val_tokens: int = flag(10485760, "tokens to validate on; 0 takes all")
+    micro_batches: int = flag(8, "training sequences in a step, shared out to the ranks")
+    epochs: int = flag(1, "passes over the training shards that the run may use")
+    # Model: one character a layer in the three strings of the layer table
+    windows: str = flag("LSSSLSSLSSSL", "layer table: L long window, S short window (half of the long one)")
+    value_embeds: str = flag("012......012", "layer table: number of the layer's value embedding, or . for none")
+    attention: str = flag("xxxxxxx.xxxx", "layer table: x a layer with attention, . without")
+    model_dim: int = flag(768, "width of the residual stream")
+    num_heads: int = flag(6, "query heads")
+    num_kv_heads: int = flag(0, "key and value heads (grouped-query attention); 0: as many as query heads")
+    head_dim: int = flag(128, "width of a head, a multiple of 4")
+    attention_scale: float = flag(0.12, "factor on the attention scores")
+    rope_base: float = flag(1024.0, "base of the rotary frequencies")
+    lm_head_softcap: float = flag(15.0, "cap c of the logits: 2c * sigmoid(2 * logit / c)")
+    window_start: int = flag(128, "tokens in the long window at the first step")
+    window_end: int = flag(1792, "tokens in the long window at the last step")
+    window_quantum: int = flag(128, "tokens by which the long window grows at a time")
+    # FP8 head: powers of two that each operand is multiplied by before its cast, set for a loss that is a mean
+    use_fp8: bool = flag(True, "train the head in FP8 where the hardware has it")
+    fp8_x_scale: float = flag(2.0, "FP8: factor on the head's input")
+    fp8_w_scale: float = flag(2.0**9, "FP8: factor on the head's weight")
+    fp8_grad_scale: float = flag(2.0**19, "FP8: factor on the gradient of the logits")
+    # Optimization
+    num_iterations: int = flag(1770, "training steps")
+    cooldown_frac: float = flag(0.4, "share of the steps over which the learning rates fall")
+    lr_floor: float = flag(0.1, "where the learning rates fall to, as a share of their peak")
+    muon_lr: float = flag(0.05, "learning rate of Muon: the blocks' matrices")
+    muon_momentum_start: float = flag(0.85, "Muon's momentum at the first step")
+    muon_momentum_end: float = flag(0.95, "Muon's momentum after its warmup")
+    muon_momentum_steps: int = flag(300, "steps of Muon's momentum warmup")
+    head_lr: float = flag(0.008, "learning rate of Adam: the output head")
+    embed_lr: float = flag(0.6, "learning rate of Adam: token and value embeddings")
+    scalar_lr: float = flag(0.04, "learning rate of Adam: residual, value and skip weights")
+    adam_betas: tuple = flag((0.8, 0.95), "Adam's two decay rates, as 0.8,0.95")
+    adam_eps: float = flag(1e-10, "Adam's epsilon")
+    # Evaluation
+    val_loss_every: int = flag(125, "steps from one validation to the next; 0: only after the last step")
+    sample_tokens: int = flag(0, "tokens to sample from the trained model at the end")
+    save: bool = flag(True, "keep the trained model in records/<log's name>/")
+
+
+PRESETS = {
+    "speedrun": Hyperparameters(),
+    "demo": Hyperparameters(
+        name="demo", train_files="data/demo/demo_train_*.bin", val_files="data/demo/demo_val_*.bin", vocab_size=257,
+        train_seq_len=1024, val_seq_len=4096, val_tokens=262144, micro_batches=4,
+        windows="LSLSSL", value_embeds="01..01", attention="xxx.xx", model_dim=192, num_heads=3, head_dim=64,
+        window_end=512, num_iterations=300, muon_momentum_steps=100, val_loss_every=50, sample_tokens=300,
+    ),
+}
+
+
+def parse_value(text: str, kind: type):
+    """A flag's text as the type of its field; ValueError where it does not fit."""
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise ValueError(text)
+        return text.lower() == "true"
+    if kind is tuple:
+        first, second = text.strip("()").split(",")
+        return float(first), float(second)
+    return kind(text)
+
+
+class FlagParser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UserError(f"{message}; --help lists the flags", everywhere=True)
+
+
+def parse_flags(argv: list[str], default_preset: str) -> tuple[Hyperparameters, bool]:
+    """The hyperparameters that the command line asks for, and whether it only asks for the checks."""
+    parser = FlagParser(description=__doc__.split("\n\n")[0], allow_abbrev=False,
+                        usage="%(prog)s [--preset=NAME] [--check] [--field=value ...]")
+    parser.add_argument("--preset", default=default_preset, metavar="NAME",
+                        help=f"{' or '.join(PRESETS)}; default: speedrun where a CUDA GPU is present, demo elsewhere")
+    parser.add_argument("--check", action="store_true", help="run every check of the settings and the data, then exit")
+    fields = {f.name: f for f in dataclasses.fields(Hyperparameters)}
+    for name, f in fields.items():
+        kind = type(f.default)
+        defaults = dict.fromkeys(str(getattr(preset, name)) for preset in PRESETS.values())
+        parser.add_argument(f"--{name}", metavar=kind.__name__, help=f"{f.metadata['help']} (default: {', demo: '.join(defaults)})",
+                            **(dict(nargs="?", const="true") if kind is bool else {}))
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0].split("=")[0], [f"--{name}" for name in vars(args)], n=1)
+        parser.error(f"unknown flag {unknown[0]}" + (f", did you mean {near[0]}?" if near else ""))
+    if args.preset not in PRESETS:
+        parser.error(f"--preset={args.preset} is not {' or '.join(PRESETS)}")
+    changes = {}
+    for name, f in fields.items():
+        text = getattr(args, name)
+        if text is not None:
+            try:
+                changes[name] = parse_value(text, type(f.default))
+            except ValueError:
+                parser.error(f"--{name}={text} is no {type(f.default).__name__} ({f.metadata['help']})")
+    return dataclasses.replace(PRESETS[args.preset], **changes), args.check
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 2. Schedules: pure functions of the step
+
+
+def window_tokens(step: int, hp: Hyperparameters) -> int:
+    """Tokens in the long window: grows with progress in quanta, and is window_end for the last half quantum or more."""
+    grown = (hp.window_end - hp.window_quantum / 2) * step / max(1, hp.num_iterations)
+    return min(hp.window_end, max(hp.window_start, math.ceil(grown / hp.window_quantum) * hp.window_quantum))
+
+
+def lr_scale(step: int, hp: Hyperparameters) -> float:
+    """The learning rates as a share of their peak: 1, then falling linearly to lr_floor at the end."""
+    left = 1 - step / max(1, hp.num_iterations)
+    if left >= hp.cooldown_frac:
+        return 1.0
+    return hp.lr_floor + (1 - hp.lr_floor) * left / hp.cooldown_frac
+
+
+def muon_momentum(step: int, hp: Hyperparameters) -> float:
+    warmed = min(1.0, step / hp.muon_momentum_steps) if hp.muon_momentum_steps else 1.0
+    return hp.muon_momentum_start + (hp.muon_momentum_end - hp.muon_momentum_start) * warmed
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 3. Shards and the loader
+# A shard is a header of 256 int32 (magic, version, token count, zeros), then uint16 tokens. A document begins with the
 # end-of-text token, which is vocab_size - 1.
 
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_INTS = 20240520, 1, 256
@@ -21,13 +217,12 @@ SHARD_HEADER_BYTES = 4 * SHARD_HEADER_INTS
 def read_shard_header(path) -> int:
     """The number of tokens in a shard, once its header and its size on disk agree. Raises UserError naming the defect
     and its byte offset."""
-    path = Path(path)
     try:
-        size = path.stat().st_size
+        size = os.path.getsize(path)
         with open(path, "rb") as f:
-            header = np.frombuffer(f.read(SHARD_HEADER_BYTES), dtype="<i4", count=-1)
-    except (OSError, ValueError) as e:
-        raise UserError(f"{path}: cannot be read ({e})") from None
+            header = np.frombuffer(f.read(SHARD_HEADER_BYTES).ljust(SHARD_HEADER_BYTES, b"\0"), dtype="<i4")
+    except OSError as e:
+        raise UserError(f"{path}: cannot be read ({e.strerror})") from None
     if size < SHARD_HEADER_BYTES:
         raise UserError(f"{path}: {size} bytes, shorter than the {SHARD_HEADER_BYTES}-byte header; make the shard again")
     if header[0] != SHARD_MAGIC:
@@ -38,13 +233,13 @@ def read_shard_header(path) -> int:
     if num_tokens <= 0:
         raise UserError(f"{path}: token count {num_tokens} at byte 8; the shard is empty, make it again")
     if held != num_tokens:
-        raise UserError(f"{path}: header promises {num_tokens} tokens at byte 8, the file holds {held:g}; "
+        raise UserError(f"{path}: the header at byte 8 promises {num_tokens} tokens, the file holds {held:g}; "
                         "it is damaged or was cut off, fetch or make it again")
     return num_tokens
 
 
 def check_shard(path, vocab_size: int) -> int:
-    """read_shard_header, and every token below vocab_size. Reads the whole file (about 1 GB/s)."""
+    """read_shard_header, and every token below vocab_size. Reads the whole file."""
     num_tokens = read_shard_header(path)
     tokens = np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=(num_tokens,))
     for start in range(0, num_tokens, 1 << 24):
@@ -54,3 +249,1146 @@ def check_shard(path, vocab_size: int) -> int:
             raise UserError(f"{path}: token {tokens[at]} at byte {SHARD_HEADER_BYTES + 2 * at} is not below the "
                             f"vocabulary size {vocab_size}; wrong tokenizer or damaged file")
     return num_tokens
+
+
+def read_tokens(path, num_tokens: int, start: int = 0, pin: bool = False) -> Tensor:
+    """num_tokens uint16 tokens of a shard, read straight into (pinned) memory."""
+    tokens = torch.empty(num_tokens, dtype=torch.uint16, pin_memory=pin)
+    try:
+        with open(path, "rb", buffering=0) as f:
+            f.seek(SHARD_HEADER_BYTES + 2 * start)
+            view, got = memoryview(tokens.numpy()).cast("B"), 0
+            while got < len(view) and (n := f.readinto(view[got:])):
+                got += n
+    except OSError as e:
+        raise UserError(f"{path}: cannot be read any more ({e.strerror}); put the shard back and start again") from None
+    if got != len(view):
+        raise UserError(f"{path}: became shorter while the run was using it; put the shard back and start again")
+    return tokens
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive steps that read one shard, in one pass over the shards."""
+
+    epoch: int
+    shard: int
+    start: int  # the first token
+    steps: int
+
+
+def plan_spans(shard_tokens: list[int], step_tokens: int, seq_len: int, epochs: int) -> list[Span]:
+    """Which tokens each step reads, the same for any number of ranks. The tail of a shard that is too short for a step
+    (and the token after it, the last target) is left out; each pass starts at another offset within the first sequence,
+    so that sequence borders fall elsewhere."""
+    spans = []
+    for epoch in range(epochs):
+        offset = int(epoch * 0.6180339887 * seq_len) % seq_len  # the golden ratio spreads the offsets evenly
+        for shard, tokens in enumerate(shard_tokens):
+            steps = max(0, tokens - 1 - offset) // step_tokens
+            if steps:
+                spans.append(Span(epoch, shard, offset, steps))
+    return spans
+
+
+def count_cut_documents(tokens: Tensor, eot: int, seq_len: int) -> tuple[int, int]:
+    """(documents that begin in tokens, those of them that a border between sequences of seq_len tokens cuts)."""
+    begins = (tokens == eot).nonzero().flatten()
+    ends = torch.cat([begins[1:], torch.tensor([len(tokens)])]) if len(begins) else begins
+    cut = (begins // seq_len) != ((ends - 1) // seq_len)
+    return len(begins), int(cut.sum())
+
+
+class TrainLoader:
+    """The steps' tokens for one rank: its contiguous share of the micro-batches, (inputs_T int32, targets_T int64) each.
+
+    The next shard is read ahead in a thread; the copy to the device is asynchronous."""
+
+    def __init__(self, files: list, spans: list[Span], hp: Hyperparameters, rank: int, world_size: int, device):
+        self.files, self.spans, self.seq_len, self.eot = files, spans, hp.train_seq_len, hp.vocab_size - 1
+        self.step_tokens = hp.micro_batches * hp.train_seq_len
+        self.mine = hp.micro_batches // world_size  # micro-batches of a step that are this rank's
+        self.skip = rank * self.mine * hp.train_seq_len
+        self.device, self.wait_seconds, self.news = device, 0.0, []
+        self.thread = ThreadPoolExecutor(1)
+        self.position, self.ahead = (0, 0), self.thread.submit(self.read, 0)  # (span, step within the span)
+        self.load_next()
+        self.wait_seconds = 0.0  # the first shard is read before the clock starts
+
+    def read(self, index: int):
+        """A span's tokens and a line about them. Runs in the thread."""
+        if index == len(self.spans):
+            return None
+        span = self.spans[index]
+        tokens = read_tokens(self.files[span.shard], span.steps * self.step_tokens + 1, span.start,
+                             pin=self.device.type == "cuda")
+        documents, cut = count_cut_documents(tokens[:-1], self.eot, self.seq_len)
+        line = (f"data: pass {span.epoch + 1}, {Path(self.files[span.shard]).name}, {span.steps} steps from token "
+                f"{span.start}, {documents} documents, {100 * cut / max(1, documents):.1f} % cut by sequence borders")
+        return tokens, line
+
+    def load_next(self):
+        began = time.perf_counter()
+        self.tokens, line = self.ahead.result()
+        self.wait_seconds += time.perf_counter() - began
+        self.news.append(line)
+        self.ahead = self.thread.submit(self.read, self.position[0] + 1)
+
+    def next_step(self) -> list[tuple[Tensor, Tensor]]:
+        span, step = self.position
+        if step == self.spans[span].steps:
+            span, step = self.position = span + 1, 0
+            self.load_next()
+        self.position = span, step + 1
+        start = step * self.step_tokens + self.skip
+        # uint16 has no arithmetic on any device, so the bits travel as int16 and the sign goes on the other side.
+        part = self.tokens[start:start + self.mine * self.seq_len + 1].view(torch.int16)
+        part = part.to(self.device, non_blocking=True).to(torch.int32) & 0xFFFF
+        inputs = part[:-1].view(self.mine, self.seq_len).clone()
+        targets = part[1:].to(torch.int64).view(self.mine, self.seq_len)
+        return list(zip(inputs, targets))
+
+
+def load_validation(files: list, shard_tokens: list[int], hp: Hyperparameters, rank: int, world_size: int, device):
+    """This rank's share of the validation sequences, [(inputs_T int32, targets_T int64)], and the bytes of text in all of
+    them where tokens are bytes (else 0). The first val_tokens tokens of the shards are each predicted once; where they do
+    not fill the last sequence, targets of -1 do, which no loss counts."""
+    want, pieces = hp.val_tokens + 1, []
+    for path, tokens in zip(files, shard_tokens):
+        pieces.append(read_tokens(path, min(tokens, want)).to(torch.int32))
+        want -= len(pieces[-1])
+        if not want:
+            break
+    stream = torch.cat(pieces)
+    inputs, targets = stream[:-1], stream[1:].long()
+    text_bytes = int((targets < 256).sum()) if hp.vocab_size == 257 else 0
+    padding = -hp.val_tokens % hp.val_seq_len
+    inputs = F.pad(inputs, (0, padding), value=hp.vocab_size - 1).view(-1, hp.val_seq_len)
+    targets = F.pad(targets, (0, padding), value=-1).view(-1, hp.val_seq_len)
+    mine = zip(inputs[rank::world_size], targets[rank::world_size])
+    return [(i.to(device), t.to(device)) for i, t in mine], text_bytes
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 4. Block masks and attention
+
+
+def build_block_masks(tokens_T: Tensor, eot: int, window: Tensor) -> tuple[BlockMask, BlockMask]:
+    """The long and the short mask: a token sees itself and what came before it in its document, within the window.
+
+    window is the long window in tokens, an int tensor on the tokens' device, so that it can grow without a recompile.
+    Windows count in blocks: the long one is rounded up, the short one is half of its blocks, at least one, and a query
+    block with a window of n blocks sees keys in itself and the n - 1 blocks before. A block that is visible as a whole
+    goes to the full list, which needs no masking; a block that a document border or the diagonal crosses goes to the
+    partial list.
+    """
+    (T,) = tokens_T.shape
+    assert T % BLOCK == 0, f"{T} tokens are not whole blocks of {BLOCK}"
+    N, device = T // BLOCK, tokens_T.device
+    position_T = torch.arange(T, dtype=torch.int32, device=device)
+    # The position at which each token's document begins: all there is to know about the documents.
+    begin_T = torch.where(tokens_T == eot, position_T, 0).cummax(0).values.to(torch.int32)
+    begin_N, last_begin_N = begin_T.view(N, BLOCK)[:, 0], begin_T.view(N, BLOCK)[:, -1]
+    single_N = begin_N == last_begin_N  # the block belongs to one document
+    block_N = torch.arange(N, dtype=torch.int32, device=device)
+    oldest_N = begin_N // BLOCK  # the block in which the document of the query block's first token begins
+    oldest_full_N = (begin_N + BLOCK - 1) // BLOCK  # the first block after the document's begin that is all its own
+
+    # A query block sees an unbroken run of blocks that ends with itself. In a block of one document the diagonal and
+    # the document's first block (unless it begins with the block) are partial, all between them is full; in a block of
+    # several documents all are partial. Lists run from the nearest block to the oldest, both over the full width.
+    nearest_NN = block_N[:, None] - block_N[None, :]
+    partial_NN = torch.where(single_N[:, None], torch.where(block_N == 0, block_N[:, None], oldest_N[:, None]), nearest_NN)
+    partial_NN, full_NN = partial_NN.clamp(min=0), (nearest_NN - 1).clamp(min=0)
+
+    def sees(b, h, query, key):
+        return (key <= query) & (begin_T[query] <= key)
+
+    def mask(window_blocks: Tensor) -> BlockMask:
+        reach_N = block_N - window_blocks + 1  # the oldest block in the window
+        full_N = (block_N - torch.maximum(oldest_full_N, reach_N)).clamp(min=0)
+        edge_N = (oldest_N < oldest_full_N) & (oldest_N >= reach_N)
+        partial_N = torch.where(single_N, 1 + edge_N.int(), block_N - torch.maximum(oldest_N, reach_N) + 1)
+        full_N = torch.where(single_N, full_N, 0)
+        return BlockMask.from_kv_blocks(partial_N.int()[None, None], partial_NN.int()[None, None],
+                                        full_N.int()[None, None], full_NN.int()[None, None],
+                                        BLOCK_SIZE=BLOCK, mask_mod=sees)
+
+    long_blocks = (window + BLOCK - 1) // BLOCK
+    return mask(long_blocks), mask((long_blocks // 2).clamp(min=1))
+
+
+def flex(mask: BlockMask, scale: float):
+    """Attention under the mask by FlexAttention, for CUDA under torch.compile."""
+    return lambda q, k, v: flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.size(1) != k.size(1))
+
+
+def block_sparse(mask: BlockMask, scale: float):
+    """Attention under the same mask in plain PyTorch, for devices where FlexAttention has no backward: each query block
+    gathers the key blocks that the mask names for it, so memory grows with T x window, never T x T."""
+    partial_N, full_N = mask.kv_num_blocks[0, 0], mask.full_kv_num_blocks[0, 0]
+    N, device = len(partial_N), partial_N.device
+    M = int((partial_N + full_N).max())
+    slot_M = torch.arange(M, device=device)
+    is_partial_NM = slot_M < partial_N[:, None]
+    is_full_NM = ~is_partial_NM & (slot_M < (partial_N + full_N)[:, None])
+    after_partial_NM = (slot_M - partial_N[:, None]).clamp(min=0)
+    keys_NM = torch.where(is_partial_NM, mask.kv_indices[0, 0, :, :M],
+                          mask.full_kv_indices[0, 0].gather(1, after_partial_NM.long()))
+    offset = torch.arange(BLOCK, device=device)
+    query = (torch.arange(N, device=device)[:, None] * BLOCK + offset)[:, :, None, None]
+    key = (keys_NM[:, :, None] * BLOCK + offset)[:, None]
+    seen = is_full_NM[:, None, :, None] | (is_partial_NM[:, None, :, None] & mask.mask_mod(0, 0, query, key))
+    bias = torch.zeros(seen.shape, device=device).masked_fill_(~seen, -torch.inf).view(N, 1, BLOCK, M * BLOCK)
+    keys = keys_NM.flatten()
+
+    def attend(q, k, v):
+        """q_1HTK, k_1GTK, v_1GTK -> y_1HTK"""
+        _, H, T, K = q.shape
+        G = k.size(1)
+        # Query heads that share a key head stand one below the other in the rows of one matrix product.
+        q = (q * scale).view(G, H // G, N, BLOCK, K).transpose(1, 2).reshape(G, N, -1, K)
+        k, v = (x.view(G, N, BLOCK, K).index_select(1, keys).view(G, N, M * BLOCK, K) for x in (k, v))
+        scores = (q @ k.mT).view(G, N, H // G, BLOCK, M * BLOCK) + bias.to(q.dtype)
+        y = scores.softmax(-1).view(G, N, -1, M * BLOCK) @ v
+        return y.view(G, N, H // G, BLOCK, K).transpose(1, 2).reshape(1, H, T, K)
+
+    return attend
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 5. Model
+
+
+def norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.size(-1),))
+
+
+class CastedLinear(nn.Linear):
+    """A linear layer without bias whose weight is kept in float32 and cast to the input's type at use. With use_fp8 its
+    three matrix products run in FP8 while training (section 6); outside training it is always the plain one."""
+
+    def __init__(self, in_features: int, out_features: int, use_fp8: bool = False, x_scale: float = 1.0,
+                 w_scale: float = 1.0, grad_scale: float = 1.0):
+        super().__init__(in_features, out_features, bias=False)
+        self.use_fp8, self.scales = use_fp8, (x_scale, w_scale, grad_scale)
+
+    def reset_parameters(self):
+        bound = math.sqrt(3) * 0.5 * self.in_features**-0.5  # uniform with standard deviation 0.5 / sqrt(fan_in)
+        nn.init.uniform_(self.weight, -bound, bound)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.use_fp8 and self.training:
+            return fp8_linear(x, self.weight, *self.scales)[0]
+        return F.linear(x, self.weight.type_as(x))
+
+
+class Rotary(nn.Module):
+    """Half-rotary positions: the first half of a head's channels is rotated, the other half carries no position."""
+
+    def __init__(self, head_dim: int, max_seq_len: int, base: float):
+        super().__init__()
+        frequency = base ** -torch.linspace(0, 1, head_dim // 4, dtype=torch.float64)
+        angle = torch.arange(max_seq_len, dtype=torch.float64)[:, None, None] * frequency  # float32 drifts at 256K
+        self.register_buffer("cos", angle.cos().float(), persistent=False)
+        self.register_buffer("sin", angle.sin().float(), persistent=False)
+
+    def forward(self, x_THK: Tensor) -> Tensor:
+        T, _, K = x_THK.shape
+        cos, sin = self.cos[:T].type_as(x_THK), self.sin[:T].type_as(x_THK)
+        x1, x2, rest = x_THK.split((K // 4, K // 4, K // 2), dim=-1)
+        return torch.cat((x1 * cos + x2 * sin, x2 * cos - x1 * sin, rest), dim=-1)
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, hp: Hyperparameters):
+        super().__init__()
+        self.H, self.G, self.K = hp.num_heads, hp.num_kv_heads, hp.head_dim
+        self.qkv = CastedLinear(hp.model_dim, (self.H + 2 * self.G) * self.K)
+        self.qkv.weight.row_split = (self.H * self.K, self.G * self.K, self.G * self.K)  # for Muon: three matrices
+        self.proj = CastedLinear(self.H * self.K, hp.model_dim)
+        nn.init.zeros_(self.proj.weight)
+
+    def forward(self, x_TD: Tensor, value_embed, value_mix: Tensor, rotary: Rotary, attend) -> Tensor:
+        T = len(x_TD)
+        q, k, v = self.qkv(x_TD).view(T, -1, self.K).split((self.H, self.G, self.G), dim=1)
+        q, k = rotary(norm(q)), rotary(norm(k))
+        v = value_mix[0] * v
+        if value_embed is not None:
+            v = v + value_mix[1] * value_embed.view_as(v)
+        y = attend(*(x.transpose(0, 1)[None] for x in (q, k, v)))
+        return self.proj(y[0].transpose(0, 1).reshape(T, -1))
+
+
+class MLP(nn.Module):
+    def __init__(self, dim: int):
+        super().__init__()
+        self.fc = CastedLinear(dim, 4 * dim)
+        self.proj = CastedLinear(4 * dim, dim)
+        nn.init.zeros_(self.proj.weight)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.proj(F.relu(self.fc(x_TD)).square())  # ReLU^2, arXiv:2109.08668
+
+
+class ValueEmbedding(nn.Module):
+    """Embeddings of the tokens that are mixed into the values of the layers that the pattern names (record 2024-12-04).
+    The pattern has a character a layer: the number of a table, or . for none; layers may share a table."""
+
+    def __init__(self, pattern: str, vocab_size: int, dim: int):
+        super().__init__()
+        self.pattern = pattern
+        self.tables = nn.ModuleDict({c: nn.Embedding(vocab_size, dim) for c in sorted(set(pattern) - {"."})})
+
+    def forward(self, tokens_T: Tensor) -> list:
+        embedded = {c: table(tokens_T) for c, table in self.tables.items()}
+        return [embedded.get(c) for c in self.pattern]
+
+
+class Block(nn.Module):
+    def __init__(self, hp: Hyperparameters, has_attention: bool):
+        super().__init__()
+        self.attn = CausalSelfAttention(hp) if has_attention else None
+        self.mlp = MLP(hp.model_dim)
+
+    def forward(self, x_TD, x0_TD, mix, value_embed, value_mix, rotary, attend) -> Tensor:
+        x_TD = mix[0] * x_TD + mix[1] * x0_TD
+        if self.attn is not None:
+            x_TD = x_TD + self.attn(norm(x_TD), value_embed, value_mix, rotary, attend)
+        return x_TD + self.mlp(norm(x_TD))
+
+
+class GPT(nn.Module):
+    """forward(tokens_T, targets_T, window) is the mean loss in nats over the T tokens of one sequence.
+
+    attend is flex or block_sparse (section 4). dtype is that of the embeddings, and so of every activation."""
+
+    LOGITS_TOKENS = 65536  # tokens whose logits exist at once: a validation sequence of 256K takes four portions
+
+    def __init__(self, hp: Hyperparameters, attend, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.hp, self.attend = hp, attend
+        L, V = len(hp.windows), -(-hp.vocab_size // 64) * 64  # a padded vocabulary suits the matrix units
+        self.embed = nn.Embedding(V, hp.model_dim)
+        self.value_embed = ValueEmbedding(hp.value_embeds, V, hp.num_kv_heads * hp.head_dim)
+        self.rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len), hp.rope_base)
+        self.blocks = nn.ModuleList(Block(hp, c == "x") for c in hp.attention)
+        self.residual_mix = nn.Parameter(torch.tensor([[1.0, 0.0]] * L))  # weights of the stream and of the embedding
+        self.value_mix = nn.Parameter(torch.tensor([[0.5, 0.5]] * L))  # weights of the value and of its embedding
+        self.skip_weights = nn.Parameter(torch.ones(L // 2))
+        self.lm_head = CastedLinear(hp.model_dim, V, hp.use_fp8, hp.fp8_x_scale, hp.fp8_w_scale, hp.fp8_grad_scale)
+        nn.init.zeros_(self.lm_head.weight)
+        self.embed.to(dtype)
+        self.value_embed.to(dtype)
+
+    def features(self, tokens_T: Tensor, window: Tensor) -> Tensor:
+        """x_TD as the head reads it."""
+        masks = build_block_masks(tokens_T, self.hp.vocab_size - 1, window)
+        attend = {c: self.attend(mask, self.hp.attention_scale) for c, mask in zip("LS", masks)}
+        value_embeds = self.value_embed(tokens_T)
+        mixes, value_mixes, skip_weights = self.residual_mix.unbind(), self.value_mix.unbind(), self.skip_weights.unbind()
+        x_TD = x0_TD = norm(self.embed(tokens_T))
+        # U-Net: the first half's outputs are added to the inputs of the second half, the last to the first.
+        L, skips = len(self.blocks), []
+        for i, block in enumerate(self.blocks):
+            if L - i <= L // 2:
+                x_TD = x_TD + skip_weights[i - L + L // 2] * skips.pop()
+            x_TD = block(x_TD, x0_TD, mixes[i], value_embeds[i], value_mixes[i], self.rotary, attend[self.hp.windows[i]])
+            if i < L // 2:
+                skips.append(x_TD)
+        return norm(x_TD)
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """Softcapped logits_TV in float32, between 0 and 2c."""
+        c = self.hp.lm_head_softcap
+        return 2 * c * torch.sigmoid(self.lm_head(x_TD).float() * (2 / c))
+
+    def forward(self, tokens_T: Tensor, targets_T: Tensor, window: Tensor) -> Tensor:
+        x_TD = self.features(tokens_T, window)
+        losses = [F.cross_entropy(self.logits(x), targets, reduction="sum", ignore_index=-1)
+                  for x, targets in zip(x_TD.split(self.LOGITS_TOKENS), targets_T.split(self.LOGITS_TOKENS))]
+        return torch.stack(losses).sum() / len(tokens_T)
+
+
+@torch.no_grad()
+def generate(model: GPT, tokens: list[int], num_tokens: int, window: int, temperature: float = 0.8, top_k: int = 50,
+             generator: torch.Generator | None = None) -> list[int]:
+    """Continue tokens by num_tokens, recomputing the prefix for each; stops early at an end of text."""
+    device, eot, attend = model.embed.weight.device, model.hp.vocab_size - 1, model.attend
+    was_training, model.attend = model.training, block_sparse  # lengths vary: nothing here is worth compiling
+    model.eval()
+    tokens, longest = list(tokens), len(model.rotary.cos)
+    for _ in range(num_tokens):
+        context = tokens[-longest:]
+        padded = context + [eot] * (-len(context) % BLOCK)  # what follows a token does not change its logits
+        x_TD = model.features(torch.tensor(padded, dtype=torch.int32, device=device),
+                              torch.tensor(window, dtype=torch.int32, device=device))
+        logits = model.logits(x_TD[len(context) - 1])[:model.hp.vocab_size].cpu() / max(temperature, 1e-6)
+        values, ids = logits.topk(min(top_k, len(logits)) if top_k else len(logits))
+        tokens.append(int(ids[torch.multinomial(values.softmax(-1), 1, generator=generator)]))
+        if tokens[-1] == eot:
+            break
+    model.attend = attend
+    model.train(was_training)
+    return tokens
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 6. FP8 linear
+#
+# FP8 matrix units run at twice the rate of bf16 but a value has 8 bits: e4m3 (up to 448, 3 bits of mantissa) for inputs
+# and weights, e5m2 (up to 57344, 2 bits of mantissa) for gradients, which spread over more orders of magnitude. Each
+# operand is multiplied by a fixed power of two before its cast, so that its values sit in the middle of that range, and
+# the product is divided by both factors. Too small a factor flushes small values to zero, too large a one saturates:
+#     input     normed, so |x| <= sqrt(D) = 28 at D = 768: x2 leaves room to 448
+#     weight    starts at zero and learns slowly: x2^9 holds weights up to 0.875
+#     gradient  of a mean over T tokens, so |g| <= 1/T: at T = 48K x2^19 makes that 11, and its smallest step 3e-11
+# A cast past the largest value gives NaN, inf or the largest value, by version and type; hence the clamp.
+
+
+def compiled_on_cuda(function):
+    """function under torch.compile where its first argument is on a CUDA device, as it is elsewhere."""
+    compiled = torch.compile(function, dynamic=False, fullgraph=True)
+    return lambda x, *args: (compiled if x.is_cuda else function)(x, *args)
+
+
+def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    limit = torch.finfo(dtype).max
+    return (x.float() * scale).clamp(-limit, limit).to(dtype)
+
+
+def fp8_matmul(a_mk: Tensor, b_nk: Tensor, scale: float, out_dtype: torch.dtype, fast: bool) -> Tensor:
+    """scale * a @ b.T, both contiguous: the layout that the FP8 units read. fast sums in reduced precision."""
+    one, scale = (torch.full((), s, dtype=torch.float32, device=a_mk.device) for s in (1.0, scale))
+    return torch._scaled_mm(a_mk, b_nk.T, scale_a=one, scale_b=scale, out_dtype=out_dtype, use_fast_accum=fast)
+
+
+@compiled_on_cuda
+def fp8_forward(x: Tensor, w: Tensor, x_scale: float, w_scale: float):
+    x8, w8 = to_fp8(x, x_scale, torch.float8_e4m3fn), to_fp8(w, w_scale, torch.float8_e4m3fn)
+    return fp8_matmul(x8, w8, 1 / (x_scale * w_scale), x.dtype, fast=True), x8, w8
+
+
+@compiled_on_cuda
+def fp8_backward(g: Tensor, x8: Tensor, w8: Tensor, x_scale: float, w_scale: float, grad_scale: float):
+    g8 = to_fp8(g, grad_scale, torch.float8_e5m2).contiguous()
+    grad_x = fp8_matmul(g8, w8.T.contiguous(), 1 / (grad_scale * w_scale), g.dtype, fast=False)
+    grad_w = fp8_matmul(g8.T.contiguous(), x8.T.contiguous(), 1 / (grad_scale * x_scale), torch.float32, fast=False)
+    return grad_x, grad_w
+
+
+# Custom ops keep torch.compile from looking inside; an autograd.Function here was silently wrong in torch 2.11.
+@torch.library.custom_op("nanogpt::fp8_linear", mutates_args=())
+def fp8_linear(x: Tensor, w: Tensor, x_scale: float, w_scale: float,
+               grad_scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(x_TD @ w_VD.T in x's type, and what the backward needs: x and w in FP8)"""
+    return fp8_forward(x, w, x_scale, w_scale)
+
+
+@torch.library.custom_op("nanogpt::fp8_linear_backward", mutates_args=())
+def fp8_linear_backward(g: Tensor, x8: Tensor, w8: Tensor, x_scale: float, w_scale: float,
+                        grad_scale: float) -> tuple[Tensor, Tensor]:
+    return fp8_backward(g, x8, w8, x_scale, w_scale, grad_scale)
+
+
+@fp8_linear.register_fake
+def _(x, w, x_scale, w_scale, grad_scale):
+    fp8 = torch.float8_e4m3fn
+    return x.new_empty(len(x), len(w)), torch.empty_like(x, dtype=fp8), torch.empty_like(w, dtype=fp8)
+
+
+@fp8_linear_backward.register_fake
+def _(g, x8, w8, x_scale, w_scale, grad_scale):
+    return torch.empty_like(x8, dtype=g.dtype), torch.empty_like(w8, dtype=torch.float32)
+
+
+def fp8_setup_context(ctx, inputs, output):
+    _, _, *ctx.scales = inputs
+    _, x8, w8 = output
+    ctx.save_for_backward(x8, w8)
+    ctx.set_materialize_grads(False)
+
+
+def fp8_autograd(ctx, g, *_):
+    return *fp8_linear_backward(g, *ctx.saved_tensors, *ctx.scales), None, None, None
+
+
+fp8_linear.register_autograd(fp8_autograd, setup_context=fp8_setup_context)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 7. Optimizers
+
+
+def optimizer_groups(model: GPT, hp: Hyperparameters) -> tuple[list[nn.Parameter], list[dict]]:
+    """Which optimizer owns which parameters: Muon's, and Adam's groups."""
+    matrices = list(model.blocks.parameters())
+    embeddings = [model.embed.weight, *model.value_embed.parameters()]
+    scalars = [model.residual_mix, model.value_mix, model.skip_weights]
+    adam = [  # params, peak learning rate, betas, epsilon                                            example shape
+        dict(params=[model.lm_head.weight], peak_lr=hp.head_lr, betas=hp.adam_betas, eps=hp.adam_eps),  # [50304, 768]
+        dict(params=embeddings, peak_lr=hp.embed_lr, betas=hp.adam_betas, eps=hp.adam_eps),             # [50304, 768]
+        dict(params=scalars, peak_lr=hp.scalar_lr, betas=hp.adam_betas, eps=hp.adam_eps),               # [12, 2]
+    ]
+    owned = [p for group in ([dict(params=matrices)] + adam) for p in group["params"]]
+    assert sorted(map(id, owned)) == sorted(map(id, model.parameters())), "a parameter is in no group or in two"
+    assert all(p.ndim == 2 for p in matrices), "Muon takes matrices"
+    return matrices, adam
+
+
+def flat_gradients(params: list[nn.Parameter], numel: int) -> Tensor:
+    """One tensor of numel elements that holds the gradients of params end to end: each p.grad is a view of it, and
+    autograd accumulates in place, so what is sent to other ranks is never copied together first."""
+    flat = torch.zeros(numel, dtype=params[0].dtype, device=params[0].device)
+    start = 0
+    for p in params:
+        p.grad = flat[start:start + p.numel()].view_as(p)
+        start += p.numel()
+    return flat
+
+
+@compiled_on_cuda
+def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
+    """For each matrix of x[..., rows, cols] = U S V^T about U V^T: singular values end between 0.7 and 1.2, which serves
+    as well as 1. Quintic iteration with coefficients that are steepest at zero (Keller Jordan's Muon, record 2024-10)."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    shape, tall = x.shape, x.size(-2) > x.size(-1)
+    x = x.flatten(0, -3)
+    x = x.mT if tall else x
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).reshape(shape)
+
+
+def orthogonalize(x: Tensor, row_split: tuple) -> Tensor:
+    """newton_schulz of the row_split parts of each x[n, rows, cols] by themselves, each scaled by sqrt(rows / cols)
+    where it is tall, so that an update changes outputs by as much for any shape."""
+    if len(set(row_split)) == 1:
+        parts = newton_schulz(x.unflatten(1, (len(row_split), -1)))
+        return parts.flatten(1, 2) * max(1, row_split[0] / x.size(-1)) ** 0.5
+    return torch.cat([orthogonalize(part, (part.size(1),)) for part in x.split(row_split, dim=1)], dim=1)
+
+
+class Muon:
+    """Momentum, orthogonalized, for matrices (Keller Jordan et al., 2024). Parameters of equal shape form a group that is
+    one batch of arithmetic; each rank owns an equal share of a group's slots (the last may be empty), keeps the
+    momentum of those alone, and sends its updates to the others while it works on the next group."""
+
+    def __init__(self, params: list[nn.Parameter], rank: int, world_size: int, dtype: torch.dtype):
+        self.world_size = world_size
+        by_shape = {}
+        for p in params:
+            by_shape.setdefault((p.shape, getattr(p, "row_split", (len(p),))), []).append(p)
+        self.groups = []
+        for (shape, row_split), members in by_shape.items():
+            own = -(-len(members) // world_size)
+            grads = flat_gradients(members, own * world_size * shape.numel()).view(-1, *shape)
+            mine = grads.new_zeros(own, *shape) if world_size > 1 else grads
+            self.groups.append(dict(
+                params=members, row_split=row_split, grads=grads, mine=mine, momentum=torch.zeros_like(mine),
+                updates=torch.zeros_like(grads, dtype=dtype), received=None))
+
+    def reduce_gradients(self, micro_batches: int):
+        """Launch the exchange that leaves each rank with the mean gradients of the matrices it owns."""
+        for group in self.groups:
+            group["grads"].div_(micro_batches)
+            if self.world_size > 1:
+                group["received"] = reduce_scatter(group["mine"], group["grads"])
+
+    @torch.no_grad()
+    def step(self, lr: float, momentum: float):
+        sent = None
+        for group in self.groups:
+            if group["received"]:
+                group["received"].wait()
+            grad, average = group["mine"], group["momentum"]
+            average.lerp_(grad, 1 - momentum)
+            update = grad.lerp(average, momentum)  # Nesterov: look ahead along the new average
+            update = orthogonalize(update.to(group["updates"].dtype), group["row_split"])
+            if sent:
+                self.apply(*sent, lr)
+            sent = group, self.gather(group, update)
+        self.apply(*sent, lr)
+
+    def gather(self, group: dict, update: Tensor):
+        """Launch the exchange of updates; None where there is nobody to exchange with."""
+        if self.world_size == 1:
+            group["updates"] = update
+            return None
+        return all_gather(group["updates"], update)
+
+    def apply(self, group: dict, gathering, lr: float):
+        if gathering:
+            gathering.wait()
+        torch._foreach_add_(group["params"], list(group["updates"][:len(group["params"])].unbind()), alpha=-lr)
+        group["grads"].zero_()
+
+
+class Adam(torch.optim.Adam):
+    """torch's Adam with each group's gradients in one buffer, which travels on a channel of its own while Muon works."""
+
+    def __init__(self, groups: list[dict], world_size: int):
+        super().__init__([dict(group, lr=group["peak_lr"]) for group in groups], fused=True)
+        self.grads = [flat_gradients(g["params"], sum(p.numel() for p in g["params"])) for g in groups]
+        self.world_size, self.received = world_size, []
+        self.channel = dist.new_group() if world_size > 1 else None
+
+    def reduce_gradients(self, micro_batches: int):
+        for grads in self.grads:
+            grads.div_(micro_batches)
+        if self.world_size > 1:
+            self.received = [dist.all_reduce(grads, group=self.channel, async_op=True) for grads in self.grads]
+
+    @torch.no_grad()
+    def step_at(self, lr_scale: float):
+        for received in self.received:
+            received.wait()
+        for group in self.param_groups:
+            group["lr"] = group["peak_lr"] * lr_scale
+        self.step()
+        for grads in self.grads:
+            grads.zero_()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 8. Gradient exchange: ranks, their collectives, and how an error on one is told to all
+
+
+@dataclass(frozen=True)
+class Ranks:
+    rank: int
+    world_size: int
+    device: torch.device
+
+
+def start_ranks() -> Ranks:
+    """This process's place among those that torchrun started (alone without torchrun), and its device."""
+    rank, world_size, local_rank = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(f"rank {rank} has no GPU: {torch.cuda.device_count()} on this machine; lower --nproc_per_node")
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        if device.type == "cuda":
+            dist.init_process_group("nccl", device_id=device)
+        else:
+            dist.init_process_group("gloo")
+    return Ranks(rank, world_size, device)
+
+
+# torch 2.13 renamed both collectives and warns about the old names, which torch 2.11 needs.
+def reduce_scatter(output: Tensor, input: Tensor):
+    function = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    return function(output, input, async_op=True)
+
+
+def all_gather(output: Tensor, input: Tensor):
+    function = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    return function(output, input.contiguous(), async_op=True)
+
+
+def decide_on_rank_0(ranks: Ranks, function):
+    """function()'s result on rank 0, on every rank; a UserError there is raised on every rank."""
+    result = [None, None]
+    if ranks.rank == 0:
+        try:
+            result[0] = function()
+        except UserError as e:
+            result[1] = str(e)
+    if ranks.world_size > 1:
+        dist.broadcast_object_list(result, src=0)
+    if result[1] is not None:
+        raise UserError(result[1], everywhere=True)
+    return result[0]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 9. Run log and checkpoints
+
+SEPARATOR = "=" * 100
+CLOCK_CONTRACT = ("clock: train_time counts everything from the first step on, loading included, but for validation; "
+                  "compiling and the warmup on dummy data come before it and leave no trace in the model")
+
+
+class RunLog:
+    """Rank 0's log file and console; on the other ranks every call does nothing."""
+
+    def __init__(self, hp: Hyperparameters, rank: int):
+        self.file, self.bar = None, None
+        if rank != 0:
+            return
+        stem = f"{datetime.now(timezone.utc):%Y-%m-%dT%H-%M-%SZ}_{hp.name}"
+        try:
+            Path(hp.records).mkdir(parents=True, exist_ok=True)
+            for suffix in ["", *(f"_{n}" for n in range(2, 1000))]:  # runs that start within one second
+                self.path = Path(hp.records, f"{stem}{suffix}.log")
+                if not self.path.exists():
+                    self.file = open(self.path, "x", encoding="utf-8")
+                    break
+        except OSError as e:
+            raise UserError(f"{hp.records}: the log cannot be written ({e.strerror}); free the folder or choose --records") from None
+
+    def write(self, text: str, console: bool = True):
+        if self.file is None:
+            return
+        if console:
+            tqdm.write(text) if self.bar is not None else print(text, flush=True)
+        try:
+            self.file.write(text + "\n")
+            self.file.flush()
+        except OSError as e:
+            raise UserError(f"{self.path}: the log cannot be written ({e.strerror}); free space and start again") from None
+
+    def start_bar(self, steps: int):
+        if self.file is not None and sys.stdout.isatty():
+            self.bar = tqdm(total=steps, unit="step", dynamic_ncols=True)
+
+    def step_line(self, step: int, kind: str, loss: float, seconds: float, hp: Hyperparameters):
+        done = step if kind == "val_loss" else step - 1  # the step whose schedules the line shows
+        average = f"{1000 * seconds / step:.2f}" if step else "nan"
+        self.write(f"step:{step}/{hp.num_iterations} {kind}:{loss:.4f} train_time:{1000 * seconds:.0f}ms "
+                   f"step_avg:{average}ms tokens:{step * hp.micro_batches * hp.train_seq_len} "
+                   f"lr:{lr_scale(done, hp):.3f} window:{window_tokens(done, hp)}",
+                   console=kind == "val_loss" or self.bar is None)
+        if self.bar is not None and kind == "train_loss":
+            self.bar.update(step - self.bar.n)
+            self.bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
+
+    def close(self):
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+
+
+class Clock:
+    """Training time in seconds: the sum of the stretches between start and stop, each with an idle device."""
+
+    def __init__(self, device: torch.device):
+        self.cuda, self.elapsed = device.type == "cuda", 0.0
+
+    def start(self):
+        if self.cuda:
+            torch.cuda.synchronize()
+            self.origin = torch.cuda.Event(enable_timing=True)
+            self.origin.record()
+        self.began = time.perf_counter()
+
+    def stop(self):
+        if self.cuda:
+            torch.cuda.synchronize()
+        self.elapsed += time.perf_counter() - self.began
+
+    def mark(self):
+        """A function that gives the training time at which the device gets to this point, waiting until it has."""
+        if not self.cuda:
+            seconds = self.elapsed + time.perf_counter() - self.began
+            return lambda: seconds
+        event, origin, elapsed = torch.cuda.Event(enable_timing=True), self.origin, self.elapsed
+        event.record()
+        return lambda: event.synchronize() or elapsed + origin.elapsed_time(event) / 1000
+
+
+def shell(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=Path(__file__).parent).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def fingerprint(path) -> str:
+    """Name, size and a hash of the first and the last megabyte of a shard."""
+    with open(path, "rb") as f:
+        digest = hashlib.sha256(f.read(1 << 20))
+        f.seek(max(0, os.path.getsize(path) - (1 << 20)))
+        digest.update(f.read())
+    return f"{path} {(os.path.getsize(path) - SHARD_HEADER_BYTES) // 2} tokens sha256 {digest.hexdigest()[:16]}"
+
+
+def describe_environment(hp: Hyperparameters, ranks: Ranks, data: dict) -> list[str]:
+    """The environment as `key: value` lines."""
+    lines = [f"command: {' '.join(sys.argv)}", f"python: {platform.python_version()}", f"torch: {torch.__version__}",
+             f"platform: {platform.platform()}", f"ranks: {ranks.world_size}", f"seed: {hp.seed}",
+             f"nodes: {ranks.world_size // int(os.environ.get('LOCAL_WORLD_SIZE', ranks.world_size))}"]
+    if ranks.device.type == "cuda":
+        gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        lines += [f"gpus: {len(gpus)} x {gpus[0]}", f"cuda: {torch.version.cuda}",
+                  f"nccl: {'.'.join(map(str, torch.cuda.nccl.version()))}",
+                  "driver: " + shell("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]]
+        query = "index,name,clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu,ecc.mode.current"
+        lines += [f"gpu: {line}" for line in shell("nvidia-smi", f"--query-gpu={query}", "--format=csv").splitlines()]
+    else:
+        models = [line.split(":")[1].strip() for line in shell("cat", "/proc/cpuinfo").splitlines() if line.startswith("model name")]
+        lines += [f"cpu: {os.cpu_count()} x {models[0] if models else platform.processor() or platform.machine()}",
+                  f"threads: {torch.get_num_threads()} a rank"]
+    commit = shell("git", "rev-parse", "HEAD")
+    if commit:
+        lines.append(f"git: {commit}" + (" with uncommitted changes" if shell("git", "status", "--porcelain", "-uno") else ""))
+    return lines + [f"data: {fingerprint(path)}" for path in data["train"] + data["val"]]
+
+
+def save_model(folder: Path, model: GPT, hp: Hyperparameters, step: int) -> Path:
+    """The model and what is needed to build it again, under its final name only once it is whole on the disk."""
+    path = folder / "model.pt"
+    partial_path = path.with_suffix(".partial")
+    payload = dict(format=1, step=step, hyperparameters=dataclasses.asdict(hp),
+                   model={name: tensor.cpu() for name, tensor in model.state_dict().items()})
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(partial_path, "wb") as f:
+            torch.save(payload, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(partial_path, path)
+    except (OSError, RuntimeError) as e:
+        partial_path.unlink(missing_ok=True)
+        raise UserError(f"{path}: the model cannot be saved ({e}); the log is whole") from None
+    return path
+
+
+def load_model(folder, device="cpu") -> tuple[GPT, Hyperparameters]:
+    """The model of a run from its folder records/<name of the log>/, in evaluation mode, for use without a compiler."""
+    path = Path(folder, "model.pt")
+    try:
+        payload = torch.load(path, map_location=device, weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"{path}: there is no such model; name a run's folder records/<name of the log>") from None
+    except Exception as e:
+        raise UserError(f"{path}: cannot be read as a model ({str(e).splitlines()[0]})") from None
+    hp = Hyperparameters(**payload["hyperparameters"])
+    model = GPT(hp, block_sparse, payload["model"]["embed.weight"].dtype).to(device).eval()
+    model.load_state_dict(payload["model"])
+    return model, hp
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 10. Preflight checks: everything that can be known to go wrong is said before anything slow begins
+
+
+def preflight(hp: Hyperparameters, world_size: int) -> dict:
+    """Check settings and data; the shards and their token counts as {train, train_tokens, val, val_tokens, spans}."""
+    def require(condition, message: str):
+        if not condition:
+            raise UserError(message)
+
+    version = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2])
+    require(version >= (2, 11), f"torch {torch.__version__} is too old; install torch 2.11 or newer, as in requirements.txt")
+    require(hp.name and all(c.isalnum() or c in "._-" for c in hp.name), f"--name={hp.name}: use letters, digits and ._- only")
+    require(hp.dtype in ("auto", "bfloat16", "float32"), f"--dtype={hp.dtype} is not auto, bfloat16 or float32")
+    for name in ("model_dim", "num_heads", "head_dim", "micro_batches", "train_seq_len", "val_seq_len", "window_start",
+                 "window_end", "window_quantum", "epochs", "lm_head_softcap", "rope_base"):
+        require(getattr(hp, name) > 0, f"--{name}={getattr(hp, name)} must be above 0")
+    for name in ("num_iterations", "num_kv_heads", "val_tokens", "val_loss_every", "sample_tokens", "muon_momentum_steps"):
+        require(getattr(hp, name) >= 0, f"--{name}={getattr(hp, name)} must not be negative")
+    require(0 <= hp.cooldown_frac <= 1, f"--cooldown_frac={hp.cooldown_frac} is not between 0 and 1")
+    require(all(0 <= beta < 1 for beta in hp.adam_betas), f"--adam_betas={hp.adam_betas} are not between 0 and 1")
+    require(2 <= hp.vocab_size <= 65536, f"--vocab_size={hp.vocab_size} is not between 2 and 65536, what uint16 tokens hold")
+    require(len(hp.windows) == len(hp.value_embeds) == len(hp.attention) > 0,
+            f"--windows={hp.windows}, --value_embeds={hp.value_embeds} and --attention={hp.attention} need one character a layer each")
+    require(set(hp.windows) <= set("LS"), f"--windows={hp.windows} has characters other than L and S")
+    require(set(hp.attention) <= set("x."), f"--attention={hp.attention} has characters other than x and .")
+    require("x" in hp.attention, f"--attention={hp.attention} has no layer with attention")
+    require(set(hp.value_embeds) <= set("0123456789."), f"--value_embeds={hp.value_embeds} has characters other than digits and .")
+    lost = [i for i, (a, v) in enumerate(zip(hp.attention, hp.value_embeds)) if a == "." and v != "."]
+    require(not lost, f"--value_embeds={hp.value_embeds} names a table in layer {lost and lost[0]}, which --attention={hp.attention} leaves without attention")
+    require(hp.head_dim % 4 == 0, f"--head_dim={hp.head_dim} is not a multiple of 4")
+    require(hp.num_heads % (hp.num_kv_heads or hp.num_heads) == 0, f"--num_kv_heads={hp.num_kv_heads} does not divide --num_heads={hp.num_heads}")
+    for name in ("train_seq_len", "val_seq_len"):
+        require(getattr(hp, name) % BLOCK == 0, f"--{name}={getattr(hp, name)} is not a multiple of {BLOCK}")
+    if hp.micro_batches % world_size:
+        fits = [n for n in range(1, hp.micro_batches + 1) if hp.micro_batches % n == 0]
+        raise UserError(f"{world_size} ranks do not divide {hp.micro_batches} micro-batches: start {', '.join(map(str, fits))} "
+                        f"ranks, or set --micro_batches to a multiple of {world_size}")
+
+    data = {}
+    for kind in ("train", "val"):
+        pattern = getattr(hp, f"{kind}_files")
+        data[kind] = sorted(glob.glob(pattern, recursive=True))
+        require(data[kind], f"no file matches --{kind}_files={pattern}; ./run.sh makes or fetches a preset's data, "
+                            "data/tokenize_text.py makes shards of your own text")
+        data[f"{kind}_tokens"] = [check_shard(path, hp.vocab_size) for path in data[kind]]
+    held = sum(data["val_tokens"]) - 1  # the last token is only a target
+    require(hp.val_tokens <= held, f"--val_tokens={hp.val_tokens} but --val_files={hp.val_files} holds {held} to predict; lower it (0 takes all)")
+    require(held > 0, f"--val_files={hp.val_files} holds a single token; give it more")
+    step_tokens = hp.micro_batches * hp.train_seq_len
+    data["spans"] = plan_spans(data["train_tokens"], step_tokens, hp.train_seq_len, hp.epochs)
+    steps = sum(span.steps for span in data["spans"])
+    require(steps >= hp.num_iterations,
+            f"{hp.num_iterations} steps of {step_tokens} tokens need more than the {steps} steps that {len(data['train'])} shard(s) with "
+            f"{sum(data['train_tokens'])} tokens hold in {hp.epochs} pass(es): add shards, raise --epochs, or lower --num_iterations")
+    return data
+
+
+def fast_bf16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return any(getattr(torch.cpu, name, bool)() for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
+
+
+def resolve(hp: Hyperparameters, device: torch.device) -> tuple[Hyperparameters, list[str]]:
+    """What was left open, decided: the seed, the number of key heads, what the hardware can do. And lines that say so."""
+    cuda, notes = device.type == "cuda", []
+    if hp.seed < 0:
+        hp = dataclasses.replace(hp, seed=random.SystemRandom().randrange(2**31))
+    hp = dataclasses.replace(hp, num_kv_heads=hp.num_kv_heads or hp.num_heads)
+    if hp.dtype == "auto":
+        hp = dataclasses.replace(hp, dtype="bfloat16" if fast_bf16(device) else "float32")
+        if hp.dtype == "float32":
+            notes.append("note: float32, since this hardware has no fast bfloat16")
+    if hp.use_fp8 and not (cuda and torch.cuda.get_device_capability(device) >= (8, 9)):
+        hp = dataclasses.replace(hp, use_fp8=False)
+        notes.append(f"note: the head trains in {hp.dtype}, since this hardware has no FP8 (it needs a GPU of compute capability 8.9)")
+    if not cuda:
+        notes.append("note: block-sparse attention in plain PyTorch and no compiler, since there is no CUDA GPU (FlexAttention has no backward on CPU)")
+    return hp, notes
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 11. Main: build, warm up, restore, train
+
+PEAK_TFLOPS = {  # dense bf16 and FP8 with float32 sums, from the makers' data sheets
+    "H200": (989, 1979), "GH200": (989, 1979), "H100 80GB HBM3": (989, 1979), "H100 NVL": (835, 1671), "H100 PCIe": (756, 1513),
+    "A100": (312, 312), "L40S": (362, 733), "RTX 4090": (165, 330),
+}
+
+
+def hardware_limit(device: torch.device, dtype: torch.dtype) -> tuple[float, float, str]:
+    """(FLOP/s of the main type, FLOP/s of FP8, where they come from) of one rank."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for key, (bf16, fp8) in PEAK_TFLOPS.items():
+            if key in name:
+                return bf16 * 1e12, fp8 * 1e12, f"{key} data sheet: {bf16} bf16, {fp8} FP8 TFLOP/s"
+    n = 4096 if device.type == "cuda" else 1024
+    a, best = torch.randn(n, n, device=device, dtype=dtype), 0.0
+    for _ in range(6):
+        began = time.perf_counter()
+        float((a @ a)[0, 0])  # reading a value waits for the device
+        best = max(best, 2 * n**3 / (time.perf_counter() - began))
+    return best, best, f"matrix rate of a rank measured at start: {best / 1e12:.3g} TFLOP/s in {str(dtype)[6:]}"
+
+
+def train_flops(model: GPT, hp: Hyperparameters) -> tuple[float, float]:
+    """(FLOPs a token in the body, in the head) of forward and backward, averaged over the steps' windows. Attention counts
+    what the window and the sequence's begin leave visible; document borders, which hide more, are not subtracted."""
+    def visible(blocks: int) -> float:
+        N = hp.train_seq_len // BLOCK
+        return sum(min(blocks, i + 1) * BLOCK - (BLOCK - 1) / 2 for i in range(N)) / N
+
+    keys = 0.0
+    steps = range(0, max(1, hp.num_iterations), max(1, hp.num_iterations // 50))
+    for step in steps:
+        long = -(-window_tokens(step, hp) // BLOCK)
+        per_layer = {"L": visible(long), "S": visible(max(1, long // 2))}
+        keys += sum(per_layer[w] for w, a in zip(hp.windows, hp.attention) if a == "x") / len(steps)
+    body = 6 * sum(p.numel() for p in model.blocks.parameters()) + 12 * hp.num_heads * hp.head_dim * keys
+    return body, 6 * model.lm_head.weight.numel()
+
+
+def evaluate(model, sequences: list, window: Tensor, hp: Hyperparameters, ranks: Ranks) -> float:
+    """Mean loss in nats over exactly the validation tokens of all ranks."""
+    model.eval()
+    total = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    with torch.no_grad():
+        for inputs, targets in sequences:
+            total += model(inputs, targets, window) * len(inputs)
+    model.train()
+    if ranks.world_size > 1:
+        dist.all_reduce(total)
+    return float(total) / hp.val_tokens
+
+
+def train_step(model, batches: list, window: Tensor, muon: Muon, adam: Adam, step: int, hp: Hyperparameters) -> Tensor:
+    """One step on this rank's micro-batches; its share of the step's mean loss. Only launches work: nothing waits for
+    the device."""
+    loss_sum = 0.0
+    for inputs, targets in batches:
+        loss = model(inputs, targets, window)
+        loss.backward()
+        loss_sum = loss_sum + loss.detach()
+    # Muon's gradients travel first, since it has arithmetic to do; the embeddings' travel while it does.
+    muon.reduce_gradients(hp.micro_batches)
+    adam.reduce_gradients(hp.micro_batches)
+    muon.step(hp.muon_lr * lr_scale(step, hp), muon_momentum(step, hp))
+    adam.step_at(lr_scale(step, hp))
+    return loss_sum / hp.micro_batches
+
+
+def warm_up(model, params: dict, muon: Muon, adam: Adam, hp: Hyperparameters, ranks: Ranks):
+    """Compile and allocate everything by a step and a validation on random tokens, then undo all of it."""
+    saved = {name: p.detach().clone() for name, p in params.items()}
+    reached = set()
+    hooks = [p.register_post_accumulate_grad_hook(lambda _, name=name: reached.add(name)) for name, p in params.items()]
+    window = torch.tensor(hp.window_start, dtype=torch.int32, device=ranks.device)
+    generator = torch.Generator().manual_seed(hp.seed)
+
+    def random_sequence(length: int):
+        tokens = torch.randint(hp.vocab_size, (length + 1,), generator=generator).to(ranks.device)
+        return tokens[:-1].int(), tokens[1:].clone()
+
+    train_step(model, [random_sequence(hp.train_seq_len) for _ in range(2)], window, muon, adam, 0, hp)
+    evaluate(model, [random_sequence(hp.val_seq_len)], window, hp, ranks)
+    for hook in hooks:
+        hook.remove()
+    assert reached == set(params), f"no gradient reaches {sorted(set(params) - reached)}"
+    with torch.no_grad():
+        for name, p in params.items():
+            p.copy_(saved[name])
+        for group in muon.groups:
+            group["momentum"].zero_()
+        for state in adam.state.values():
+            for tensor in state.values():
+                tensor.zero_()
+    assert all(not p.grad.any() for p in params.values()), "a step must leave no gradient behind"
+
+
+def decode(tokens: list[int], vocab_size: int) -> str:
+    """Tokens as text where their vocabulary is at hand, else as numbers."""
+    if vocab_size == 257:
+        return bytes(t for t in tokens if t < 256).decode("utf-8", "replace")
+    try:
+        import tiktoken
+        return tiktoken.get_encoding("gpt2").decode(tokens)
+    except Exception as e:
+        return f"{tokens} (as numbers: GPT-2's vocabulary is not at hand: {type(e).__name__})"
+
+
+def run(argv: list[str]):
+    hp, only_check = parse_flags(argv, "speedrun" if torch.cuda.is_available() else "demo")
+    if only_check:
+        data = preflight(hp, int(os.environ.get("WORLD_SIZE", 1)))
+        print(f"checks passed: {len(data['train'])} training and {len(data['val'])} validation shard(s), "
+              f"{sum(data['train_tokens'])} and {sum(data['val_tokens'])} tokens")
+        return
+    ranks = start_ranks()
+    hp, notes = decide_on_rank_0(ranks, lambda: resolve(hp, ranks.device))
+    data = decide_on_rank_0(ranks, lambda: preflight(hp, ranks.world_size))
+    hp = dataclasses.replace(hp, val_tokens=hp.val_tokens or sum(data["val_tokens"]) - 1)
+    source = Path(__file__).read_text(encoding="utf-8")  # what runs now, whatever happens to the file later
+    log = RunLog(hp, ranks.rank)
+    try:
+        train(hp, ranks, data, notes, source, log)
+    finally:
+        log.close()
+
+
+def train(hp: Hyperparameters, ranks: Ranks, data: dict, notes: list[str], source: str, log: RunLog):
+    device, cuda = ranks.device, ranks.device.type == "cuda"
+    for lines in ([f"{name} = {value!r}" for name, value in dataclasses.asdict(hp).items()],
+                  describe_environment(hp, ranks, data) if ranks.rank == 0 else [], [source]):
+        log.write("\n".join([*lines, SEPARATOR]), console=False)
+    log.write(CLOCK_CONTRACT)
+    for note in notes:
+        log.write(note)
+
+    # Build
+    torch.manual_seed(hp.seed)
+    dtype = getattr(torch, hp.dtype)
+    model = GPT(hp, flex if cuda else block_sparse, dtype).to(device)
+    matrices, adam_groups = optimizer_groups(model, hp)
+    muon = Muon(matrices, ranks.rank, ranks.world_size, dtype)
+    adam = Adam(adam_groups, ranks.world_size)
+    compiled = torch.compile(model, dynamic=False, fullgraph=True) if cuda else model
+    loader = TrainLoader(data["train"], data["spans"], hp, ranks.rank, ranks.world_size, device)
+    val_sequences, text_bytes = load_validation(data["val"], data["val_tokens"], hp, ranks.rank, ranks.world_size, device)
+    body_rate, head_rate, limit = hardware_limit(device, dtype)
+    log.write(f"model: {sum(p.numel() for p in model.parameters())} parameters, {sum(p.numel() for p in matrices)} in the "
+              f"blocks' matrices; {hp.micro_batches} x {hp.train_seq_len} tokens a step on {ranks.world_size} rank(s), seed {hp.seed}")
+
+    # Warm up, restore
+    began = time.perf_counter()
+    warm_up(compiled, dict(model.named_parameters()), muon, adam, hp, ranks)
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        torch.compiler.set_stance("fail_on_recompile")  # a recompile under the clock is an error, not a mystery
+    log.write(f"warmup: {time.perf_counter() - began:.1f} s, untimed")
+
+    # Train
+    pending = deque()  # steps whose loss has not been read yet, since reading would wait for the device
+
+    def read_losses(keep: int):
+        while len(pending) > keep:
+            step, loss, when = pending.popleft()
+            seconds = when()
+            log.step_line(step, "train_loss", float(loss), seconds, hp)
+            if not math.isfinite(loss):
+                raise UserError(f"step {step}: the training loss is {float(loss)}; lower the learning rates (--muon_lr, "
+                                "--embed_lr, --head_lr) or look at the data; the log is kept", everywhere=True)
+
+    clock = Clock(device)
+    log.start_bar(hp.num_iterations)
+    clock.start()
+    for step in range(hp.num_iterations + 1):
+        last = step == hp.num_iterations
+        window = torch.tensor(window_tokens(step, hp), dtype=torch.int32).to(device, non_blocking=True)
+        if last or (hp.val_loss_every and step % hp.val_loss_every == 0):
+            clock.stop()
+            read_losses(keep=0)
+            val_loss = evaluate(compiled, val_sequences, window, hp, ranks)
+            log.step_line(step, "val_loss", val_loss, clock.elapsed, hp)
+            clock.start()
+        if last:
+            break
+        loss = train_step(compiled, loader.next_step(), window, muon, adam, step, hp)
+        if ranks.world_size > 1:
+            dist.all_reduce(loss)
+        pending.append((step + 1, loss.to("cpu", non_blocking=True), clock.mark()))
+        while loader.news:
+            log.write(loader.news.pop(0))
+        read_losses(keep=2)
+    clock.stop()
+    log.close()
+
+    # What was reached
+    tokens = hp.num_iterations * hp.micro_batches * hp.train_seq_len
+    body_flops, head_flops = train_flops(model, hp)
+    floor = tokens * (body_flops / body_rate + head_flops / (head_rate if hp.use_fp8 else body_rate)) / ranks.world_size
+    peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    log.write(f"peak_memory: {peak / 2**20:.0f} MiB on rank 0")
+    if tokens:
+        log.write(f"throughput: {tokens / clock.elapsed:.0f} tokens/s")
+        log.write(f"hardware: {100 * floor / clock.elapsed:.1f} % of the limit ({(body_flops + head_flops) / 1e6:.1f} MFLOP a "
+                  f"token, {floor:.2f} s at the {limit})")
+        log.write(f"data_wait: {1000 * loader.wait_seconds / hp.num_iterations:.3f} ms a step")
+    bits = f", {val_loss / math.log(2) * hp.val_tokens / text_bytes:.4f} bits per byte" if text_bytes else ""
+    log.write(f"final_val_loss: {val_loss:.4f} nats per token{bits}, on {hp.val_tokens} tokens")
+    if not math.isfinite(val_loss):
+        raise UserError(f"the validation loss is {val_loss}; lower the learning rates; the log is kept", everywhere=True)
+    if ranks.rank == 0 and hp.save:
+        log.write(f"model saved: {save_model(log.path.with_suffix(''), model, hp, hp.num_iterations)}")
+    if ranks.rank == 0 and hp.sample_tokens:
+        eot, generator = hp.vocab_size - 1, torch.Generator().manual_seed(hp.seed)
+        sample = generate(model, [eot], hp.sample_tokens, window_tokens(hp.num_iterations, hp), generator=generator)
+        log.write("sample:\n" + decode(sample[1:], hp.vocab_size))
+    log.write(f"log: {log.path}" if ranks.rank == 0 else "")
+
+
+def main():
+    try:
+        run(sys.argv[1:])
+    except UserError as e:
+        if os.environ.get("RANK", "0") == "0" or not e.everywhere:
+            print(f"error: {e}", file=sys.stderr, flush=True)
+        code, everywhere = 2, e.everywhere
+    except torch.OutOfMemoryError as e:
+        print(f"error: out of GPU memory; lower --train_seq_len or --val_seq_len ({str(e).splitlines()[0]})", file=sys.stderr, flush=True)
+        code, everywhere = 2, False
+    except KeyboardInterrupt:
+        print("error: interrupted; the log is kept", file=sys.stderr, flush=True)
+        code, everywhere = 130, False
+    else:
+        code, everywhere = 0, True
+    if dist.is_initialized() and everywhere:
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    if code and not everywhere:
+        os._exit(code)  # an orderly exit would wait for ranks that wait for this one
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
