@@ -1,0 +1,1 @@
+"""Programs that make token shards, each also an importable module."""
