@@ -72,6 +72,7 @@ class Run:
     seconds: float | None = None
     tokens: int | None = None
     untimed: int = 0                # steps at the start that the clock left out
+    diverged: bool = False          # the last loss in the log is not finite
     validations: list = field(default_factory=list)
     hyperparameters: dict = field(default_factory=dict)
     environment: dict = field(default_factory=dict)
@@ -89,7 +90,7 @@ class Run:
     @property
     def counts(self):
         """Whether the run enters the statistics."""
-        return self.finished and math.isfinite(self.loss)
+        return self.finished and not self.diverged
 
     @property
     def ms_per_step(self):
@@ -99,10 +100,20 @@ class Run:
     @property
     def hardware(self):
         env = self.environment
-        kinds = ("cpu", "gpus", "gpu", "device") if env.get("device", "").startswith("cpu") else (
-            "gpus", "gpu", "device", "cpu")
-        found = next((env[k] for k in kinds if env.get(k, "0").lower() not in ("0", "none", "-")), None)
+        found = next((env[key] for key in ("gpus", "cpu", "device") if env.get(key, "none") not in ("none", "0")), None)
         return found and re.sub(r"^(\d+) ?x ", r"\1x ", found.replace("NVIDIA ", ""))
+
+    @property
+    def place(self):
+        """What must agree before times compare; a GPU's power limit and highest clocks where the log has them."""
+        return (self.hardware, self.ranks, *(f"{key}: {value}" for key, value in sorted(self.environment.items())
+                                             if key in ("nodes", "threads") or key.startswith("gpu ")))
+
+    @property
+    def validated_on(self):
+        """What must agree before losses compare: vocabulary and validation tokens, by content and not by path."""
+        data = re.findall(r"val\S* (\d+ tokens(?: sha\w* \w+)?)", self.environment.get("data", ""))
+        return tuple(sorted(data)), self.hyperparameters.get("val_tokens"), self.hyperparameters.get("vocab_size")
 
     @property
     def ranks(self):
@@ -128,10 +139,20 @@ class Run:
 
 
 def key_values(text):
+    """`key: value` lines; the values of a key that comes several times, joined."""
     found = {}
     for key, value in KEY_VALUE.findall(text):
-        key = key.strip().lower()
-        found[key] = f"{found[key]}; {value}" if key in found else value
+        found[key.lower()] = f"{found[key.lower()]}; {value}" if key.lower() in found else value
+    return found
+
+
+def own_environment(text):
+    """The environment section of this project's log; of its table of GPUs, what does not change from minute to minute."""
+    found = key_values(text)
+    if "," in (rows := found.pop("gpu", "")):
+        for column, *values in zip(*(row.split(", ") for row in rows.split("; "))):
+            if not column.startswith(("index", "name", "clocks.current", "temperature")):
+                found[f"gpu {column}"] = ", ".join(sorted(set(values)))
     return found
 
 
@@ -154,19 +175,19 @@ def sections(text):
     if len(blocks) >= 4 and HYPERPARAMETER.search(blocks[0]) and not LISTING.search(blocks[0]):
         # This project's log. The source may hold anything, separators included, so the steps follow the last of them.
         source = (LINE + "\n").join(blocks[2:-1])
-        yield dict(HYPERPARAMETER.findall(blocks[0])), key_values(blocks[1]), source.rstrip("\n"), blocks[-1]
+        yield dict(HYPERPARAMETER.findall(blocks[0])), own_environment(blocks[1]), source.rstrip("\n"), blocks[-1]
         return
     source, environment, known = "", "", {}
     while blocks:
         block = blocks.pop(0)
         starts, first = LISTING.search(block), LOG_LINE.search(block)
         if starts and (not first or starts.start() < first.start()):  # a source, and the log lines in it are quotations
+            while block.count('"""') % 2 and (closing := next((i for i, b in enumerate(blocks, 1) if '"""' in b), 0)) and (
+                    not any(map(foreign_environment, blocks[:closing]))):  # the separators before it stand in a string
+                block, blocks = f"{LINE}\n".join([block, *blocks[:closing]]), blocks[closing:]
             # where no separator ends it, what follows its last line of code can still be the log
             end = len(block) if blocks else max((m.end() for m in CODE.finditer(block)), default=0)
-            source, environment, known, block = block[:end], "", {}, block[end:]
-            while len(blocks) > 1 and source.count('"""') % 2 and not foreign_environment(blocks[0]):
-                source += LINE + "\n" + blocks.pop(0)  # that separator stood inside a string
-            source, starts = source.rstrip("\n"), None
+            source, environment, known, block, starts = block[:end].rstrip("\n"), "", {}, block[end:], None
         head = block[:starts.start()] if starts and blocks else block
         if first := LOG_LINE.search(head):
             known = foreign_environment(environment + head[:first.start()]) or known
@@ -237,12 +258,13 @@ def runs_in(path, name):
             untimed = untimed_steps(lines)
             runs.append(Run(
                 name, str(path), int(lines[-1][0]), int(lines[-1][1] or 0) or None, seconds_of(lines[-1]),
-                tokens_of(lines[-1]), untimed,
+                tokens_of(lines[-1]), untimed, bool(lines[-1][2]) and not math.isfinite(loss_of(lines[-1])),
                 [(int(line[0]), 0.0 if untimed and int(line[0]) <= untimed else seconds_of(line), tokens_of(line),
                   loss_of(line)) for line in lines if line[2] == "val"],
                 hyperparameters, environment, source=source))
         if runs:
-            runs[-1].end = key_values(text[text.find("\n", max(text.rfind("\nstep:"), text.rfind("\ns:")) + 1):])
+            last = max(text.rfind("\nstep:"), text.rfind("\ns:"))
+            runs[-1].end = key_values(text[text.find("\n", last + 1):].partition("\nsample:")[0])
     if not runs:
         raise BadInput(f"{path}: no log (no line of a step in it)")
     if len(runs) > 1:
@@ -287,22 +309,25 @@ def read(arguments, complain):
 # ----------------------------------------------------------------------------------------------------------------------
 # Statistics
 
+def differ(values):
+    """Whether there is a spread at all, beyond the rounding of an interpolation."""
+    return len(values) > 1 and np.ptp(values) > 1e-9
+
+
 def spread(values):
     """n, mean, SD and the 95 % interval of the mean (Student's t)."""
     n = len(values)
     mean = float(np.mean(values)) if n else None
     if n < 2:
         return dict(n=n, mean=mean, sd=None, interval=None)
-    sd = float(np.std(values, ddof=1))
+    sd = float(np.std(values, ddof=1)) if differ(values) else 0.0
     half = float(stats.t.ppf(0.975, n - 1)) * sd / math.sqrt(n)
     return dict(n=n, mean=mean, sd=sd, interval=(mean - half, mean + half))
 
 
 def p_below(values, target):
     """One-sided t-test against the hypothesis that the mean is at or above the target; None where there is no spread."""
-    if len(values) < 2 or np.std(values) == 0:
-        return None
-    return float(stats.ttest_1samp(values, target, alternative="less").pvalue)
+    return float(stats.ttest_1samp(values, target, alternative="less").pvalue) if differ(values) else None
 
 
 def runs_needed(margin, sd, most=100_000):
@@ -316,11 +341,15 @@ def runs_needed(margin, sd, most=100_000):
 
 def welch(a, b):
     """Difference of the means of a and b, Welch's 95 % interval and two-sided p; None where they cannot be had."""
-    out = dict(difference=float(np.mean(a) - np.mean(b)) if len(a) and len(b) else None, interval=None, p=None)
-    if min(len(a), len(b)) >= 2 and (np.std(a) > 0 or np.std(b) > 0):
-        test = stats.ttest_ind(a, b, equal_var=False)
-        out.update(interval=tuple(map(float, test.confidence_interval(0.95))), p=float(test.pvalue))
-    return out
+    difference = float(np.mean(a) - np.mean(b)) if len(a) and len(b) else None
+    if min(len(a), len(b)) < 2 or not (differ(a) or differ(b)):
+        return dict(difference=difference, interval=None, p=None)
+    of_a, of_b = np.var(a, ddof=1) / len(a), np.var(b, ddof=1) / len(b)
+    freedom = (of_a + of_b)**2 / (of_a**2 / (len(a) - 1) + of_b**2 / (len(b) - 1))
+    error = math.sqrt(of_a + of_b)
+    half = float(stats.t.ppf(0.975, freedom)) * error
+    return dict(difference=difference, interval=(difference - half, difference + half),
+                p=float(2 * stats.t.sf(abs(difference) / error, freedom)))
 
 
 AXES = {"step": 0, "training time": 1, "tokens": 2}
@@ -362,7 +391,7 @@ def at_equal(a, b, axis, rows=5):
 # ----------------------------------------------------------------------------------------------------------------------
 # One side, two sides
 
-RUN_ITSELF = {"seed", "name", "run", "started", "start", "date", "time", "host", "hostname"}  # differ, but are no setting
+RUN_ITSELF = {"seed", "name", "records", "command"}  # differ from run to run and are no setting
 
 
 def values_of(runs, kind):
@@ -388,8 +417,8 @@ def side_of(label, runs, target):
     if copies:
         warnings.append(f"{copies} of the runs of {label} repeat another one's losses digit for digit; one run counted "
                         "twice?")
-    diverged = sum(run.finished and not math.isfinite(run.loss) for run in runs)
-    stopped = sum(not run.finished for run in runs)
+    diverged = sum(run.diverged for run in runs)
+    stopped = sum(not run.finished and not run.diverged for run in runs)
     if diverged:
         warnings.append(f"{diverged} of the runs of {label} ended with a loss that is not finite; the mean is over the "
                         "others")
@@ -399,7 +428,7 @@ def side_of(label, runs, target):
     mixed = [key for key, values in values_of(used, "hyperparameters").items() if len(values) > 1]
     if len({run.source for run in used}) > 1:
         mixed.append("source")
-    if len({(run.hardware, run.ranks) for run in used}) > 1:
+    if len({run.place for run in used}) > 1:
         mixed.append("hardware")
     if mixed:
         warnings.append(f"runs of {label} differ from each other in: {', '.join(mixed)}")
@@ -466,7 +495,7 @@ def verdict(a, b, result, target):
     runs = a["used"] + b["used"]
     if min(a["seconds"]["n"], b["seconds"]["n"]) < 2:
         time = "the logs give no times"
-    elif len({(run.hardware, run.ranks) for run in runs}) > 1:
+    elif len({run.place for run in runs}) > 1:
         time = "times do not compare, the hardware differs"
     elif len({run.untimed for run in runs}) > 1:
         time = "times do not compare, one side's first ten steps were free"
@@ -474,10 +503,10 @@ def verdict(a, b, result, target):
         difference = abs(result["seconds"]["difference"]) / b["seconds"]["mean"]
         time = claim("time", result["seconds"], f"{100 * difference:.1f} %", ("faster", "slower"))
         time += " on the same kind of hardware" if runs[0].hardware else "; the logs do not name the hardware"
-    data = [key for key, *_ in result["environment"] if key.startswith("data")] + [
-        key for key, *_ in result["hyperparameters"] if key.startswith("val_") or key == "vocab_size"]
-    loss = f"losses do not compare, for {', '.join(data[:3])} differ" if data else claim(
-        "loss", result["loss"], f"{abs(result['loss']['difference']):.4f}", ("better", "worse"))
+    if len({run.validated_on for run in runs}) > 1:
+        loss = "losses do not compare, the validation data or the vocabulary differ"
+    else:
+        loss = claim("loss", result["loss"], f"{abs(result['loss']['difference']):.4f}", ("better", "worse"))
     text = f"{time[0].upper()}{time[1:]}; {loss}; {n_a} against {n_b} runs."
     if target is not None:
         text += f" Below {target:g} at p < {ALPHA}: " + ", ".join(
