@@ -35,6 +35,9 @@ def run(main) -> int:
         return 0
     except UserError as e:
         message, status = f"error: {e}", 2
+    except BrokenPipeError:  # the reader of our output, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except OSError as e:
         where = f"{e.filename}: " if e.filename else ""
         message, status = f"error: {where}{e.strerror or e}", 2

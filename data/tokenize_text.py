@@ -22,7 +22,6 @@ import collections
 import fnmatch
 import gzip
 import hashlib
-import itertools
 import json
 import lzma
 import multiprocessing
@@ -219,10 +218,12 @@ class Encoded:
 def documents_of(batch: Batch, text_field: str):
     """(where, text in UTF-8, whether it begins a document, whether it was damaged) of each. Raises UserError."""
     if batch.kind == "text":
-        yield from zip(batch.where, batch.pieces, batch.begins_document, itertools.repeat(False))
+        for where, data, begins in zip(batch.where, batch.pieces, batch.begins_document):
+            yield where, data, begins, not is_utf8(data)
     elif batch.kind == "parquet":
         for row, text in enumerate(batch.pieces, batch.first):
-            yield f"{batch.where[0]}, row {row}", text.encode() if isinstance(text, str) else text or b"", True, False
+            data = text.encode() if isinstance(text, str) else text or b""
+            yield f"{batch.where[0]}, row {row}", data, True, not is_utf8(data)
     else:
         for number, line in enumerate(batch.pieces[0].split(b"\n"), batch.first):
             if line and not line.isspace():
@@ -266,7 +267,7 @@ def encode(batch: Batch, tokenizer_name: str, vocab_dir, text_field: str) -> Enc
             if not data:
                 out.empty.append(str(where))
                 continue
-            if damaged or not is_utf8(data):
+            if damaged:
                 out.invalid.append(str(where))
             ids = tokenizer.encode_utf8(data)
             if begins or not out.lengths:
