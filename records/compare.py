@@ -15,6 +15,7 @@ listed and counted. Exit status: 0 all read, 1 some input was no log (the rest i
 import argparse
 import difflib
 import glob
+import hashlib
 import json
 import math
 import os
@@ -293,7 +294,7 @@ def read(arguments, complain):
     paths = {}
     for argument in arguments:
         try:
-            paths |= {os.path.realpath(p): str(p) for p in files_of(argument) if os.path.realpath(p) not in paths}
+            paths |= {os.path.realpath(p): str(p) for p in files_of(argument)}
         except BadInput as e:
             complain(str(e))
     folder = os.path.commonpath([os.path.dirname(p) for p in paths]) if paths else ""
@@ -361,30 +362,22 @@ def curve(run, axis):
     return np.array(points).T if points and all(x is not None for x, _ in points) else None
 
 
-def at(run, axis, x):
-    """Validation loss at x, on the straight line between two validations; None outside of what was validated."""
-    points = curve(run, axis)
-    if points is None or not points[0][0] <= x <= points[0][-1]:
-        return None
-    return float(np.interp(x, *points))
-
-
 def at_equal(a, b, axis, rows=5):
-    """Rows {x, n of each side, A and B mean loss, difference, interval, p} over the range that every run covers."""
-    curves = [[c for run in side if run.counts and (c := curve(run, axis)) is not None] for side in (a, b)]
-    if not all(curves):
+    """Rows {x, n of each side, A and B mean loss, difference, interval, p} over the range that every run covers, on the
+    straight lines between validations."""
+    a, b = ([c for run in side if (c := curve(run, axis)) is not None] for side in (a, b))
+    if not a or not b:
         return []
-    end = min(c[0][-1] for side in curves for c in side)
-    xs = [x for x in curves[0][0][0] if 0 < x <= end]       # where A validated, so that A is not interpolated
+    end = min(c[0][-1] for c in a + b)
+    xs = [x for x in a[0][0] if 0 < x <= end]               # where A validated, so that A is not interpolated
     if axis == "training time" or not xs:
         xs = list(np.linspace(0, end, rows + 1)[1:])
-    xs = [xs[i] for i in sorted({round((i + 1) * len(xs) / rows) - 1 for i in range(rows)} - {-1})]
     out = []
-    for x in xs:
-        losses = [[v for run in side if run.counts and (v := at(run, axis, x)) is not None] for side in (a, b)]
-        if all(losses):
-            means = [float(np.mean(side)) for side in losses]
-            out.append(dict(x=float(x), n=[len(side) for side in losses], a=means[0], b=means[1], **welch(*losses)))
+    for x in [xs[i] for i in sorted({round((i + 1) * len(xs) / rows) - 1 for i in range(rows)} - {-1})]:
+        of_a, of_b = ([float(np.interp(x, *c)) for c in side if c[0][0] <= x] for side in (a, b))
+        if of_a and of_b:
+            out.append(dict(x=float(x), n=[len(of_a), len(of_b)], a=float(np.mean(of_a)), b=float(np.mean(of_b)),
+                            **welch(of_a, of_b)))
     return out
 
 
@@ -411,7 +404,8 @@ def side_of(label, runs, target):
         loss["needed"] = runs_needed(target - loss["mean"], loss["sd"]) if loss["sd"] else None
     seeds = Counter(run.seed for run in used if run.seed)
     shared = [f"{seed} ({n} runs)" for seed, n in seeds.items() if n > 1]
-    copies = len(used) - len({tuple(v[3] for v in run.validations) for run in used})
+    copies = len(used) - len({tuple(v[3] for v in run.validations) + ((run.seconds,) if len(run.validations) < 6 else ())
+                              for run in used})  # a few losses can agree by chance
     if shared:
         warnings.append(f"runs of {label} share a seed and are not independent: {', '.join(shared)}")
     if copies:
@@ -493,7 +487,7 @@ def verdict(a, b, result, target):
     if not (a["independent"] and b["independent"]):
         return "Nothing is shown: the runs of a side are not independent (see the warnings), so no p-value holds."
     runs = a["used"] + b["used"]
-    if min(a["seconds"]["n"], b["seconds"]["n"]) < 2:
+    if min(a["seconds"]["n"], b["seconds"]["n"]) < 2 or not b["seconds"]["mean"]:
         time = "the logs give no times"
     elif len({run.place for run in runs}) > 1:
         time = "times do not compare, the hardware differs"
@@ -558,7 +552,7 @@ def interval_text(interval, digits):
     return "-" if interval is None else f"{interval[0]:.{digits}f} .. {interval[1]:.{digits}f}"
 
 
-def print_side(side, target, show):
+def print_side(side, target):
     runs, rows = side["runs"], []
     for run in runs:
         reached = run.reached(target) if target is not None else None
@@ -571,24 +565,24 @@ def print_side(side, target, show):
     at_target = f"to {target:g}" if target is not None else "to target"
     header = ["run", "val loss", "time", "ms/step", "steps", "tokens", "step", at_target, "hardware", "ranks", "torch"]
     shared = [i for i in (8, 9, 10) if len({row[i] for row in rows}) == 1]  # said once, above the table
-    show(f"{side['label']}: {len(runs)} run{'s' * (len(runs) != 1)}"
+    print(f"{side['label']}: {len(runs)} run{'s' * (len(runs) != 1)}"
          + "".join(f", {header[i]} {rows[0][i]}" for i in shared if rows[0][i] != "-"))
     kept = [i for i in range(len(header)) if i not in shared]
     for line in table([header[i] for i in kept], [[row[i] for i in kept] for row in rows],
                       [kept.index(i) for i in (0, 8, 10) if i in kept]):
-        show(line)
-    show("")
+        print(line)
+    print("")
     rows = [[what, summary["n"], f"{summary['mean']:.{digits}f}{unit}",
              "-" if summary["sd"] is None else f"{summary['sd']:.{digits}f}{unit}",
              interval_text(summary["interval"], digits)]
             for what, summary, digits, unit in (("val loss", side["loss"], 5, ""), ("time", side["seconds"], 3, " s"))
             if summary["n"]]
     for line in table(["over the runs", "n", "mean", "SD", "95 % interval of the mean"], rows, (0,)) if rows else []:
-        show(line)
-    show(textwrap.fill(target_text(side, target), WIDTH))
+        print(line)
+    print(textwrap.fill(target_text(side, target), WIDTH))
     for warning in side["warnings"]:
-        show(textwrap.fill(f"warning: {warning}", WIDTH, subsequent_indent="  "))
-    show("")
+        print(textwrap.fill(f"warning: {warning}", WIDTH, subsequent_indent="  "))
+    print("")
 
 
 def target_text(side, target):
@@ -610,62 +604,63 @@ def target_text(side, target):
     return f"{text}, not below {ALPHA}; {more} at this margin and SD would give it"
 
 
-def print_differences(title, found, show):
-    show(f"{title}: {'B -> A' if found else 'the same'}")
+def print_differences(title, found):
+    print(f"{title}: {'B -> A' if found else 'the same'}")
     for key, *sides in found:
         before, after = (" | ".join(values[:3]) + (f" | {len(values) - 3} more" if len(values) > 3 else "")
                          for values in sides)
         line = f"  {key}: {before} -> {after}"
         if len(line) <= WIDTH:
-            show(line)
+            print(line)
         else:
-            show(f"  {key}:")
+            print(f"  {key}:")
             for label, text in (("B", before), ("A", after)):
-                show(textwrap.fill(text, WIDTH, initial_indent=f"    {label} ", subsequent_indent=" " * 6))
-    show("")
+                print(textwrap.fill(text, WIDTH, initial_indent=f"    {label} ", subsequent_indent=" " * 6))
+    print("")
 
 
-def print_comparison(result, full_diff, show):
-    print_differences("hyperparameters", result["hyperparameters"], show)
-    print_differences("environment", result["environment"], show)
+def print_comparison(result, full_diff):
+    print_differences("hyperparameters", result["hyperparameters"])
+    print_differences("environment", result["environment"])
     diff, most = result["source"], 120
-    show("source: " + ("a log without source, no diff" if diff is None else "B -> A" if diff else "the same"))
+    print("source: " + ("a log without source, no diff" if diff is None else "B -> A" if diff else "the same"))
     for line in (diff or [])[:None if full_diff else most]:
-        show(line)
+        print(line)
     if diff and len(diff) > most and not full_diff:
-        show(f"... {len(diff) - most} more lines of diff (--full-diff)")
-    show("")
+        print(f"... {len(diff) - most} more lines of diff (--full-diff)")
+    print("")
     forms = {"step": lambda x: f"{x:.0f}", "tokens": tokens_text, "training time": seconds_text}
     for axis, rows in result["equal"].items():
         if not rows:
-            show(f"loss at equal {axis}: not in the logs of both sides")
+            print(f"loss at equal {axis}: not in the logs of both sides")
             continue
         if axis == "tokens" and result["same_batch"]:
-            show("loss at equal tokens: as at equal step, for a step has the same tokens on both sides")
+            print("loss at equal tokens: as at equal step, for a step has the same tokens on both sides")
             continue
-        show(f"loss at equal {axis} (interpolated between validations)")
+        print(f"loss at equal {axis} (interpolated between validations)")
         for line in table([axis, "n", "A", "B", "A - B", "95 % interval", "p"],
                           [[forms[axis](row["x"]), f"{row['n'][0]}, {row['n'][1]}", f"{row['a']:.4f}", f"{row['b']:.4f}",
                             f"{row['difference']:+.4f}", interval_text(row["interval"], 4), p_text(row["p"])]
                            for row in rows]):
-            show(line)
-    show("")
+            print(line)
+    print("")
     rows = [[name, "-" if test["difference"] is None else f"{test['difference']:+.{digits}f}{unit}",
              interval_text(test["interval"], digits), p_text(test["p"])]
             for name, test, digits, unit in (("val loss", result["loss"], 5, ""), ("time", result["seconds"], 3, " s"))]
     for line in table(["at the end", "A - B", "95 % interval (Welch)", "p (two-sided)"], rows, (0,)):
-        show(line)
+        print(line)
     for warning in result["warnings"]:
-        show(f"warning: {warning}")
-    show("")
-    show(textwrap.fill(f"verdict: {result['verdict']}", WIDTH))
+        print(f"warning: {warning}")
+    print("")
+    print(textwrap.fill(f"verdict: {result['verdict']}", WIDTH))
 
 
 def plain(value):
-    """For JSON: no dataclass, no NaN."""
+    """For JSON: no dataclass, no NaN, and of a source its SHA-256."""
     if isinstance(value, Run):
-        return plain(asdict(value) | {key: getattr(value, key) for key in
-                                      ("finished", "loss", "ms_per_step", "hardware", "ranks", "seed")})
+        found = asdict(value) | {key: getattr(value, key) for key in
+                                 ("finished", "loss", "ms_per_step", "hardware", "ranks", "seed")}
+        return plain(found | {"source": hashlib.sha256(value.source.encode()).hexdigest() if value.source else None})
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items() if key != "used"}
     if isinstance(value, (list, tuple)):
@@ -857,9 +852,9 @@ def main(arguments=None):
         print(json.dumps(plain(dict(target=target, sides=sides, comparison=result, unread=complaints)), indent=1))
     else:
         for side in sides:
-            print_side(side, target, print)
+            print_side(side, target)
         if result:
-            print_comparison(result, options.full_diff, print)
+            print_comparison(result, options.full_diff)
     if options.plot:
         plot(sides, target, options.plot)
     return 1 if complaints else 0

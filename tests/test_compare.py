@@ -108,6 +108,7 @@ def test_windows_line_ends_change_nothing(name, tmp_path):
 
 def test_ten_free_steps_are_outside_the_clock():
     run, = compare.runs_in(LOGS / "2024-10_train_loss.txt", "x")
+    assert " val_loss:10.8258 train_time:285ms " in (LOGS / "2024-10_train_loss.txt").read_text()
     assert run.validations[0][:2] == (0, 0.0) and run.validations[1][:2] == (20, 1.4)
     assert run.ms_per_step == pytest.approx(140.0)  # what the log itself says: 7000 ms over 50 timed steps
     whole, = compare.runs_in(LOGS / "2025-02_whole_clock.txt", "x")
@@ -219,8 +220,12 @@ def test_spread_against_tables():
 
 def test_runs_needed():
     assert compare.runs_needed(0.001, 0.0013) == 13
-    for n, enough in ((12, False), (13, True)):
-        assert (stats.t.sf(0.001 / 0.0013 * math.sqrt(n), n - 1) < 0.01) == enough
+    for margin, sd in ((0.001, 0.0013), (0.002, 0.0013), (0.001, 0.0005), (0.003, 0.0008)):
+        needed = compare.runs_needed(margin, sd)
+        for n in (needed - 1, needed):  # samples of exactly this mean and SD
+            values = np.linspace(-1, 1, n) if n > 1 else np.zeros(1)
+            values = 3.28 - margin + values * (sd / np.std(values, ddof=1) if n > 1 else 0)
+            assert n < 2 or (stats.ttest_1samp(values, 3.28, alternative="less").pvalue < 0.01) == (n == needed)
     assert compare.runs_needed(-0.001, 0.0013) is None and compare.runs_needed(1e-9, 1.0) is None
 
 
@@ -250,7 +255,7 @@ def test_statistics_agree_with_scipy(losses):
 def test_target_is_reached_on_the_line_between_validations():
     run = compare.Run("x", "x", validations=[(0, 0.0, 0, 11.0), (100, 10.0, 1, 4.0), (200, 30.0, 2, 3.0), (300, 40.0, 3, 2.0)])
     assert run.reached(3.25) == (175.0, 25.0)
-    assert run.reached(4.0) == (100.0, 10.0) and run.reached(1.0) is None
+    assert run.reached(4.0) == (100.0, 10.0) and run.reached(2.0) == (300.0, 40.0) and run.reached(1.0) is None
     clockless = compare.Run("x", "x", validations=[(0, None, None, 4.0), (100, None, None, 3.0)])
     assert clockless.reached(3.5) == (50.0, None)
     after_nan = compare.Run("x", "x", validations=[(0, 0.0, 0, math.nan), (100, 10.0, 1, 3.0)])
@@ -341,6 +346,11 @@ def test_shared_seeds_and_copies_are_no_evidence(tmp_path):
     shutil.copy(a / "run0.log", a / "again.log")
     assert any("digit for digit" in w for w in sides(str(a))["warnings"])
     assert not sides(b)["warnings"]
+    by_chance = tmp_path / "chance"  # two short runs may well agree to four digits
+    by_chance.mkdir()
+    for seed in (1, 2):
+        (by_chance / f"{seed}.log").write_text(log_text((10.8258, 3.278), seed=seed, ms=100.0 + seed))
+    assert not sides(str(by_chance))["warnings"]
 
 
 def test_a_file_counts_once_and_on_one_side(tmp_path):
@@ -444,6 +454,7 @@ def test_json_holds_everything_and_is_strict(tmp_path, capsys):
     side = found["sides"][0]
     assert status == 0 and side["loss"]["n"] == 4 and side["loss"]["mean"] == pytest.approx(np.mean(GOOD))
     assert [run["loss"] for run in side["runs"]] == [None, *GOOD]
+    assert len(side["runs"][1]["source"]) == 64 and side["runs"][1]["environment"]["torch"] == "2.11.0"
     assert side["runs"][1]["validations"][1] == [125, 12.5, 125000, 4.0] and side["runs"][1]["end"]
     assert found["comparison"]["verdict"] and found["comparison"]["equal"]["training time"]
     assert side["target_reached"][0] is None and side["target_reached"][1][0] < 250
