@@ -535,10 +535,10 @@ class ValueEmbedding(nn.Module):
     """Embeddings of the tokens that are mixed into the values of the layers that the pattern names (record 2024-12-04).
     The pattern has a character a layer: the number of a table, or . for none; layers may share a table."""
 
-    def __init__(self, pattern: str, vocab_size: int, dim: int):
+    def __init__(self, pattern: str, vocab_size: int, dim: int, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.pattern = pattern
-        self.tables = nn.ModuleDict({c: nn.Embedding(vocab_size, dim) for c in sorted(set(pattern) - {"."})})
+        self.tables = nn.ModuleDict({c: nn.Embedding(vocab_size, dim, dtype=dtype) for c in sorted(set(pattern) - {"."})})
 
     def forward(self, tokens_T: Tensor) -> list:
         embedded = {c: table(tokens_T) for c, table in self.tables.items()}
@@ -569,8 +569,8 @@ class GPT(nn.Module):
         super().__init__()
         self.hp, self.attend = hp, attend
         L, V = len(hp.windows), -(-hp.vocab_size // 64) * 64  # a padded vocabulary suits the matrix units
-        self.embed = nn.Embedding(V, hp.model_dim)
-        self.value_embed = ValueEmbedding(hp.value_embeds, V, hp.num_kv_heads * hp.head_dim)
+        self.embed = nn.Embedding(V, hp.model_dim, dtype=dtype)
+        self.value_embed = ValueEmbedding(hp.value_embeds, V, hp.num_kv_heads * hp.head_dim, dtype)
         self.rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len), hp.rope_base)
         self.blocks = nn.ModuleList(Block(hp, c == "x") for c in hp.attention)
         self.residual_mix = nn.Parameter(torch.tensor([[1.0, 0.0]] * L))  # weights of the stream and of the embedding
@@ -578,8 +578,6 @@ class GPT(nn.Module):
         self.skip_weights = nn.Parameter(torch.ones(L // 2))
         self.lm_head = CastedLinear(hp.model_dim, V, hp.use_fp8, hp.fp8_x_scale, hp.fp8_w_scale, hp.fp8_grad_scale)
         nn.init.zeros_(self.lm_head.weight)
-        self.embed.to(dtype)
-        self.value_embed.to(dtype)
 
     def features(self, tokens_T: Tensor, window: Tensor) -> Tensor:
         """x_TD as the head reads it."""

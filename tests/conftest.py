@@ -1,0 +1,73 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import train_gpt  # noqa: E402
+
+TINY = ("--preset=demo --vocab_size=257 --windows=LSSL --value_embeds=0..0 --attention=xx.x --model_dim=32 --num_heads=2 "
+        "--head_dim=16 --train_seq_len=256 --val_seq_len=512 --val_tokens=1000 --window_end=384 --num_iterations=6 "
+        "--val_loss_every=3 --sample_tokens=0 --seed=1 --dtype=float32 --epochs=100").split()
+
+
+def pytest_configure(config):
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def write_shard(path, tokens, magic=train_gpt.SHARD_MAGIC, version=train_gpt.SHARD_VERSION, count=None):
+    header = np.zeros(train_gpt.SHARD_HEADER_INTS, dtype="<i4")
+    header[:3] = magic, version, len(tokens) if count is None else count
+    Path(path).write_bytes(header.tobytes() + np.asarray(tokens, dtype="<u2").tobytes())
+    return str(path)
+
+
+def byte_documents(text: bytes) -> list[int]:
+    """Paragraphs as documents, each with the end-of-text token in front."""
+    return [t for paragraph in text.split(b"\n\n") for t in (256, *paragraph, 10)]
+
+
+@pytest.fixture(scope="session")
+def text() -> bytes:
+    return (ROOT / "tests" / "text.txt").read_bytes()
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory, text):
+    """A folder with two training shards and a validation shard of tests/text.txt, and the flags that name them."""
+    folder = tmp_path_factory.mktemp("shards")
+    tokens = byte_documents(text)
+    cut = len(tokens) * 9 // 10
+    write_shard(folder / "t_train_000001.bin", tokens[:cut // 2])
+    write_shard(folder / "t_train_000002.bin", tokens[cut // 2:cut])
+    write_shard(folder / "t_val_000000.bin", tokens[cut:])
+    return [f"--train_files={folder}/t_train_*.bin", f"--val_files={folder}/t_val_*.bin"]
+
+
+def launch(*flags, ranks=None, script=ROOT / "train_gpt.py", cwd=None, threads=1, check=True, **env):
+    """Run the script, by torchrun where ranks is given; its CompletedProcess."""
+    command = [sys.executable, str(script)]
+    if ranks:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(script)]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment |= {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": "", **env}
+    done = subprocess.run([*command, *flags], capture_output=True, text=True, cwd=cwd, env=environment, timeout=280)
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def losses(text: str, kind: str = "val_loss") -> list[float]:
+    return [float(part.split(":")[1]) for line in text.splitlines() if line.startswith("step:")
+            for part in line.split() if part.startswith(kind + ":")]

@@ -1,0 +1,143 @@
+"""Block masks against a dense reference, and the CPU's block-sparse attention against dense attention."""
+
+import random
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from train_gpt import BLOCK, block_sparse, build_block_masks
+
+EOT = 9
+
+
+def dense_mask(tokens, window_blocks):
+    """The definition: same document, not in the future, and a key block among the window's last."""
+    position = torch.arange(len(tokens))
+    document = (tokens == EOT).cumsum(0)
+    query, key = position[:, None], position[None, :]
+    return (document[:, None] == document[None, :]) & (key <= query) & (query // BLOCK - key // BLOCK < window_blocks)
+
+
+def as_dense(mask, T):
+    """What a BlockMask lets through, and the blocks of its two lists as sets of (query block, key block)."""
+    position = torch.arange(T)
+    inside = mask.mask_mod(0, 0, position[:, None], position[None, :])
+    seen = torch.zeros(T, T, dtype=torch.bool)
+    lists = []
+    for counts, indices in ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)):
+        named = [(i, j) for i, (n, row) in enumerate(zip(counts[0, 0].tolist(), indices[0, 0].tolist())) for j in row[:n]]
+        assert len(named) == len(set(named)), "a block is named twice"
+        lists.append(set(named))
+    assert not lists[0] & lists[1], "a block is both partial and full"
+    for blocks, full in zip(lists, (False, True)):
+        for i, j in blocks:
+            tile = slice(i * BLOCK, (i + 1) * BLOCK), slice(j * BLOCK, (j + 1) * BLOCK)
+            seen[tile] = True if full else inside[tile]
+    return seen, lists
+
+
+def layouts():
+    """Tokens with documents of many lengths: shorter than a block, on block borders, one that spans everything."""
+    rng = random.Random(0)
+    for T in (128, 512):
+        yield torch.zeros(T, dtype=torch.int32)
+        yield torch.full((T,), EOT, dtype=torch.int32)
+        for spacing in (3, 60, 128, 129, 300, 1000):
+            for shift in (0, 1, 127):
+                tokens = torch.zeros(T, dtype=torch.int32)
+                tokens[shift::spacing] = EOT
+                yield tokens
+        for density in (1, 3, 10, 40):
+            tokens = torch.zeros(T, dtype=torch.int32)
+            tokens[rng.sample(range(T), min(T, density))] = EOT
+            yield tokens
+
+
+def test_masks_equal_the_dense_reference_and_split_exactly():
+    tried = 0
+    for tokens in layouts():
+        T = len(tokens)
+        for window in (1, 128, 129, 384, 700, 100000):
+            for mask, blocks in zip(build_block_masks(tokens, EOT, torch.tensor(window)),
+                                    (-(-window // BLOCK), max(1, -(-window // BLOCK) // 2))):
+                want = dense_mask(tokens, blocks)
+                seen, (partial_blocks, full_blocks) = as_dense(mask, T)
+                assert torch.equal(seen, want), (T, window, tokens.nonzero().flatten().tolist())
+                tiles = want.view(T // BLOCK, BLOCK, -1, BLOCK).transpose(1, 2).flatten(2)
+                assert full_blocks == {tuple(b) for b in tiles.all(-1).nonzero().tolist()}, "full list"
+                assert partial_blocks == {tuple(b) for b in (tiles.any(-1) & ~tiles.all(-1)).nonzero().tolist()}, "partial list"
+                tried += 1
+    assert tried > 500
+
+
+def test_index_lists_have_the_form_that_flex_attention_kernels_need():
+    mask, _ = build_block_masks(torch.zeros(1024, dtype=torch.int32), EOT, torch.tensor(300))
+    for indices in (mask.kv_indices, mask.full_kv_indices):
+        assert indices.shape == (1, 1, 8, 8) and indices.is_contiguous() and indices.dtype == torch.int32
+
+
+def test_masks_refuse_broken_blocks():
+    with pytest.raises(AssertionError, match="whole blocks"):
+        build_block_masks(torch.zeros(200, dtype=torch.int32), EOT, torch.tensor(128))
+
+
+def test_a_growing_window_is_one_graph():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda tokens, window: build_block_masks(tokens, EOT, window)[0].full_kv_num_blocks,
+                             backend=backend, fullgraph=True, dynamic=False)
+    tokens = torch.zeros(1024, dtype=torch.int32)
+    totals = [int(compiled(tokens, torch.tensor(w, dtype=torch.int32)).sum()) for w in (128, 256, 512, 1024)]
+    assert len(graphs) == 1 and totals == sorted(set(totals)), (len(graphs), totals)
+
+
+def dense_attention(q, k, v, seen, scale):
+    k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+    return torch.where(seen, q @ k.mT * scale, -torch.inf).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(2, 2), (4, 2), (3, 1)])
+def test_block_sparse_attention_equals_dense_attention_forward_and_backward(heads, kv_heads):
+    generator = torch.Generator().manual_seed(1)
+    for tokens in list(layouts())[25::3]:
+        T = len(tokens)
+        for window in (1, 300, 100000):
+            mask = build_block_masks(tokens, EOT, torch.tensor(window))[0]
+            q, k, v = (torch.randn(1, h, T, 16, dtype=torch.float64, generator=generator, requires_grad=True)
+                       for h in (heads, kv_heads, kv_heads))
+            dy = torch.randn(1, heads, T, 16, dtype=torch.float64, generator=generator)
+            got = block_sparse(mask, 0.12)(q, k, v)
+            want = dense_attention(q, k, v, dense_mask(tokens, -(-window // BLOCK)), 0.12)
+            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+            for a, b in zip(torch.autograd.grad(got, (q, k, v), dy), torch.autograd.grad(want, (q, k, v), dy)):
+                torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most elements that any operation's result has."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return out
+
+
+def test_no_tensor_is_quadratic_in_the_sequence_length():
+    T, H, K = 32768, 2, 16
+    tokens = torch.zeros(T, dtype=torch.int32)
+    tokens[::1000] = EOT
+    with LargestTensor() as largest:
+        mask = build_block_masks(tokens, EOT, torch.tensor(256))[0]
+        q, k, v = (torch.randn(1, H, T, K, requires_grad=True) for _ in range(3))
+        block_sparse(mask, 0.12)(q, k, v).sum().backward()
+    assert q.grad is not None and k.grad is not None
+    assert largest.elements <= H * T * 2 * BLOCK < T * T / 16
