@@ -110,33 +110,40 @@ class Batch:
 
 
 def read_batches(files, args):
-    small = Batch("text", [], [])  # small text files share a batch
-    for path in files:
-        packed = path.suffix if path.suffix in DECOMPRESS else ""
-        kind = args.format or KINDS.get(Path(path.name.removesuffix(packed)).suffix, "text")
-        try:
-            if kind == "parquet":
-                yield from read_parquet(path, args.text_field)
-                continue
-            with open(path, "rb") as raw:
-                stream = DECOMPRESS[packed](raw) if packed else raw
-                told = 0
-                for batch in read_lines(path, stream) if kind == "jsonl" else read_text(path, stream):
-                    batch.disk_bytes, told = raw.tell() - told, raw.tell()
-                    if kind == "jsonl":
-                        yield batch
-                        continue
-                    small.pieces += batch.pieces
-                    small.where += batch.where
-                    small.begins_document += batch.begins_document
-                    small.disk_bytes += batch.disk_bytes
-                    if sum(map(len, small.pieces)) >= BATCH_BYTES:
-                        yield small
-                        small = Batch("text", [], [])
-        except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error) as e:
-            raise UserError(f"{path}: damaged or cut off ({e})") from None
+    """The files in batches of about BATCH_BYTES: small text files share one."""
+    small = Batch("text", [], [])
+    for batch in (batch for path in files for batch in read_file(path, args)):
+        if batch.kind == "text":
+            small.pieces += batch.pieces
+            small.where += batch.where
+            small.begins_document += batch.begins_document
+            small.disk_bytes += batch.disk_bytes
+        if small.pieces and (batch.kind != "text" or sum(map(len, small.pieces)) >= BATCH_BYTES):
+            yield small
+            small = Batch("text", [], [])
+        if batch.kind != "text":
+            yield batch
     if small.pieces:
         yield small
+
+
+def read_file(path, args):
+    packed = path.suffix if path.suffix in DECOMPRESS else ""
+    kind = args.format or KINDS.get(Path(path.name.removesuffix(packed)).suffix, "text")
+    if kind == "parquet":
+        yield from read_parquet(path, args.text_field)
+        return
+    try:
+        with open(path, "rb") as raw:
+            stream = DECOMPRESS[packed](raw) if packed else raw
+            told = 0
+            for batch in read_lines(path, stream) if kind == "jsonl" else read_text(path, stream):
+                batch.disk_bytes, told = raw.tell() - told, raw.tell()
+                yield batch
+    except (EOFError, lzma.LZMAError, zlib.error, OSError) as e:
+        if isinstance(e, OSError) and e.errno:  # the disk's; those of gzip and bz2 have no number
+            raise
+        raise UserError(f"{path}: damaged or cut off ({e})") from None
 
 
 def read_text(path, stream):
@@ -258,7 +265,7 @@ def is_utf8(text) -> bool:
         return False
 
 
-def encode(batch: Batch, tokenizer_name: str, vocab_dir, text_field: str) -> Encoded:
+def encode_documents(batch: Batch, tokenizer_name: str, vocab_dir, text_field: str) -> Encoded:
     tokenizer = load_tokenizer(tokenizer_name, vocab_dir)
     eot = np.array([tokenizer.eot], dtype=np.uint16)
     pieces, out = [], Encoded(np.empty(0, np.uint16), [], [], True, batch.disk_bytes, [], [])
@@ -302,7 +309,7 @@ def encode_all(batches, args):
     how = (args.tokenizer, args.vocab_dir, args.text_field)
     if args.workers == 1:
         for batch in batches:
-            yield encode(batch, *how)
+            yield encode_documents(batch, *how)
         return
     # Forked workers share the tokenizer that is already loaded; elsewhere each loads its own.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
@@ -310,7 +317,7 @@ def encode_all(batches, args):
     try:
         pending = collections.deque()
         for batch in batches:
-            pending.append(pool.submit(encode, batch, *how))
+            pending.append(pool.submit(encode_documents, batch, *how))
             if len(pending) > 2 * args.workers:
                 yield pending.popleft().result()
         while pending:

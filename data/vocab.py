@@ -6,6 +6,7 @@
 """
 
 import functools
+import hashlib
 import re
 import sys
 from pathlib import Path
@@ -37,7 +38,7 @@ def piece_end(data: bytes, start: int = 0) -> int:
     end = start + PIECE_BYTES
     if len(data) <= end:
         return len(data)
-    for search_from in (end - 4096, start):  # the last place is nearly always near the end
+    for search_from in (max(end - 4096, start), start):  # the last place is nearly always near the end
         ends = [match.end() for match in PIECE_END.finditer(data, search_from, end)]
         if ends:
             return ends[-1]
@@ -110,14 +111,14 @@ def gpt2_merge_ranks(vocab_dir) -> dict[bytes, int]:
             raise UserError(f"GPT-2's vocabulary could not be downloaded ({type(e).__name__}); give --vocab_dir a folder "
                             "with its encoder.json and vocab.bpe, or take the bytes tokenizer") from None
     files = {name: Path(vocab_dir) / name for name in GPT2_SHA256}
-    for path in files.values():
+    for name, path in files.items():
         if not path.is_file():
             raise UserError(f"{path}: no such file; --vocab_dir needs GPT-2's encoder.json and vocab.bpe")
-    try:
-        return data_gym_to_mergeable_bpe_ranks(str(files["vocab.bpe"]), str(files["encoder.json"]),
-                                               GPT2_SHA256["vocab.bpe"], GPT2_SHA256["encoder.json"])
-    except ValueError:
-        raise UserError(f"{vocab_dir}: its encoder.json or vocab.bpe is not GPT-2's (checksum differs)") from None
+        if hashlib.sha256(path.read_bytes()).hexdigest() != GPT2_SHA256[name]:
+            raise UserError(f"{path}: not GPT-2's (its checksum differs); fetch it again")
+    # The checksums again, because tiktoken may have a copy of an older file of that path in its cache.
+    return data_gym_to_mergeable_bpe_ranks(str(files["vocab.bpe"]), str(files["encoder.json"]),
+                                           GPT2_SHA256["vocab.bpe"], GPT2_SHA256["encoder.json"])
 
 
 @functools.lru_cache

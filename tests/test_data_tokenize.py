@@ -1,0 +1,434 @@
+"""Text to shards: what lands where, that it is the same however it is made, and that a failure leaves nothing behind."""
+
+import bz2
+import errno
+import gzip
+import hashlib
+import json
+import lzma
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from data import tokenize_text
+from data.common import run
+from train_gpt import SHARD_HEADER_BYTES, UserError, check_shard
+
+EOT = 256
+
+
+def read(folder, side, name="t"):
+    """All tokens of one side, each shard checked."""
+    paths = sorted(Path(folder).glob(f"{name}_{side}_*.bin"))
+    for path in paths:
+        check_shard(path, 257)
+    return np.concatenate([np.fromfile(p, "<u2", offset=SHARD_HEADER_BYTES) for p in paths] or [np.empty(0, "<u2")])
+
+
+def documents(tokens):
+    """The documents of a stream of byte tokens that begins with one."""
+    starts = np.flatnonzero(tokens == EOT)
+    assert len(tokens) == 0 or starts[0] == 0
+    return [bytes(d[1:].astype(np.uint8)) for d in np.split(tokens, starts[1:])] if len(tokens) else []
+
+
+def tokenize(out, *argv, workers=1, tokenizer="bytes"):
+    tokenize_text.main([*map(str, argv), "--out", str(out), "--name", "t", "--tokenizer", tokenizer, f"--workers={workers}"])
+    return json.loads((Path(out) / "t.json").read_text())
+
+
+def fails(capsys, *argv):
+    """The one line a failing run prints."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        status = run(lambda: tokenize_text.main([*map(str, argv)]))
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()
+    assert status == 2 and captured.out == "" and len(lines) == 1 and lines[0].startswith("error: "), captured
+    return lines[0]
+
+
+def some_documents(n=300, seed=0):
+    """Lengths with a heavy tail, as documents have."""
+    rng = random.Random(seed)
+    return [f"{i} " + "wörd " * int(rng.lognormvariate(4, 1.2)) for i in range(n)]
+
+
+def write_jsonl(path, texts, opener=open):
+    with opener(path, "wt", encoding="utf-8") as f:
+        f.writelines(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts))
+    return path
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    return write_jsonl(tmp_path / "corpus.jsonl", some_documents())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What lands where.
+
+def test_the_shard_is_the_fields_format_byte_for_byte(tmp_path):
+    (tmp_path / "a.txt").write_text("hé")
+    tokenize(tmp_path / "out", tmp_path / "a.txt", "--val_fraction=0")
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = 20240520, 1, 4
+    assert (tmp_path / "out/t_train_000001.bin").read_bytes() == header.tobytes() + bytes([0, 1, 0x68, 0, 0xC3, 0, 0xA9, 0])
+    assert sorted(os.listdir(tmp_path / "out")) == ["t.json", "t_train_000001.bin"]
+
+
+def test_of_a_single_file_validation_is_the_end(tmp_path):
+    text = bytes(random.Random(0).choices(b"abc \n", k=10_000))
+    (tmp_path / "a.txt").write_bytes(text)
+    sidecar = tokenize(tmp_path / "out", tmp_path / "a.txt", "--val_fraction=0.1")
+    assert documents(read(tmp_path / "out", "train")) == [text[:9000]]
+    assert documents(read(tmp_path / "out", "val")) == [text[9000:]]
+    assert sidecar["validation"] == "last tokens"
+    assert [sidecar[s][k] for s in ("train", "val") for k in ("documents", "tokens", "bytes")] == [1, 9001, 9000, 1, 1001, 1000]
+
+
+def test_a_few_long_documents_are_split_at_the_end_of_the_corpus(tmp_path):
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(name * 1000)
+    sidecar = tokenize(tmp_path / "out", tmp_path, "--val_tokens=400")
+    assert documents(read(tmp_path / "out", "train")) == [b"a" * 1000, b"b" * 1000, b"c" * 600]
+    assert documents(read(tmp_path / "out", "val")) == [b"c" * 400]
+    assert (sidecar["train"]["documents"], sidecar["val"]["documents"], sidecar["val"]["tokens"]) == (3, 1, 401)
+
+
+def test_a_cut_between_documents_adds_no_end_of_text(tmp_path, monkeypatch):
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(name * 1000)
+    monkeypatch.setattr(tokenize_text, "choose_buckets", lambda *_: None)
+    sidecar = tokenize(tmp_path / "out", tmp_path, "--val_tokens=1001")
+    assert documents(read(tmp_path / "out", "val")) == [b"c" * 1000]
+    assert (sidecar["validation"], sidecar["val"]["tokens"]) == ("last tokens", 1001)
+
+
+@pytest.mark.parametrize("fraction", [0.02, 0.1, 0.5])
+def test_of_many_documents_validation_takes_whole_ones_spread_over_the_corpus(tmp_path, corpus, fraction):
+    sidecar = tokenize(tmp_path / "out", corpus, f"--val_fraction={fraction}")
+    texts = [text.encode() for text in some_documents()]
+    train, val = documents(read(tmp_path / "out", "train")), documents(read(tmp_path / "out", "val"))
+    assert sidecar["validation"] == "documents by hash"
+    total = sum(len(text) + 1 for text in texts)
+    assert abs(sidecar["val"]["tokens"] / total / fraction - 1) < 0.02
+    assert sorted(train + val) == sorted(texts) and not set(train) & set(val)
+    for side in (train, val):  # in the order of the corpus
+        assert side == [text for text in texts if text in set(side)]
+    places = [texts.index(text) for text in val]
+    assert min(places) < 100 and max(places) >= 200  # not bunched
+    assert (len(train), len(val)) == (sidecar["train"]["documents"], sidecar["val"]["documents"])
+
+
+def test_which_documents_validate_does_not_depend_on_their_place_and_copies_stay_together(tmp_path):
+    texts = some_documents(200)
+    twice = texts + texts[:100]
+    random.Random(1).shuffle(twice)
+    sides = []
+    for number, order in enumerate((sorted(twice), twice)):
+        tokenize(tmp_path / f"out{number}", write_jsonl(tmp_path / f"{number}.jsonl", order), "--val_fraction=0.2")
+        val = documents(read(tmp_path / f"out{number}", "val"))
+        assert val and not set(val) & set(documents(read(tmp_path / f"out{number}", "train")))
+        sides.append(sorted(val))
+    assert sides[0] == sides[1]
+
+
+def test_val_tokens_and_shard_size(tmp_path, corpus):
+    sidecar = tokenize(tmp_path / "out", corpus, "--val_tokens=9000", "--shard_size=4096")
+    sizes = {side: [check_shard(p, 257) for p in sorted((tmp_path / "out").glob(f"t_{side}_*.bin"))] for side in ("train", "val")}
+    for side, sizes_of_side in sizes.items():
+        assert len(sizes_of_side) > 2 and set(sizes_of_side[:-1]) == {4096} and sizes_of_side[-1] <= 4096
+    assert abs(sum(sizes["val"]) - 9000) < 200
+    assert sidecar["train"]["shards"][0]["file"] == "t_train_000001.bin"
+    assert sidecar["val"]["shards"][0]["file"] == "t_val_000000.bin"
+    assert sorted(documents(read(tmp_path / "out", "train")) + documents(read(tmp_path / "out", "val"))) == \
+        sorted(text.encode() for text in some_documents())
+
+
+def test_the_sidecar_tells_the_truth(tmp_path, corpus):
+    sidecar = tokenize(tmp_path / "out", corpus, "--shard_size=20000")
+    assert (sidecar["tokenizer"], sidecar["vocab_size"]) == ("bytes", 257)
+    for side in ("train", "val"):
+        tokens, held = read(tmp_path / "out", side), sidecar[side]
+        assert held["tokens"] == len(tokens) == sum(shard["tokens"] for shard in held["shards"])
+        assert held["bytes"] == (tokens != EOT).sum() and held["bytes_per_token"] == held["bytes"] / held["tokens"]
+        for shard in held["shards"]:
+            assert shard["sha256"] == hashlib.sha256((tmp_path / "out" / shard["file"]).read_bytes()).hexdigest()
+    assert sidecar["arguments"]["shard_size"] == 20000
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The same however it is made.
+
+def test_the_number_of_workers_changes_nothing(tmp_path, monkeypatch):
+    # Small buffers, so that documents straddle every border there is: pieces, batches, spool files, copies, shards.
+    monkeypatch.setattr(tokenize_text, "BATCH_BYTES", 5000)
+    monkeypatch.setattr(tokenize_text, "SPOOL_TOKENS", 7001)
+    monkeypatch.setattr(tokenize_text, "COPY_TOKENS", 1003)
+    for module in (tokenize_text, sys.modules["data.vocab"]):
+        monkeypatch.setattr(module, "PIECE_BYTES", 4096)
+    folder = tmp_path / "in"
+    folder.mkdir()
+    write_jsonl(folder / "b.jsonl", some_documents(100, seed=1))
+    (folder / "a.txt").write_text("a long file " * 5000)
+    (folder / "c.txt").write_text("c")
+    (folder / "d.txt").write_text("d" * 4096)
+    out = {}
+    for workers in (1, 2, 3):
+        monkeypatch.chdir(tmp_path)
+        Path(f"w{workers}").mkdir()
+        monkeypatch.chdir(f"w{workers}")
+        tokenize("out", "../in", "--shard_size=9999", "--val_fraction=0.1", workers=workers)
+        out[workers] = {p.name: p.read_bytes() for p in Path("out").iterdir()}
+    assert out[1] == out[2] == out[3] and len(out[1]) > 8
+    got = sorted(documents(read("out", "train")) + documents(read("out", "val")))
+    assert got == sorted([b"a long file " * 5000, b"c", b"d" * 4096, *(t.encode() for t in some_documents(100, seed=1))])
+
+
+def test_every_way_to_hand_in_the_same_documents_gives_the_same_tokens(tmp_path):
+    texts = [text.strip() for text in some_documents(40)]
+    expected = None
+    (tmp_path / "folder").mkdir()
+    for i, text in enumerate(texts):
+        opener = (gzip.open, lzma.open, bz2.open, open)[i % 4]
+        with opener(tmp_path / f"folder/{i:03d}.txt{('.gz', '.xz', '.bz2', '')[i % 4]}", "wb") as f:
+            f.write(text.encode())
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    pq.write_table(pa.table({"id": range(len(texts)), "text": texts}), tmp_path / "p.parquet", row_group_size=7)
+    pq.write_table(pa.table({"text": pa.array(texts, pa.large_string())}), tmp_path / "q.parquet")
+    ways = [write_jsonl(tmp_path / "a.jsonl", texts), write_jsonl(tmp_path / "a.jsonl.gz", texts, gzip.open),
+            write_jsonl(tmp_path / "a.ndjson.xz", texts, lzma.open), tmp_path / "folder", tmp_path / "p.parquet",
+            tmp_path / "q.parquet"]
+    for i, way in enumerate(ways):
+        sidecar = tokenize(tmp_path / f"out{i}", way, "--val_fraction=0.2")
+        expected = expected or sidecar["sha256"]
+        assert sidecar["sha256"] == expected, way
+    assert documents(read(tmp_path / "out0", "train"))[0].decode() in texts
+
+
+def test_files_are_taken_in_the_order_of_their_paths_and_once(tmp_path, monkeypatch):
+    for name in ("b/x.py", "a/y.py", "a.py", "tests/t.py", "a/tests/u.py", "lib/idle/v.py", ".hidden/w.py", "a/n.txt"):
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_text(name)
+    listing = os.walk
+
+    def backwards(top):
+        for folder, folders, names in listing(top):
+            folders.sort(reverse=True)
+            names.sort(reverse=True)
+            yield folder, folders, names
+    monkeypatch.setattr(os, "walk", backwards)
+    top = tmp_path / "in"
+    names = lambda *argv: [p.relative_to(top).as_posix() for p in tokenize_text.find_files(*argv)]
+    assert names([top], ["**/*.py"], []) == ["a/tests/u.py", "a/y.py", "a.py", "b/x.py", "lib/idle/v.py", "tests/t.py"]
+    assert names([top], ["*.py"], ["tests", "lib/idle"]) == ["a/y.py", "a.py", "b/x.py"]
+    assert names([top], ["a/*.py"], []) == ["a/y.py"]
+    assert names([top], [], []) == ["a/n.txt"]
+    assert names([top / "b/x.py", top, top / "a.py"], ["*.py"], ["tests/", "lib/**"]) == ["b/x.py", "a/y.py", "a.py"]
+
+
+def test_odd_files_do_not_stop_a_run(tmp_path, capsys):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "latin1.py").write_bytes("# Größe".encode("latin-1"))
+    (folder / "mark.py").write_bytes(b"\xef\xbb\xbfmark")
+    (folder / "plain.py").write_text("plain\r\n")
+    tokenize(tmp_path / "out", folder, "--glob=*.py", "--val_fraction=0")
+    assert documents(read(tmp_path / "out", "train")) == ["# Größe".encode("latin-1"), b"mark", b"plain\r\n"]
+    said = capsys.readouterr().err
+    assert "skipped 1 empty documents" in said and "__init__.py" in said
+    assert "1 documents with invalid UTF-8, kept as it is" in said and "latin1.py" in said
+
+
+def test_odd_lines_of_json(tmp_path, capsys):
+    lines = [b'{"text": "a"}', b"", b'{"text": ""}', b'{"text": null}', b'{"text": "\\ud800b"}', b'  {"text": "c"}\r',
+             b'{"text": "\xff"}', '{"text": "\\u0000ü \ufffd"}'.encode()]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    tokenize(tmp_path / "out", tmp_path / "a.jsonl", "--val_fraction=0")
+    replaced = "\ufffd".encode()
+    assert documents(read(tmp_path / "out", "train")) == [b"a", replaced + b"b", b"c", replaced, "\0ü \ufffd".encode()]
+    said = capsys.readouterr().err
+    assert "skipped 2 empty documents, the first: " in said and "a.jsonl, line 3" in said
+    assert "2 documents with invalid UTF-8" in said and "a.jsonl, line 5" in said
+
+
+def test_line_numbers_hold_beyond_the_first_batch(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tokenize_text, "BATCH_BYTES", 1000)
+    write_jsonl(tmp_path / "a.jsonl", ["x" * 90] * 50 + ["y" * 5000])
+    with open(tmp_path / "a.jsonl", "a") as f:
+        f.write('{"text": "z"')
+    for workers in (1, 2):
+        said = fails(capsys, tmp_path / "a.jsonl", "--out", tmp_path / "out", "--name=t", "--tokenizer=bytes", "--workers", workers)
+        assert "a.jsonl, line 52: not JSON" in said
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Failures: one line, status 2, nothing left, nothing lost.
+
+def jsonl_of(line):
+    return lambda path: path.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
+
+
+def cut_gzip(path):
+    path.write_bytes(gzip.compress(os.urandom(5000))[:-2000])
+
+
+def parquet_of_numbers(path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    pq.write_table(pa.table({"text": [1, 2]}), path)
+
+
+@pytest.mark.parametrize("name, make, options, expected", [
+    ("a.jsonl", jsonl_of(b"{"), [], "a.jsonl, line 2: not JSON"),
+    ("a.jsonl", jsonl_of(b"[1]"), [], "line 2: no field 'text' (it holds a list)"),
+    ("a.jsonl", jsonl_of(b'{"body": "x"}'), [], "line 2: no field 'text' (it holds body); --text_field"),
+    ("a.jsonl", jsonl_of(b'{"text": 5}'), [], "line 2: field 'text' holds a int"),
+    ("a.jsonl", jsonl_of(b'{"text": "\xff"}'), ["--strict"], "line 2: not valid UTF-8"),
+    ("a.jsonl", jsonl_of(b"[" * 100_000), [], "line 2: JSON nested too deeply"),
+    ("a.txt", lambda path: path.write_bytes(b"\xff"), ["--strict"], "a.txt: not valid UTF-8"),
+    ("a.txt", lambda path: path.touch(), [], "a.txt: no text"),
+    ("a.txt", lambda path: path.write_text("text", encoding="utf-16"), [], "a.txt: holds zero bytes"),
+    ("a.txt.gz", cut_gzip, [], "a.txt.gz: damaged or cut off"),
+    ("a.txt.xz", lambda path: path.write_text("not xz"), [], "a.txt.xz: damaged or cut off"),
+    ("a.txt.bz2", lambda path: path.write_text("not bz2"), [], "a.txt.bz2: damaged or cut off"),
+    ("a.jsonl.gz", lambda path: path.write_text("not gzip"), [], "a.jsonl.gz: damaged or cut off"),
+    ("a.parquet", lambda path: path.write_text("no parquet"), [], "a.parquet: no parquet file"),
+    ("a.parquet", parquet_of_numbers, [], "column 'text' holds int64"),
+    ("a.parquet", parquet_of_numbers, ["--text_field=body"], "no column 'body' among text"),
+    ("a.txt", lambda path: None, [], "a.txt: no such file or folder"),
+    ("a", lambda path: path.mkdir(), [], "a: no file there matches"),
+    ("a.txt", lambda path: path.write_text("abc"), ["--val_tokens=4"], "hold 4 tokens in all; --val_tokens 4 leaves none"),
+    ("a.txt", lambda path: path.write_text("abc"), [], "too few for a validation part of 0.05"),
+    ("a.txt", lambda path: path.write_text("abc"), ["--val_fraction=1"], "--val_fraction 1.0: must be"),
+    ("a.txt", lambda path: path.write_text("abc"), ["--shard_size=0"], "--shard_size 0: must be 1 or more"),
+    ("a.txt", lambda path: path.write_text("abc"), ["--shard_size=3000000000"], "header counts up to 2147483647"),
+    ("a.txt", lambda path: path.write_text("abc"), ["--workers=x"], "--workers: invalid int value"),
+    ("a.txt", lambda path: path.write_text("abc"), ["--name=a/b"], "--name 'a/b'"),
+    ("a.txt", lambda path: path.write_text("abc"), ["--nonsense"], "unrecognized arguments: --nonsense"),
+])
+def test_user_errors(tmp_path, capsys, name, make, options, expected):
+    make(tmp_path / name)
+    out = tmp_path / "out"
+    said = fails(capsys, tmp_path / name, "--out", out, "--name=t", "--tokenizer=bytes", "--workers=1", *options)
+    assert expected in said
+    assert not out.exists() or not list(out.iterdir())
+
+
+def test_it_never_overwrites(tmp_path, corpus, capsys):
+    tokenize(tmp_path / "out", corpus)
+    capsys.readouterr()
+    before = {p: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    argv = [corpus, "--out", tmp_path / "out", "--tokenizer=bytes", "--workers=1", "--val_fraction=0.2"]
+    assert "t.json: already there, nothing was changed" in fails(capsys, *argv, "--name=t")
+    (tmp_path / "out/t.json").unlink()
+    assert "t_train_000001.bin: already there" in fails(capsys, *argv, "--name=t")
+    tokenize_text.main([*map(str, argv), "--name=u"])  # another name is welcome next to them
+    capsys.readouterr()
+    assert all(p.read_bytes() == held for p, held in before.items() if p.name != "t.json")
+    assert "is not a folder" in fails(capsys, corpus, "--out", corpus, "--name=t", "--tokenizer=bytes")
+
+
+@pytest.mark.parametrize("full", ["spool_000000", "index", "t_train_000001.bin", "t.json"])
+def test_a_full_disk(tmp_path, corpus, capsys, monkeypatch, full):
+    # /dev/full is a disk without room: the error is the kernel's own.
+    monkeypatch.setattr(tokenize_text, "open", lambda path, mode: open("/dev/full" if Path(path).name == full and "w" in mode
+                                                                      else path, mode), raising=False)
+    if full == "t.json":
+        monkeypatch.setattr(Path, "write_text", lambda self, text: open("/dev/full", "w").write(text * 10_000))
+    said = fails(capsys, corpus, "--out", tmp_path / "out", "--name=t", "--tokenizer=bytes", "--workers=1")
+    assert "no space left on device" in said and os.strerror(errno.ENOSPC).lower() in said
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def die(*_):
+    os._exit(9)
+
+
+def test_a_dead_worker_is_one_line(tmp_path, corpus, capsys, monkeypatch):
+    monkeypatch.setattr(tokenize_text, "encode_documents", die)
+    said = fails(capsys, corpus, "--out", tmp_path / "out", "--name=t", "--tokenizer=bytes", "--workers=2")
+    assert "a worker process died" in said
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def run_and_die(argv, signum, after):
+    """In a process of its own: send it a signal while it writes shard number `after`."""
+    opened = tokenize_text.ShardWriter.open_shard
+
+    def open_shard(self):
+        opened(self)
+        if self.number > after:
+            os.kill(os.getpid(), signum)
+    tokenize_text.ShardWriter.open_shard = open_shard
+    os._exit(run(lambda: tokenize_text.main(argv)))
+
+
+@pytest.mark.parametrize("signum, status", [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_an_interrupted_run_leaves_no_shard_and_does_not_stop_the_next(tmp_path, corpus, signum, status):
+    out = tmp_path / "out"
+    argv = [str(corpus), "--out", str(out), "--name=t", "--tokenizer=bytes", "--workers=2", "--shard_size=5000"]
+    child = multiprocessing.get_context("fork").Process(target=run_and_die, args=(argv, signum, 3))
+    child.start()
+    child.join()
+    assert child.exitcode == status
+    left = [p.name for p in out.iterdir()]
+    assert left == ([".t.unfinished"] if signum == signal.SIGKILL else [])
+    tokenize_text.main(argv)
+    got = sorted(documents(read(out, "train")) + documents(read(out, "val")))
+    assert got == sorted(text.encode() for text in some_documents())
+    assert not (out / ".t.unfinished").exists()
+
+
+def test_two_runs_of_one_name_do_not_mix(tmp_path, corpus, capsys):
+    with tokenize_text.staging(tmp_path / "out/.t.unfinished") as folder:
+        (folder / "precious").touch()
+        said = fails(capsys, corpus, "--out", tmp_path / "out", "--name=t", "--tokenizer=bytes", "--workers=1")
+        assert "another run is writing there" in said
+        assert (folder / "precious").exists()
+
+
+def test_few_batches_are_under_way_at_a_time(tmp_path):
+    """What keeps memory flat however large the corpus and however slow the disk."""
+    taken = 0
+
+    def batches():
+        nonlocal taken
+        for i in range(200):
+            taken += 1
+            yield tokenize_text.Batch("text", [b"%d" % i], ["f"], begins_document=[True])
+    args = tokenize_text.parse(["f", "--out=o", "--name=t", "--tokenizer=bytes", "--workers=2"])
+    for given, encoded in enumerate(tokenize_text.encode_all(batches(), args)):
+        assert bytes(encoded.tokens[1:].astype(np.uint8)) == b"%d" % given
+        assert taken - given <= 2 * args.workers + 1
+    assert given == 199
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# As a program.
+
+def test_from_the_command_line_on_the_standard_library(tmp_path):
+    """As run.sh makes the demo's data: from another folder, on the files every Python has."""
+    argv = [sys.executable, str(ROOT / "data/tokenize_text.py"), str(Path(json.__file__).parent.parent), "--glob", "**/*.py",
+            *(f"--exclude={name}" for name in ("site-packages", "test", "tests", "idlelib/idle_test")), "--out=data/demo",
+            "--name=demo", "--tokenizer=bytes", "--val_fraction=0.05"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "bytes per token" in done.stdout and "checksum" in done.stdout
+    sidecar = json.loads((tmp_path / "data/demo/demo.json").read_text())
+    tokens = {side: len(read(tmp_path / "data/demo", side, "demo")) for side in ("train", "val")}
+    assert abs(tokens["val"] / sum(tokens.values()) / 0.05 - 1) < 0.02 and sidecar["val"]["tokens"] == tokens["val"]

@@ -1,0 +1,163 @@
+"""The tokenizers, and that text cut into pieces gives the tokens of the whole."""
+
+import hashlib
+import json
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from data import vocab
+from data.vocab import GPT2Tokenizer, gpt2_merge_ranks, load_tokenizer, piece_end
+from train_gpt import UserError
+
+# Letters, digits, contractions, punctuation, and white space of one to three bytes, some of it odd.
+TEXT = st.text(st.sampled_from(list("abst'lve01_-. \n\t\r\x1céЖ的\u0661\u2167\u0301\xa0\x85\u1680\u2003\u2028\u3000\U0001f600")), max_size=80)
+
+
+def write_vocabulary(folder):
+    """Files in the form of GPT-2's: 256 bytes and 50,000 merges, here all pairs of bytes in a random order, so that
+    nearly every neighbourhood merges and a cut in the wrong place shows."""
+    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+    letters = {b: chr(b) for b in printable}
+    letters |= {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in letters)}
+    order = printable + [b for b in range(256) if b not in printable]
+    pairs = [(a, b) for a in range(256) for b in range(256)]
+    common = list("abst'lve01_-. \n".encode())
+    first = [(a, b) for a in common for b in common]
+    random.Random(0).shuffle(pairs)
+    pairs = (first + [p for p in pairs if p not in set(first)])[:50_000]
+    merges = [(letters[a], letters[b]) for a, b in pairs]
+    (folder / "vocab.bpe").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges), encoding="utf-8")
+    ids = {letters[b]: i for i, b in enumerate(order)} | {a + b: 256 + i for i, (a, b) in enumerate(merges)}
+    (folder / "encoder.json").write_text(json.dumps({**ids, "<|endoftext|>": 50256}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def vocab_dir(tmp_path_factory):
+    """A folder for --vocab_dir, taken for GPT-2's while this module's tests run."""
+    folder = write_vocabulary(tmp_path_factory.mktemp("vocab"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIKTOKEN_CACHE_DIR", "")
+        patch.setattr(vocab, "GPT2_SHA256", {name: hashlib.sha256((folder / name).read_bytes()).hexdigest()
+                                             for name in ("vocab.bpe", "encoder.json")})
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def gpt2(vocab_dir):
+    return GPT2Tokenizer(gpt2_merge_ranks(vocab_dir))
+
+
+@pytest.fixture(scope="module")
+def published(gpt2, vocab_dir):
+    """The same vocabulary in tiktoken with the pattern that it ships."""
+    import tiktoken
+    from tiktoken_ext.openai_public import r50k_pat_str
+    return tiktoken.Encoding("published", pat_str=r50k_pat_str, mergeable_ranks=gpt2_merge_ranks(vocab_dir), special_tokens={})
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=TEXT)
+def test_our_pattern_is_gpt2s(gpt2, published, text):
+    assert gpt2.encode(text) == published.encode_ordinary(text)
+    assert gpt2.decode(gpt2.encode(text)) == text
+
+
+@settings(max_examples=300, deadline=None)
+@given(texts=st.lists(TEXT, max_size=8), size=st.integers(4, 40))
+def test_pieces_are_whole_characters_and_lose_nothing(gpt2, published, texts, size):
+    data, pieces, start = "".join(texts).encode(), [], 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vocab, "PIECE_BYTES", size)
+        while start < len(data):
+            end = piece_end(data, start)
+            assert start < end <= start + size
+            pieces.append(data[start:end].decode())
+            start = end
+        ids = gpt2.encode(data.decode())
+    assert "".join(pieces).encode() == data
+    # Wherever a piece ends at its proper place the tokens are those of the whole text.
+    if all(right[0] in " \t\n\r" and not left[-1].isspace() for left, right in zip(pieces, pieces[1:])):
+        assert ids == published.encode_ordinary(data.decode())
+
+
+def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(gpt2, published):
+    rng = random.Random(0)
+    text = "".join(rng.choices(["word", "的", " ", "  ", "\n", "\n\n", "\u3000", "\u3000 ", "'s", "12", "é "], k=30_000))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vocab, "PIECE_BYTES", 200)
+        assert gpt2.encode(text) == published.encode_ordinary(text)
+
+
+@pytest.mark.parametrize("unit", [" ", "\n", "a", "-", "的"])
+def test_a_run_that_overflows_the_regex_engine_does_not_reach_it(gpt2, unit):
+    text = unit * 1_200_000 + "x"
+    assert gpt2.decode(gpt2.encode(text)) == text
+
+
+@pytest.mark.parametrize("name", ["bytes", "gpt2"])
+def test_what_both_promise(name, gpt2):
+    tokenizer = gpt2 if name == "gpt2" else load_tokenizer(name)
+    assert tokenizer.eot == tokenizer.vocab_size - 1 and tokenizer.name == name
+    text = "naïve <|endoftext|> 的\n"
+    ids = tokenizer.encode(text)
+    assert type(ids) is list and tokenizer.eot not in ids and tokenizer.decode(ids) == text
+    assert tokenizer.token_bytes[ids].sum() == len(text.encode()) and tokenizer.token_bytes[tokenizer.eot] == 0
+    assert tokenizer.decode([tokenizer.eot] + tokenizer.encode("a")) == "<|endoftext|>a"
+    assert tokenizer.encode("") == [] and tokenizer.encode_utf8(b"").dtype == np.uint16
+    assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a\ufffdb"
+    assert tokenizer.decode(tokenizer.encode_utf8(b"a\xffb").tolist()) == "a\ufffdb"
+
+
+def test_where_the_vocabulary_cannot_be_had(vocab_dir, tmp_path, monkeypatch):
+    from tiktoken_ext import openai_public
+
+    def no_network():
+        raise ConnectionError("no network")
+    monkeypatch.setattr(openai_public, "gpt2", no_network)
+    with pytest.raises(UserError, match="could not be downloaded .ConnectionError.; give --vocab_dir"):
+        load_tokenizer("gpt2")
+    with pytest.raises(UserError, match="vocab.bpe: no such file; --vocab_dir needs"):
+        load_tokenizer("gpt2", str(tmp_path))
+    for name in ("vocab.bpe", "encoder.json"):
+        (tmp_path / name).write_bytes((vocab_dir / name).read_bytes())
+    (tmp_path / "vocab.bpe").write_bytes(b"#version: 0.1" + (vocab_dir / "vocab.bpe").read_bytes()[13:])
+    with pytest.raises(UserError, match="vocab.bpe: not GPT-2's .its checksum differs"):
+        load_tokenizer("gpt2", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "tiktoken.load", None)
+    with pytest.raises(UserError, match="needs tiktoken: pip install tiktoken"):
+        load_tokenizer("gpt2", "elsewhere")
+    with pytest.raises(UserError, match="unknown tokenizer 'bpe'; there are gpt2 and bytes"):
+        load_tokenizer("bpe")
+
+
+def test_shards_of_gpt2_tokens(vocab_dir, gpt2, tmp_path, capsys):
+    """The programs with --vocab_dir: tokenize, then inspect."""
+    from data import inspect_shards, tokenize_text
+    from train_gpt import SHARD_HEADER_BYTES, check_shard
+    load_tokenizer.cache_clear()
+    texts = [f"document {i} says naïve things" * (i % 7 + 1) for i in range(100)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    tokenize_text.main([str(tmp_path / "a.jsonl"), f"--out={tmp_path}", "--name=t", "--tokenizer=gpt2", "--workers=2",
+                        f"--vocab_dir={vocab_dir}", "--val_fraction=0.1"])
+    sidecar = json.loads((tmp_path / "t.json").read_text())
+    decoded = []
+    for side, number in (("train", 1), ("val", 0)):
+        path = tmp_path / f"t_{side}_{number:06d}.bin"
+        assert check_shard(path, 50257) == sidecar[side]["tokens"]
+        tokens = np.fromfile(path, "<u2", offset=SHARD_HEADER_BYTES).tolist()
+        assert tokens[0] == 50256
+        decoded += gpt2.decode(tokens).split("<|endoftext|>")[1:]
+        assert sidecar[side]["bytes_per_token"] == sum(len(t.encode()) for t in decoded[-sidecar[side]["documents"]:]) / len(tokens)
+    assert sorted(decoded) == sorted(texts)
+    capsys.readouterr()
+    inspect_shards.main([str(tmp_path / "t_train_000001.bin"), f"--vocab_dir={vocab_dir}"])
+    assert "(gpt2)" in (said := capsys.readouterr().out) and "it begins: 'document" in said
+    load_tokenizer.cache_clear()
