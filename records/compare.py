@@ -623,7 +623,8 @@ def print_comparison(result, full_diff):
     print_differences("hyperparameters", result["hyperparameters"])
     print_differences("environment", result["environment"])
     diff, most = result["source"], 120
-    print("source: " + ("a log without source, no diff" if diff is None else "B -> A" if diff else "the same"))
+    print("source of the first run of each side: "
+          + ("missing in a log, no diff" if diff is None else "B -> A" if diff else "the same"))
     for line in (diff or [])[:None if full_diff else most]:
         print(line)
     if diff and len(diff) > most and not full_diff:

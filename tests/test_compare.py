@@ -388,7 +388,7 @@ def test_two_sides_in_the_promised_order(tmp_path, capsys):
     b = write(tmp_path / "b", SAME, source="import torch\nx = 1\n")
     status, out, err = run_main(capsys, a, "--vs", b)
     wanted = ["A: 4 runs", "B: 4 runs", "hyperparameters: B -> A", "  muon_lr: 0.05 -> 0.06", "  windows:",
-              "environment: B -> A", "  torch: 2.11.0 -> 2.12.0", "source: B -> A", "-x = 1", "+x = 2", "loss at equal step",
+              "environment: B -> A", "  torch: 2.11.0 -> 2.12.0", "source of the first run of each side: B -> A", "-x = 1", "+x = 2", "loss at equal step",
               "loss at equal tokens", "loss at equal training time", "at the end", "verdict: "]
     places = [out.find(f"\n{line}" if line[0] != "A" else line) for line in wanted]
     assert places == sorted(places) and places[0] == 0 and status == 0 and err == ""
