@@ -23,10 +23,10 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from data.common import ArgumentParser, publish, run, staging
+from data.vocab import GPT2Tokenizer
 from train_gpt import UserError, check_shard
 
 CHUNKS = {"fineweb10B": 103, "fineweb100B": 1030}  # of 100M training tokens each
-VOCAB_SIZE = 50257
 SUMS = "SHA256SUMS"
 
 
@@ -48,7 +48,7 @@ def read_sums(folder: Path) -> dict[str, str]:
 
 def check(path: Path, digest: str | None) -> int:
     """The number of tokens of a sound shard; UserError otherwise. digest is the SHA-256 it should have, if known."""
-    num_tokens = check_shard(path, VOCAB_SIZE)
+    num_tokens = check_shard(path, GPT2Tokenizer.vocab_size)
     if digest and sha256(path) != digest:
         raise UserError(f"{path}: its SHA-256 is not {digest}; it is damaged, fetch it again")
     return num_tokens
@@ -148,7 +148,7 @@ def missing(folder: Path, names: list[str]) -> list[str]:
     for name in names:
         if (folder / name).exists():
             try:
-                check_shard(folder / name, VOCAB_SIZE)
+                check_shard(folder / name, GPT2Tokenizer.vocab_size)
                 continue
             except UserError as e:
                 print(f"fetching it again: {e}", file=sys.stderr)

@@ -19,7 +19,6 @@ from data.common import ArgumentParser, run
 from data.vocab import END_OF_TEXT, TOKENIZERS, load_tokenizer
 from train_gpt import SHARD_HEADER_BYTES, UserError, check_shard
 
-VOCAB_SIZES = {"gpt2": 50257, "bytes": 257}
 PIECE_TOKENS = 1 << 24  # at a time
 SHOWN_TOKENS, SHOWN_CHARACTERS = 200, 300
 
@@ -33,14 +32,14 @@ def tokenizer_of(path: Path) -> str:
         return "gpt2"
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{sidecar}: damaged, names no tokenizer; --tokenizer says which") from None
-    if name not in VOCAB_SIZES:
+    if name not in TOKENIZERS:
         raise UserError(f"{sidecar}: unknown tokenizer {name!r}")
     return name
 
 
 def inspect(path: Path, tokenizer_name: str, vocab_dir=None) -> list[str]:
     """The report on one shard, line by line. Raises UserError where it is bad."""
-    vocab_size = VOCAB_SIZES[tokenizer_name]
+    vocab_size = TOKENIZERS[tokenizer_name].vocab_size
     num_tokens = check_shard(path, vocab_size)
     tokens = np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=(num_tokens,))
     low, high, starts = vocab_size, 0, []

@@ -16,7 +16,6 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from train_gpt import UserError
 
-TOKENIZERS = ("gpt2", "bytes")
 END_OF_TEXT = "<|endoftext|>"
 
 # GPT-2's rule for what a merge may not cross, in a form with little for the regex engine to try twice: same tokens as
@@ -96,6 +95,9 @@ class GPT2Tokenizer:
 
     def decode(self, ids) -> str:
         return self.encoding.decode(list(ids), errors="replace")
+
+
+TOKENIZERS = {tokenizer.name: tokenizer for tokenizer in (GPT2Tokenizer, BytesTokenizer)}
 
 
 def gpt2_merge_ranks(vocab_dir) -> dict[bytes, int]:
