@@ -1356,13 +1356,14 @@ def train(hp: Hyperparameters, ranks: Ranks, data: dict, notes: list[str], sourc
     log.write(f"final_val_loss: {val_loss:.4f} nats per token{bits}, on {hp.val_tokens} tokens")
     if not math.isfinite(val_loss):
         raise UserError(f"the validation loss is {val_loss}; lower the learning rates; the log is kept", everywhere=True)
+    if ranks.rank == 0:
+        log.write(f"log: {log.path}")
     if ranks.rank == 0 and hp.save:
         log.write(f"model saved: {save_model(log.path.with_suffix(''), model, hp, hp.num_iterations)}")
     if ranks.rank == 0 and hp.sample_tokens:
         eot, generator = hp.vocab_size - 1, torch.Generator().manual_seed(hp.seed)
         sample = generate(model, [eot], hp.sample_tokens, window_tokens(hp.num_iterations, hp), generator=generator)
-        log.write("sample:\n" + decode(sample[1:], hp.vocab_size))
-    log.write(f"log: {log.path}" if ranks.rank == 0 else "")
+        log.write("sample:\n" + decode(sample[1:], hp.vocab_size))  # last: it may look like anything
 
 
 def main():

@@ -49,7 +49,7 @@ def shards(tmp_path_factory, text):
     """A folder with two training shards and a validation shard of tests/text.txt, and the flags that name them."""
     folder = tmp_path_factory.mktemp("shards")
     tokens = byte_documents(text)
-    cut = len(tokens) * 9 // 10
+    cut = len(tokens) * 8 // 10
     write_shard(folder / "t_train_000001.bin", tokens[:cut // 2])
     write_shard(folder / "t_train_000002.bin", tokens[cut // 2:cut])
     write_shard(folder / "t_val_000000.bin", tokens[cut:])
