@@ -56,7 +56,7 @@ def staging(folder: Path):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{folder}: another run is writing there; wait for it, or choose another destination") from None
+            raise UserError(f"{folder}: another run is writing there; wait for it, or choose another name") from None
         for leftover in folder.iterdir():
             if leftover.is_dir():
                 shutil.rmtree(leftover)

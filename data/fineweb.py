@@ -69,8 +69,8 @@ def ask_hub(request, what: str):
         if status == 404:
             raise UserError(f"{what}: {endpoint()} does not have it") from None
         reason = f"HTTP status {status}" if status else f"{type(e).__name__}: {' '.join(str(e).split())[:160]}"
-        raise UserError(f"{what}: could not be fetched from {endpoint()} ({reason}); HF_ENDPOINT can name a mirror, and "
-                        "files fetched on another machine can be copied here") from None
+        raise UserError(f"{what}: could not be fetched from {endpoint()} ({reason}); HF_ENDPOINT can name a mirror, "
+                        "and files fetched on another machine can be copied here") from None
 
 
 def endpoint() -> str:
@@ -185,8 +185,9 @@ def main(argv=None):
             raise UserError(f"{folder}: {len(wanted)} files of {size / 1e9:.1f} GB in all do not fit, {free / 1e9:.1f} "
                             "GB are free; fetch fewer --num_chunks, or choose another --out")
         with staging(folder / f".{args.dataset}.unfinished"):
-            fetch_all(args.dataset, [(name, digest) for name, (_, digest) in zip(wanted, described)], folder, args.workers)
-    print(f"{folder}: {args.num_chunks} training chunks and validation are there ({len(wanted)} fetched now), all sound")
+            digests = [digest for _, digest in described]
+            fetch_all(args.dataset, list(zip(wanted, digests)), folder, args.workers)
+    print(f"{folder}: {args.num_chunks} training chunks and validation, all sound ({len(wanted)} fetched now)")
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def main(argv=None):
     p = ArgumentParser(description=__doc__)
     p.add_argument("files", nargs="+", type=Path, metavar="FILE", help="token shard")
     p.add_argument("--tokenizer", choices=TOKENIZERS, help="of the shards (see above)")
-    p.add_argument("--vocab_dir", metavar="DIR", help="folder with GPT-2's encoder.json and vocab.bpe, in place of a download")
+    p.add_argument("--vocab_dir", metavar="DIR", help="folder with GPT-2's encoder.json and vocab.bpe (downloaded)")
     args = p.parse_args(argv)
     bad = []
     for path in args.files:

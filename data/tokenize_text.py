@@ -9,12 +9,13 @@ one document. Each of them, parquet apart, may be compressed (.gz, .xz, .bz2). E
 end-of-text token. Written into --out: NAME_train_000001.bin and on, NAME_val_000000.bin and on, and last NAME.json,
 which says what they hold.
 
-Validation takes whole documents, chosen by a hash of their text: near enough the same ones wherever a document stands
-in the corpus, and copies of one document all on the same side. Where documents are too few or too long to come within
-10 % of the wanted size (a single file, say) it takes the last tokens of the corpus instead.
+Validation takes whole documents, chosen by a hash of their text: the same ones in whatever order they come, and copies
+of one document all on the same side. Where documents are too few or too long to come within 10 % of the wanted size (a
+single file, say) it takes the last tokens of the corpus instead.
 
 The shards depend on the inputs and the options alone, not on the number of workers. They get their names when all of
-them are complete: a run that is stopped leaves nothing but the folder .NAME.unfinished, which the next one clears.
+them are complete: a run that is killed leaves nothing but the folder .NAME.unfinished, which the next one clears. Memory
+stays flat; the disk needs 2 bytes per token.
 """
 
 import bz2
@@ -514,7 +515,7 @@ def parse(argv):
     p.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the shards")
     p.add_argument("--name", required=True, help="what the shards' names begin with")
     p.add_argument("--tokenizer", choices=TOKENIZERS, required=True)
-    p.add_argument("--vocab_dir", metavar="DIR", help="folder with GPT-2's encoder.json and vocab.bpe, in place of a download")
+    p.add_argument("--vocab_dir", metavar="DIR", help="folder with GPT-2's encoder.json and vocab.bpe (downloaded)")
     p.add_argument("--glob", action="append", default=[], metavar="PATTERN",
                    help="files to take from folders, as '*.py' or '**/src/*.py' (repeatable; .txt .md .jsonl .parquet)")
     p.add_argument("--exclude", action="append", default=[], metavar="PATTERN",
@@ -550,16 +551,26 @@ def refuse_to_overwrite(args):
                         f"the {len(there)} files of that name")
 
 
-def fill_spool(spool: Spool, files, args) -> dict:
-    """Tokenizes the files into the spool. Returns where documents were empty or invalid: number, and the first."""
-    notes = {"empty": [0, ""], "invalid": [0, ""]}
+class Tally:
+    """How many documents had something about them, and where the first one stands."""
+    number, first, last = 0, None, None
+
+    def add(self, places):
+        for where in places:
+            self.number += where != self.last  # a long document comes in several pieces
+            self.first, self.last = self.first or where, where
+
+
+def fill_spool(spool: Spool, files, args) -> tuple[Tally, Tally]:
+    """Tokenizes the files into the spool. Returns the tallies of documents without text and with invalid UTF-8."""
+    empty, invalid = Tally(), Tally()
     started = time.monotonic()
     encoded_batches = encode_all(read_batches(files, args), args)
     try:
         with tqdm(total=sum(path.stat().st_size for path in files), unit="B", unit_scale=True, disable=None) as bar:
             for encoded in encoded_batches:
-                for kind, found in (("empty", encoded.empty), ("invalid", encoded.invalid)):
-                    notes[kind] = [notes[kind][0] + len(found), notes[kind][1] or (found[0] if found else "")]
+                empty.add(encoded.empty)
+                invalid.add(encoded.invalid)
                 if args.strict and encoded.invalid:
                     raise UserError(f"{encoded.invalid[0]}: not valid UTF-8")
                 if encoded.error:
@@ -571,7 +582,7 @@ def fill_spool(spool: Spool, files, args) -> dict:
     finally:
         encoded_batches.close()  # stops the workers
     spool.finish()
-    return notes
+    return empty, invalid
 
 
 def main(argv=None):
@@ -582,7 +593,7 @@ def main(argv=None):
     started = time.monotonic()
     with staging(args.out / f".{args.name}.unfinished") as folder:
         spool = Spool(folder)
-        notes = fill_spool(spool, files, args)
+        empty, invalid = fill_spool(spool, files, args)
         if not spool.tokens:
             raise UserError(f"{args.inputs[0]}: no text in the {len(files)} input files")
         train, val, chosen = write_shards(spool, folder, args, tokenizer)
@@ -590,29 +601,29 @@ def main(argv=None):
         checksum = hashlib.sha256("".join(shard["sha256"] for shard in shards).encode()).hexdigest()
         # Without the workers, so that the same shards have the same sidecar.
         arguments = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "workers"}
-        sidecar = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size, "validation": chosen, "train": train,
-                   "val": val, "sha256": checksum, "arguments": arguments}
+        sidecar = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size, "validation": chosen,
+                   "train": train, "val": val, "sha256": checksum, "arguments": arguments}
         (folder / f"{args.name}.json").write_text(json.dumps(sidecar, indent=1) + "\n")
         refuse_to_overwrite(args)
         publish([folder / shard["file"] for shard in shards] + [folder / f"{args.name}.json"], args.out)
-    report(args, notes, sidecar, time.monotonic() - started)
+    report(args, empty, invalid, sidecar, time.monotonic() - started)
 
 
-def report(args, notes, sidecar, seconds):
-    (empty, first_empty), (invalid, first_invalid) = notes["empty"], notes["invalid"]
-    if empty:
-        print(f"skipped {empty} empty documents, the first: {first_empty}", file=sys.stderr)
-    if invalid:
+def report(args, empty, invalid, sidecar, seconds):
+    if empty.number:
+        print(f"skipped {empty.number} empty document(s), the first: {empty.first}", file=sys.stderr)
+    if invalid.number:
         done = "kept as it is" if args.tokenizer == "bytes" else "its place taken by U+FFFD"
-        print(f"{invalid} documents with invalid UTF-8, {done}; the first: {first_invalid}", file=sys.stderr)
+        print(f"{invalid.number} document(s) with invalid UTF-8, {done}; the first: {invalid.first}", file=sys.stderr)
     for side in ("train", "val"):
         held = sidecar[side]
         if held["tokens"]:
-            print(f"{side}: {held['documents']} documents, {held['tokens']} tokens, {held['bytes_per_token']:.3f} bytes "
-                  f"per token, {len(held['shards'])} shards from {args.out / held['shards'][0]['file']}")
+            print(f"{side}: {held['documents']} documents, {held['tokens']} tokens, {held['bytes_per_token']:.3f} "
+                  f"bytes per token, {len(held['shards'])} shard(s) from {args.out / held['shards'][0]['file']}")
     size = sidecar["train"]["bytes"] + sidecar["val"]["bytes"]
     print(f"validation by {sidecar['validation']}; checksum {sidecar['sha256']}")
-    print(f"{size / 1e6:.1f} MB of text in {seconds:.1f} s, {size / seconds / 1e6:.1f} MB/s with {args.workers} workers")
+    rate = size / seconds / 1e6
+    print(f"{size / 1e6:.1f} MB of text in {seconds:.1f} s, {rate:.1f} MB/s with {args.workers} worker(s)")
 
 
 if __name__ == "__main__":

@@ -4,20 +4,13 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from data import inspect_shards
 from data.common import run
-from train_gpt import SHARD_MAGIC, SHARD_VERSION, UserError, check_shard
-
-
-def write_shard(path, tokens, count=None, magic=SHARD_MAGIC, version=SHARD_VERSION):
-    header = np.zeros(256, dtype="<i4")
-    header[:3] = magic, version, len(tokens) if count is None else count
-    path.write_bytes(header.tobytes() + np.array(tokens, dtype="<u2").tobytes())
-    return path
+from conftest import write_shard
+from train_gpt import UserError, check_shard
 
 
 def with_sidecar(folder, tokenizer="bytes"):
@@ -71,9 +64,9 @@ def test_a_bad_shard_is_named_in_the_words_of_training(tmp_path, capsys, change,
 
 def test_the_tokenizer_comes_from_the_sidecar_or_the_flag(tmp_path, capsys):
     path = write_shard(tmp_path / "t_train_000001.bin", [256, 65])
-    assert inspect_shards.tokenizer_of(path) == "gpt2"
+    assert inspect_shards.tokenizer_of(Path(path)) == "gpt2"
     with_sidecar(tmp_path)
-    assert inspect_shards.tokenizer_of(path) == "bytes"
+    assert inspect_shards.tokenizer_of(Path(path)) == "bytes"
     with_sidecar(tmp_path, "other")
     assert run(lambda: inspect_shards.main([str(path)])) == 2 and "unknown tokenizer 'other'" in capsys.readouterr().err
     (tmp_path / "t.json").write_text("{")

@@ -1,4 +1,4 @@
-"""Text to shards: what lands where, that it is the same however it is made, and that a failure leaves nothing behind."""
+"""Text to shards: what lands where, that it is the same however it is made, and that a failure leaves nothing."""
 
 import bz2
 import errno
@@ -42,7 +42,7 @@ def documents(tokens):
 
 
 def tokenize(out, *argv, workers=1, tokenizer="bytes"):
-    tokenize_text.main([*map(str, argv), "--out", str(out), "--name", "t", "--tokenizer", tokenizer, f"--workers={workers}"])
+    tokenize_text.main([*map(str, argv), f"--out={out}", "--name=t", f"--tokenizer={tokenizer}", f"--workers={workers}"])
     return json.loads((Path(out) / "t.json").read_text())
 
 
@@ -84,7 +84,8 @@ def test_the_shard_is_the_fields_format_byte_for_byte(tmp_path):
     tokenize(tmp_path / "out", tmp_path / "a.txt", "--val_fraction=0")
     header = np.zeros(256, dtype="<i4")
     header[:3] = 20240520, 1, 4
-    assert (tmp_path / "out/t_train_000001.bin").read_bytes() == header.tobytes() + bytes([0, 1, 0x68, 0, 0xC3, 0, 0xA9, 0])
+    tokens = bytes([0, 1, 0x68, 0, 0xC3, 0, 0xA9, 0])
+    assert (tmp_path / "out/t_train_000001.bin").read_bytes() == header.tobytes() + tokens
     assert sorted(os.listdir(tmp_path / "out")) == ["t.json", "t_train_000001.bin"]
 
 
@@ -95,7 +96,8 @@ def test_of_a_single_file_validation_is_the_end(tmp_path):
     assert documents(read(tmp_path / "out", "train")) == [text[:9000]]
     assert documents(read(tmp_path / "out", "val")) == [text[9000:]]
     assert sidecar["validation"] == "last tokens"
-    assert [sidecar[s][k] for s in ("train", "val") for k in ("documents", "tokens", "bytes")] == [1, 9001, 9000, 1, 1001, 1000]
+    counts = [[sidecar[side][what] for what in ("documents", "tokens", "bytes")] for side in ("train", "val")]
+    assert counts == [[1, 9001, 9000], [1, 1001, 1000]]
 
 
 def test_a_few_long_documents_are_split_at_the_end_of_the_corpus(tmp_path):
@@ -147,7 +149,8 @@ def test_which_documents_validate_does_not_depend_on_their_place_and_copies_stay
 
 def test_val_tokens_and_shard_size(tmp_path, corpus):
     sidecar = tokenize(tmp_path / "out", corpus, "--val_tokens=9000", "--shard_size=4096")
-    sizes = {side: [check_shard(p, 257) for p in sorted((tmp_path / "out").glob(f"t_{side}_*.bin"))] for side in ("train", "val")}
+    sizes = {side: [check_shard(p, 257) for p in sorted((tmp_path / "out").glob(f"t_{side}_*.bin"))]
+             for side in ("train", "val")}
     for side, sizes_of_side in sizes.items():
         assert len(sizes_of_side) > 2 and set(sizes_of_side[:-1]) == {4096} and sizes_of_side[-1] <= 4096
     assert abs(sum(sizes["val"]) - 9000) < 200
@@ -247,11 +250,13 @@ def test_odd_files_do_not_stop_a_run(tmp_path, capsys):
     (folder / "latin1.py").write_bytes("# Größe".encode("latin-1"))
     (folder / "mark.py").write_bytes(b"\xef\xbb\xbfmark")
     (folder / "plain.py").write_text("plain\r\n")
+    (folder / "long.py").write_bytes(b"\xff" * 600_000)  # several pieces, one document
     tokenize(tmp_path / "out", folder, "--glob=*.py", "--val_fraction=0")
-    assert documents(read(tmp_path / "out", "train")) == ["# Größe".encode("latin-1"), b"mark", b"plain\r\n"]
+    assert documents(read(tmp_path / "out", "train")) == ["# Größe".encode("latin-1"), b"\xff" * 600_000, b"mark",
+                                                               b"plain\r\n"]
     said = capsys.readouterr().err
-    assert "skipped 1 empty documents" in said and "__init__.py" in said
-    assert "1 documents with invalid UTF-8, kept as it is" in said and "latin1.py" in said
+    assert "skipped 1 empty document(s)" in said and "__init__.py" in said
+    assert "2 document(s) with invalid UTF-8, kept as it is" in said and "latin1.py" in said
 
 
 def test_odd_lines_of_json(tmp_path, capsys):
@@ -262,8 +267,8 @@ def test_odd_lines_of_json(tmp_path, capsys):
     replaced = "\ufffd".encode()
     assert documents(read(tmp_path / "out", "train")) == [b"a", replaced + b"b", b"c", replaced, "\0ü \ufffd".encode()]
     said = capsys.readouterr().err
-    assert "skipped 2 empty documents, the first: " in said and "a.jsonl, line 3" in said
-    assert "2 documents with invalid UTF-8" in said and "a.jsonl, line 5" in said
+    assert "skipped 2 empty document(s), the first: " in said and "a.jsonl, line 3" in said
+    assert "2 document(s) with invalid UTF-8" in said and "a.jsonl, line 5" in said
 
 
 def test_line_numbers_hold_beyond_the_first_batch(tmp_path, monkeypatch, capsys):
@@ -272,7 +277,8 @@ def test_line_numbers_hold_beyond_the_first_batch(tmp_path, monkeypatch, capsys)
     with open(tmp_path / "a.jsonl", "a") as f:
         f.write('{"text": "z"')
     for workers in (1, 2):
-        said = fails(capsys, tmp_path / "a.jsonl", "--out", tmp_path / "out", "--name=t", "--tokenizer=bytes", "--workers", workers)
+        said = fails(capsys, tmp_path / "a.jsonl", "--out", tmp_path / "out", "--name=t", "--tokenizer=bytes",
+                     f"--workers={workers}")
         assert "a.jsonl, line 52: not JSON" in said
 
 
@@ -346,8 +352,9 @@ def test_it_never_overwrites(tmp_path, corpus, capsys):
 @pytest.mark.parametrize("full", ["spool_000000", "index", "t_train_000001.bin", "t.json"])
 def test_a_full_disk(tmp_path, corpus, capsys, monkeypatch, full):
     # /dev/full is a disk without room: the error is the kernel's own.
-    monkeypatch.setattr(tokenize_text, "open", lambda path, mode: open("/dev/full" if Path(path).name == full and "w" in mode
-                                                                      else path, mode), raising=False)
+    def open_on_a_full_disk(path, mode):
+        return open("/dev/full" if Path(path).name == full and "w" in mode else path, mode)
+    monkeypatch.setattr(tokenize_text, "open", open_on_a_full_disk, raising=False)
     if full == "t.json":
         monkeypatch.setattr(Path, "write_text", lambda self, text: open("/dev/full", "w").write(text * 10_000))
     said = fails(capsys, corpus, "--out", tmp_path / "out", "--name=t", "--tokenizer=bytes", "--workers=1")
@@ -423,9 +430,10 @@ def test_few_batches_are_under_way_at_a_time(tmp_path):
 
 def test_from_the_command_line_on_the_standard_library(tmp_path):
     """As run.sh makes the demo's data: from another folder, on the files every Python has."""
-    argv = [sys.executable, str(ROOT / "data/tokenize_text.py"), str(Path(json.__file__).parent.parent), "--glob", "**/*.py",
-            *(f"--exclude={name}" for name in ("site-packages", "test", "tests", "idlelib/idle_test")), "--out=data/demo",
-            "--name=demo", "--tokenizer=bytes", "--val_fraction=0.05"]
+    standard_library = str(Path(json.__file__).parent.parent)
+    excluded = [f"--exclude={name}" for name in ("site-packages", "test", "tests", "idlelib/idle_test")]
+    argv = [sys.executable, str(ROOT / "data/tokenize_text.py"), standard_library, "--glob=**/*.py", *excluded,
+            "--out=data/demo", "--name=demo", "--tokenizer=bytes", "--val_fraction=0.05"]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "bytes per token" in done.stdout and "checksum" in done.stdout
