@@ -20,10 +20,8 @@ Shapes, as in x_TD: T tokens of one sequence, D model width, H heads, G key/valu
 
 import argparse
 import dataclasses
-import difflib
 import glob
 import hashlib
-import json
 import math
 import os
 import platform
@@ -36,10 +34,8 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
 
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # read when CUDA is first used
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -50,7 +46,6 @@ from tqdm import tqdm
 
 BLOCK = 128  # tokens in an attention block
 
-
 class UserError(Exception):
     """What a user can cause: the message is one line that says what is wrong and what to do. everywhere: every rank
     raises it, so that rank 0 speaks for all."""
@@ -59,14 +54,11 @@ class UserError(Exception):
         super().__init__(message)
         self.everywhere = everywhere
 
-
 # ----------------------------------------------------------------------------------------------------------------------
 # 1. Hyperparameters and presets
 
-
 def flag(default, help: str):
     return field(default=default, metadata={"help": help})
-
 
 @dataclass(frozen=True)
 class Hyperparameters:
@@ -123,7 +115,6 @@ class Hyperparameters:
     sample_tokens: int = flag(0, "tokens to sample from the trained model at the end")
     save: bool = flag(True, "keep the trained model in records/<log's name>/")
 
-
 PRESETS = {
     "speedrun": Hyperparameters(),
     "demo": Hyperparameters(
@@ -134,63 +125,40 @@ PRESETS = {
     ),
 }
 
+def boolean(text: str) -> bool:
+    return bool(["false", "true"].index(text.lower()))  # ValueError for anything else, which argparse reports
 
-def parse_value(text: str, kind: type):
-    """A flag's text as the type of its field; ValueError where it does not fit."""
-    if kind is bool:
-        if text.lower() not in ("true", "false"):
-            raise ValueError(text)
-        return text.lower() == "true"
-    if kind is tuple:
-        first, second = text.strip("()").split(",")
-        return float(first), float(second)
-    return kind(text)
-
+def pair(text: str) -> tuple[float, float]:
+    first, second = text.split(",")
+    return float(first), float(second)
 
 class FlagParser(argparse.ArgumentParser):
     def error(self, message: str):
         raise UserError(f"{message}; --help lists the flags", everywhere=True)
 
-
 def parse_flags(argv: list[str], default_preset: str) -> tuple[Hyperparameters, bool]:
-    """The hyperparameters that the command line asks for, and whether it only asks for the checks."""
-    parser = FlagParser(description=__doc__.split("\n\n")[0], allow_abbrev=False,
+    """The hyperparameters that the command line asks for, and whether it asks for the checks alone."""
+    parser = FlagParser(description=__doc__.split("\n\n")[0], allow_abbrev=False, argument_default=argparse.SUPPRESS,
                         usage="%(prog)s [--preset=NAME] [--check] [--field=value ...]")
-    parser.add_argument("--preset", default=default_preset, metavar="NAME",
-                        help=f"{' or '.join(PRESETS)}; default: speedrun where a CUDA GPU is present, demo elsewhere")
-    parser.add_argument("--check", action="store_true", help="run every check of the settings and the data, then exit")
-    fields = {f.name: f for f in dataclasses.fields(Hyperparameters)}
-    for name, f in fields.items():
-        kind = type(f.default)
-        defaults = dict.fromkeys(str(getattr(preset, name)) for preset in PRESETS.values())
-        parser.add_argument(f"--{name}", metavar=kind.__name__, help=f"{f.metadata['help']} (default: {', demo: '.join(defaults)})",
-                            **(dict(nargs="?", const="true") if kind is bool else {}))
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        near = difflib.get_close_matches(unknown[0].split("=")[0], [f"--{name}" for name in vars(args)], n=1)
-        parser.error(f"unknown flag {unknown[0]}" + (f", did you mean {near[0]}?" if near else ""))
-    if args.preset not in PRESETS:
-        parser.error(f"--preset={args.preset} is not {' or '.join(PRESETS)}")
-    changes = {}
-    for name, f in fields.items():
-        text = getattr(args, name)
-        if text is not None:
-            try:
-                changes[name] = parse_value(text, type(f.default))
-            except ValueError:
-                parser.error(f"--{name}={text} is no {type(f.default).__name__} ({f.metadata['help']})")
-    return dataclasses.replace(PRESETS[args.preset], **changes), args.check
-
+    parser.add_argument("--preset", default=default_preset, choices=PRESETS, metavar="NAME",
+                        help=f"{' or '.join(PRESETS)} (default: speedrun where a CUDA GPU is present, demo elsewhere)")
+    parser.add_argument("--check", action="store_true", default=False, help="check settings and data, then exit")
+    for f in dataclasses.fields(Hyperparameters):
+        kind = {bool: boolean, tuple: pair}.get(type(f.default), type(f.default))
+        defaults = dict.fromkeys(str(getattr(preset, f.name)) for preset in PRESETS.values())
+        parser.add_argument(f"--{f.name}", type=kind, metavar=kind.__name__, **(dict(nargs="?", const=True) if kind is boolean else {}),
+                            help=f"{f.metadata['help']} (default: {', demo: '.join(defaults)})")
+    flags = vars(parser.parse_args(argv))
+    preset, only_check = flags.pop("preset"), flags.pop("check")
+    return dataclasses.replace(PRESETS[preset], **flags), only_check
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 2. Schedules: pure functions of the step
-
 
 def window_tokens(step: int, hp: Hyperparameters) -> int:
     """Tokens in the long window: grows with progress in quanta, and is window_end for the last half quantum or more."""
     grown = (hp.window_end - hp.window_quantum / 2) * step / max(1, hp.num_iterations)
     return min(hp.window_end, max(hp.window_start, math.ceil(grown / hp.window_quantum) * hp.window_quantum))
-
 
 def lr_scale(step: int, hp: Hyperparameters) -> float:
     """The learning rates as a share of their peak: 1, then falling linearly to lr_floor at the end."""
@@ -199,11 +167,9 @@ def lr_scale(step: int, hp: Hyperparameters) -> float:
         return 1.0
     return hp.lr_floor + (1 - hp.lr_floor) * left / hp.cooldown_frac
 
-
 def muon_momentum(step: int, hp: Hyperparameters) -> float:
     warmed = min(1.0, step / hp.muon_momentum_steps) if hp.muon_momentum_steps else 1.0
     return hp.muon_momentum_start + (hp.muon_momentum_end - hp.muon_momentum_start) * warmed
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 3. Shards and the loader
@@ -212,7 +178,6 @@ def muon_momentum(step: int, hp: Hyperparameters) -> float:
 
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_INTS = 20240520, 1, 256
 SHARD_HEADER_BYTES = 4 * SHARD_HEADER_INTS
-
 
 def read_shard_header(path) -> int:
     """The number of tokens in a shard, once its header and its size on disk agree. Raises UserError naming the defect
@@ -237,7 +202,6 @@ def read_shard_header(path) -> int:
                         "it is damaged or was cut off, fetch or make it again")
     return num_tokens
 
-
 def check_shard(path, vocab_size: int) -> int:
     """read_shard_header, and every token below vocab_size. Reads the whole file."""
     num_tokens = read_shard_header(path)
@@ -249,7 +213,6 @@ def check_shard(path, vocab_size: int) -> int:
             raise UserError(f"{path}: token {tokens[at]} at byte {SHARD_HEADER_BYTES + 2 * at} is not below the "
                             f"vocabulary size {vocab_size}; wrong tokenizer or damaged file")
     return num_tokens
-
 
 def read_tokens(path, num_tokens: int, start: int = 0, pin: bool = False) -> Tensor:
     """num_tokens uint16 tokens of a shard, read straight into (pinned) memory."""
@@ -266,7 +229,6 @@ def read_tokens(path, num_tokens: int, start: int = 0, pin: bool = False) -> Ten
         raise UserError(f"{path}: became shorter while the run was using it; put the shard back and start again")
     return tokens
 
-
 @dataclass(frozen=True)
 class Span:
     """Consecutive steps that read one shard, in one pass over the shards."""
@@ -275,7 +237,6 @@ class Span:
     shard: int
     start: int  # the first token
     steps: int
-
 
 def plan_spans(shard_tokens: list[int], step_tokens: int, seq_len: int, epochs: int) -> list[Span]:
     """Which tokens each step reads, the same for any number of ranks. The tail of a shard that is too short for a step
@@ -290,14 +251,12 @@ def plan_spans(shard_tokens: list[int], step_tokens: int, seq_len: int, epochs: 
                 spans.append(Span(epoch, shard, offset, steps))
     return spans
 
-
 def count_cut_documents(tokens: Tensor, eot: int, seq_len: int) -> tuple[int, int]:
     """(documents that begin in tokens, those of them that a border between sequences of seq_len tokens cuts)."""
     begins = (tokens == eot).nonzero().flatten()
     ends = torch.cat([begins[1:], torch.tensor([len(tokens)])]) if len(begins) else begins
     cut = (begins // seq_len) != ((ends - 1) // seq_len)
     return len(begins), int(cut.sum())
-
 
 class TrainLoader:
     """The steps' tokens for one rank: its contiguous share of the micro-batches, (inputs_T int32, targets_T int64) each.
@@ -348,7 +307,6 @@ class TrainLoader:
         targets = part[1:].to(torch.int64).view(self.mine, self.seq_len)
         return list(zip(inputs, targets))
 
-
 def load_validation(files: list, shard_tokens: list[int], hp: Hyperparameters, rank: int, world_size: int, device):
     """This rank's share of the validation sequences, [(inputs_T int32, targets_T int64)], and the bytes of text in all of
     them where tokens are bytes (else 0). The first val_tokens tokens of the shards are each predicted once; where they do
@@ -368,10 +326,8 @@ def load_validation(files: list, shard_tokens: list[int], hp: Hyperparameters, r
     mine = zip(inputs[rank::world_size], targets[rank::world_size])
     return [(i.to(device), t.to(device)) for i, t in mine], text_bytes
 
-
 # ----------------------------------------------------------------------------------------------------------------------
 # 4. Block masks and attention
-
 
 def build_block_masks(tokens_T: Tensor, eot: int, window: Tensor) -> tuple[BlockMask, BlockMask]:
     """The long and the short mask: a token sees itself and what came before it in its document, within the window.
@@ -417,11 +373,9 @@ def build_block_masks(tokens_T: Tensor, eot: int, window: Tensor) -> tuple[Block
     long_blocks = (window + BLOCK - 1) // BLOCK
     return mask(long_blocks), mask((long_blocks // 2).clamp(min=1))
 
-
 def flex(mask: BlockMask, scale: float):
     """Attention under the mask by FlexAttention, for CUDA under torch.compile."""
     return lambda q, k, v: flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.size(1) != k.size(1))
-
 
 def block_sparse(mask: BlockMask, scale: float):
     """Attention under the same mask in plain PyTorch, for devices where FlexAttention has no backward: each query block
@@ -455,14 +409,11 @@ def block_sparse(mask: BlockMask, scale: float):
 
     return attend
 
-
 # ----------------------------------------------------------------------------------------------------------------------
 # 5. Model
 
-
 def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
-
 
 class CastedLinear(nn.Linear):
     """A linear layer without bias whose weight is kept in float32 and cast to the input's type at use. With use_fp8 its
@@ -482,7 +433,6 @@ class CastedLinear(nn.Linear):
             return fp8_linear(x, self.weight, *self.scales)[0]
         return F.linear(x, self.weight.type_as(x))
 
-
 class Rotary(nn.Module):
     """Half-rotary positions: the first half of a head's channels is rotated, the other half carries no position."""
 
@@ -498,7 +448,6 @@ class Rotary(nn.Module):
         cos, sin = self.cos[:T].type_as(x_THK), self.sin[:T].type_as(x_THK)
         x1, x2, rest = x_THK.split((K // 4, K // 4, K // 2), dim=-1)
         return torch.cat((x1 * cos + x2 * sin, x2 * cos - x1 * sin, rest), dim=-1)
-
 
 class CausalSelfAttention(nn.Module):
     def __init__(self, hp: Hyperparameters):
@@ -519,7 +468,6 @@ class CausalSelfAttention(nn.Module):
         y = attend(*(x.transpose(0, 1)[None] for x in (q, k, v)))
         return self.proj(y[0].transpose(0, 1).reshape(T, -1))
 
-
 class MLP(nn.Module):
     def __init__(self, dim: int):
         super().__init__()
@@ -529,7 +477,6 @@ class MLP(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.proj(F.relu(self.fc(x_TD)).square())  # ReLU^2, arXiv:2109.08668
-
 
 class ValueEmbedding(nn.Module):
     """Embeddings of the tokens that are mixed into the values of the layers that the pattern names (record 2024-12-04).
@@ -544,7 +491,6 @@ class ValueEmbedding(nn.Module):
         embedded = {c: table(tokens_T) for c, table in self.tables.items()}
         return [embedded.get(c) for c in self.pattern]
 
-
 class Block(nn.Module):
     def __init__(self, hp: Hyperparameters, has_attention: bool):
         super().__init__()
@@ -556,7 +502,6 @@ class Block(nn.Module):
         if self.attn is not None:
             x_TD = x_TD + self.attn(norm(x_TD), value_embed, value_mix, rotary, attend)
         return x_TD + self.mlp(norm(x_TD))
-
 
 class GPT(nn.Module):
     """forward(tokens_T, targets_T, window) is the mean loss in nats over the T tokens of one sequence.
@@ -607,7 +552,6 @@ class GPT(nn.Module):
                   for x, targets in zip(x_TD.split(self.LOGITS_TOKENS), targets_T.split(self.LOGITS_TOKENS))]
         return torch.stack(losses).sum() / len(tokens_T)
 
-
 @torch.no_grad()
 def generate(model: GPT, tokens: list[int], num_tokens: int, window: int, temperature: float = 0.8, top_k: int = 50,
              generator: torch.Generator | None = None) -> list[int]:
@@ -630,7 +574,6 @@ def generate(model: GPT, tokens: list[int], num_tokens: int, window: int, temper
     model.train(was_training)
     return tokens
 
-
 # ----------------------------------------------------------------------------------------------------------------------
 # 6. FP8 linear
 #
@@ -643,62 +586,43 @@ def generate(model: GPT, tokens: list[int], num_tokens: int, window: int, temper
 #     gradient  of a mean over T tokens, so |g| <= 1/T: at T = 48K x2^19 makes that 11, and its smallest step 3e-11
 # A cast past the largest value gives NaN, inf or the largest value, by version and type; hence the clamp.
 
-
 def compiled_on_cuda(function):
     """function under torch.compile where its first argument is on a CUDA device, as it is elsewhere."""
     compiled = torch.compile(function, dynamic=False, fullgraph=True)
     return lambda x, *args: (compiled if x.is_cuda else function)(x, *args)
 
-
+@compiled_on_cuda
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     limit = torch.finfo(dtype).max
     return (x.float() * scale).clamp(-limit, limit).to(dtype)
 
-
 def fp8_matmul(a_mk: Tensor, b_nk: Tensor, scale: float, out_dtype: torch.dtype, fast: bool) -> Tensor:
-    """scale * a @ b.T, both contiguous: the layout that the FP8 units read. fast sums in reduced precision."""
-    one, scale = (torch.full((), s, dtype=torch.float32, device=a_mk.device) for s in (1.0, scale))
-    return torch._scaled_mm(a_mk, b_nk.T, scale_a=one, scale_b=scale, out_dtype=out_dtype, use_fast_accum=fast)
-
-
-@compiled_on_cuda
-def fp8_forward(x: Tensor, w: Tensor, x_scale: float, w_scale: float):
-    x8, w8 = to_fp8(x, x_scale, torch.float8_e4m3fn), to_fp8(w, w_scale, torch.float8_e4m3fn)
-    return fp8_matmul(x8, w8, 1 / (x_scale * w_scale), x.dtype, fast=True), x8, w8
-
-
-@compiled_on_cuda
-def fp8_backward(g: Tensor, x8: Tensor, w8: Tensor, x_scale: float, w_scale: float, grad_scale: float):
-    g8 = to_fp8(g, grad_scale, torch.float8_e5m2).contiguous()
-    grad_x = fp8_matmul(g8, w8.T.contiguous(), 1 / (grad_scale * w_scale), g.dtype, fast=False)
-    grad_w = fp8_matmul(g8.T.contiguous(), x8.T.contiguous(), 1 / (grad_scale * x_scale), torch.float32, fast=False)
-    return grad_x, grad_w
-
+    """a @ b.T / scale, both contiguous: the layout that the FP8 units read. fast sums in reduced precision."""
+    one, inverse = (torch.full((), s, dtype=torch.float32, device=a_mk.device) for s in (1.0, 1 / scale))
+    return torch._scaled_mm(a_mk, b_nk.T, scale_a=one, scale_b=inverse, out_dtype=out_dtype, use_fast_accum=fast)
 
 # Custom ops keep torch.compile from looking inside; an autograd.Function here was silently wrong in torch 2.11.
 @torch.library.custom_op("nanogpt::fp8_linear", mutates_args=())
-def fp8_linear(x: Tensor, w: Tensor, x_scale: float, w_scale: float,
-               grad_scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def fp8_linear(x: Tensor, w: Tensor, x_scale: float, w_scale: float, grad_scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """(x_TD @ w_VD.T in x's type, and what the backward needs: x and w in FP8)"""
-    return fp8_forward(x, w, x_scale, w_scale)
-
+    x8, w8 = to_fp8(x, x_scale, torch.float8_e4m3fn), to_fp8(w, w_scale, torch.float8_e4m3fn)
+    return fp8_matmul(x8, w8, x_scale * w_scale, x.dtype, fast=True), x8, w8
 
 @torch.library.custom_op("nanogpt::fp8_linear_backward", mutates_args=())
-def fp8_linear_backward(g: Tensor, x8: Tensor, w8: Tensor, x_scale: float, w_scale: float,
-                        grad_scale: float) -> tuple[Tensor, Tensor]:
-    return fp8_backward(g, x8, w8, x_scale, w_scale, grad_scale)
-
+def fp8_linear_backward(g: Tensor, x8: Tensor, w8: Tensor, x_scale: float, w_scale: float, grad_scale: float) -> tuple[Tensor, Tensor]:
+    """(gradient of x in g's type, gradient of w in float32)"""
+    g8 = to_fp8(g, grad_scale, torch.float8_e5m2).contiguous()
+    return (fp8_matmul(g8, w8.T.contiguous(), grad_scale * w_scale, g.dtype, fast=False),
+            fp8_matmul(g8.T.contiguous(), x8.T.contiguous(), grad_scale * x_scale, torch.float32, fast=False))
 
 @fp8_linear.register_fake
 def _(x, w, x_scale, w_scale, grad_scale):
     fp8 = torch.float8_e4m3fn
     return x.new_empty(len(x), len(w)), torch.empty_like(x, dtype=fp8), torch.empty_like(w, dtype=fp8)
 
-
 @fp8_linear_backward.register_fake
 def _(g, x8, w8, x_scale, w_scale, grad_scale):
     return torch.empty_like(x8, dtype=g.dtype), torch.empty_like(w8, dtype=torch.float32)
-
 
 def fp8_setup_context(ctx, inputs, output):
     _, _, *ctx.scales = inputs
@@ -706,17 +630,13 @@ def fp8_setup_context(ctx, inputs, output):
     ctx.save_for_backward(x8, w8)
     ctx.set_materialize_grads(False)
 
-
 def fp8_autograd(ctx, g, *_):
     return *fp8_linear_backward(g, *ctx.saved_tensors, *ctx.scales), None, None, None
 
-
 fp8_linear.register_autograd(fp8_autograd, setup_context=fp8_setup_context)
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 7. Optimizers
-
 
 def optimizer_groups(model: GPT, hp: Hyperparameters) -> tuple[list[nn.Parameter], list[dict]]:
     """Which optimizer owns which parameters: Muon's, and Adam's groups."""
@@ -733,7 +653,6 @@ def optimizer_groups(model: GPT, hp: Hyperparameters) -> tuple[list[nn.Parameter
     assert all(p.ndim == 2 for p in matrices), "Muon takes matrices"
     return matrices, adam
 
-
 def flat_gradients(params: list[nn.Parameter], numel: int) -> Tensor:
     """One tensor of numel elements that holds the gradients of params end to end: each p.grad is a view of it, and
     autograd accumulates in place, so what is sent to other ranks is never copied together first."""
@@ -743,7 +662,6 @@ def flat_gradients(params: list[nn.Parameter], numel: int) -> Tensor:
         p.grad = flat[start:start + p.numel()].view_as(p)
         start += p.numel()
     return flat
-
 
 @compiled_on_cuda
 def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
@@ -759,7 +677,6 @@ def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if tall else x).reshape(shape)
 
-
 def orthogonalize(x: Tensor, row_split: tuple) -> Tensor:
     """newton_schulz of the row_split parts of each x[n, rows, cols] by themselves, each scaled by sqrt(rows / cols)
     where it is tall, so that an update changes outputs by as much for any shape."""
@@ -767,7 +684,6 @@ def orthogonalize(x: Tensor, row_split: tuple) -> Tensor:
         parts = newton_schulz(x.unflatten(1, (len(row_split), -1)))
         return parts.flatten(1, 2) * max(1, row_split[0] / x.size(-1)) ** 0.5
     return torch.cat([orthogonalize(part, (part.size(1),)) for part in x.split(row_split, dim=1)], dim=1)
-
 
 class Muon:
     """Momentum, orthogonalized, for matrices (Keller Jordan et al., 2024). Parameters of equal shape form a group that is
@@ -823,7 +739,6 @@ class Muon:
         torch._foreach_add_(group["params"], list(group["updates"][:len(group["params"])].unbind()), alpha=-lr)
         group["grads"].zero_()
 
-
 class Adam(torch.optim.Adam):
     """torch's Adam with each group's gradients in one buffer, which travels on a channel of its own while Muon works."""
 
@@ -849,17 +764,14 @@ class Adam(torch.optim.Adam):
         for grads in self.grads:
             grads.zero_()
 
-
 # ----------------------------------------------------------------------------------------------------------------------
 # 8. Gradient exchange: ranks, their collectives, and how an error on one is told to all
-
 
 @dataclass(frozen=True)
 class Ranks:
     rank: int
     world_size: int
     device: torch.device
-
 
 def start_ranks() -> Ranks:
     """This process's place among those that torchrun started (alone without torchrun), and its device."""
@@ -869,6 +781,7 @@ def start_ranks() -> Ranks:
         if local_rank >= torch.cuda.device_count():
             raise UserError(f"rank {rank} has no GPU: {torch.cuda.device_count()} on this machine; lower --nproc_per_node")
         device = torch.device("cuda", local_rank)
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # read at CUDA's first allocation
         torch.cuda.set_device(device)
     if world_size > 1:
         if device.type == "cuda":
@@ -877,17 +790,14 @@ def start_ranks() -> Ranks:
             dist.init_process_group("gloo")
     return Ranks(rank, world_size, device)
 
-
 # torch 2.13 renamed both collectives and warns about the old names, which torch 2.11 needs.
 def reduce_scatter(output: Tensor, input: Tensor):
     function = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
     return function(output, input, async_op=True)
 
-
 def all_gather(output: Tensor, input: Tensor):
     function = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     return function(output, input.contiguous(), async_op=True)
-
 
 def decide_on_rank_0(ranks: Ranks, function):
     """function()'s result on rank 0, on every rank; a UserError there is raised on every rank."""
@@ -903,32 +813,27 @@ def decide_on_rank_0(ranks: Ranks, function):
         raise UserError(result[1], everywhere=True)
     return result[0]
 
-
 # ----------------------------------------------------------------------------------------------------------------------
 # 9. Run log and checkpoints
 
 SEPARATOR = "=" * 100
-CLOCK_CONTRACT = ("clock: train_time counts everything from the first step on, loading included, but for validation; "
-                  "compiling and the warmup on dummy data come before it and leave no trace in the model")
-
+CLOCK_CONTRACT = ("clock: train_time counts everything from the first step on, loading included, except validation; "
+                  "compiling and a warmup on dummy data come before it and are undone")
 
 class RunLog:
-    """Rank 0's log file and console; on the other ranks every call does nothing."""
+    """Rank 0's log file and console; on other ranks every call does nothing."""
 
     def __init__(self, hp: Hyperparameters, rank: int):
         self.file, self.bar = None, None
-        if rank != 0:
-            return
-        stem = f"{datetime.now(timezone.utc):%Y-%m-%dT%H-%M-%SZ}_{hp.name}"
-        try:
-            Path(hp.records).mkdir(parents=True, exist_ok=True)
-            for suffix in ["", *(f"_{n}" for n in range(2, 1000))]:  # runs that start within one second
-                self.path = Path(hp.records, f"{stem}{suffix}.log")
-                if not self.path.exists():
-                    self.file = open(self.path, "x", encoding="utf-8")
-                    break
-        except OSError as e:
-            raise UserError(f"{hp.records}: the log cannot be written ({e.strerror}); free the folder or choose --records") from None
+        if rank == 0:
+            self.path = Path(hp.records, f"{datetime.now(timezone.utc):%Y-%m-%dT%H-%M-%SZ}_{hp.name}.log")
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                if self.path.exists():  # another run began in the same second
+                    self.path = self.path.with_stem(f"{self.path.stem}_{os.getpid()}")
+                self.file = open(self.path, "x", encoding="utf-8")
+            except OSError as e:
+                raise UserError(f"{self.path}: the log cannot be written ({e.strerror}); choose another --records") from None
 
     def write(self, text: str, console: bool = True):
         if self.file is None:
@@ -946,24 +851,23 @@ class RunLog:
             self.bar = tqdm(total=steps, unit="step", dynamic_ncols=True)
 
     def step_line(self, step: int, kind: str, loss: float, seconds: float, hp: Hyperparameters):
-        done = step if kind == "val_loss" else step - 1  # the step whose schedules the line shows
+        schedule = step if kind == "val_loss" else step - 1  # training step n runs on the schedules' values at n - 1
         average = f"{1000 * seconds / step:.2f}" if step else "nan"
         self.write(f"step:{step}/{hp.num_iterations} {kind}:{loss:.4f} train_time:{1000 * seconds:.0f}ms "
                    f"step_avg:{average}ms tokens:{step * hp.micro_batches * hp.train_seq_len} "
-                   f"lr:{lr_scale(done, hp):.3f} window:{window_tokens(done, hp)}",
+                   f"lr:{lr_scale(schedule, hp):.3f} window:{window_tokens(schedule, hp)}",
                    console=kind == "val_loss" or self.bar is None)
         if self.bar is not None and kind == "train_loss":
             self.bar.update(step - self.bar.n)
             self.bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
 
-    def close(self):
+    def close_bar(self):
         if self.bar is not None:
             self.bar.close()
             self.bar = None
 
-
 class Clock:
-    """Training time in seconds: the sum of the stretches between start and stop, each with an idle device."""
+    """Training time in seconds: the sum of the stretches between start and stop, each begun and ended with an idle device."""
 
     def __init__(self, device: torch.device):
         self.cuda, self.elapsed = device.type == "cuda", 0.0
@@ -981,7 +885,7 @@ class Clock:
         self.elapsed += time.perf_counter() - self.began
 
     def mark(self):
-        """A function that gives the training time at which the device gets to this point, waiting until it has."""
+        """A function that gives the training time at which the device gets to this point, and waits until it has."""
         if not self.cuda:
             seconds = self.elapsed + time.perf_counter() - self.began
             return lambda: seconds
@@ -989,89 +893,79 @@ class Clock:
         event.record()
         return lambda: event.synchronize() or elapsed + origin.elapsed_time(event) / 1000
 
-
 def shell(*command: str) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=Path(__file__).parent).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""
 
-
-def fingerprint(path) -> str:
-    """Name, size and a hash of the first and the last megabyte of a shard."""
+def fingerprint(path: str) -> str:
+    """A shard's path, size and a hash of its first and last megabyte."""
+    size = os.path.getsize(path)
     with open(path, "rb") as f:
         digest = hashlib.sha256(f.read(1 << 20))
-        f.seek(max(0, os.path.getsize(path) - (1 << 20)))
+        f.seek(max(0, size - (1 << 20)))
         digest.update(f.read())
-    return f"{path} {(os.path.getsize(path) - SHARD_HEADER_BYTES) // 2} tokens sha256 {digest.hexdigest()[:16]}"
-
+    return f"{path} {(size - SHARD_HEADER_BYTES) // 2} tokens sha256 {digest.hexdigest()[:16]}"
 
 def describe_environment(hp: Hyperparameters, ranks: Ranks, data: dict) -> list[str]:
     """The environment as `key: value` lines."""
-    lines = [f"command: {' '.join(sys.argv)}", f"python: {platform.python_version()}", f"torch: {torch.__version__}",
-             f"platform: {platform.platform()}", f"ranks: {ranks.world_size}", f"seed: {hp.seed}",
-             f"nodes: {ranks.world_size // int(os.environ.get('LOCAL_WORLD_SIZE', ranks.world_size))}"]
+    lines = [f"command: {' '.join(sys.argv)}", f"host: {platform.node()}", f"platform: {platform.platform()}",
+             f"python: {platform.python_version()}", f"torch: {torch.__version__}", f"ranks: {ranks.world_size}",
+             f"nodes: {ranks.world_size // int(os.environ.get('LOCAL_WORLD_SIZE', ranks.world_size))}", f"seed: {hp.seed}"]
     if ranks.device.type == "cuda":
-        gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        lines += [f"gpus: {len(gpus)} x {gpus[0]}", f"cuda: {torch.version.cuda}",
+        query = "index,name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu,ecc.mode.current"
+        lines += [f"gpus: {torch.cuda.device_count()} x {torch.cuda.get_device_name()}", f"cuda: {torch.version.cuda}",
                   f"nccl: {'.'.join(map(str, torch.cuda.nccl.version()))}",
-                  "driver: " + shell("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]]
-        query = "index,name,clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu,ecc.mode.current"
-        lines += [f"gpu: {line}" for line in shell("nvidia-smi", f"--query-gpu={query}", "--format=csv").splitlines()]
+                  f"driver: {shell('nvidia-smi', '--query-gpu=driver_version', '--format=csv,noheader').partition(chr(10))[0]}",
+                  *(f"gpu: {line}" for line in shell("nvidia-smi", f"--query-gpu={query}", "--format=csv").splitlines())]
     else:
-        models = [line.split(":")[1].strip() for line in shell("cat", "/proc/cpuinfo").splitlines() if line.startswith("model name")]
-        lines += [f"cpu: {os.cpu_count()} x {models[0] if models else platform.processor() or platform.machine()}",
-                  f"threads: {torch.get_num_threads()} a rank"]
-    commit = shell("git", "rev-parse", "HEAD")
-    if commit:
-        lines.append(f"git: {commit}" + (" with uncommitted changes" if shell("git", "status", "--porcelain", "-uno") else ""))
+        names = [line.split(":")[1].strip() for line in shell("cat", "/proc/cpuinfo").splitlines() if line.startswith("model name")]
+        lines += [f"cpu: {os.cpu_count()} x {names[0] if names else platform.machine()}", f"threads: {torch.get_num_threads()} a rank"]
+    if commit := shell("git", "rev-parse", "HEAD"):
+        lines.append(f"git: {commit}{' with uncommitted changes' if shell('git', 'status', '--porcelain', '-uno') else ''}")
     return lines + [f"data: {fingerprint(path)}" for path in data["train"] + data["val"]]
-
 
 def save_model(folder: Path, model: GPT, hp: Hyperparameters, step: int) -> Path:
     """The model and what is needed to build it again, under its final name only once it is whole on the disk."""
-    path = folder / "model.pt"
-    partial_path = path.with_suffix(".partial")
+    path, unfinished = folder / "model.pt", folder / "model.pt.unfinished"
     payload = dict(format=1, step=step, hyperparameters=dataclasses.asdict(hp),
                    model={name: tensor.cpu() for name, tensor in model.state_dict().items()})
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with open(partial_path, "wb") as f:
+        with open(unfinished, "wb") as f:
             torch.save(payload, f)
             f.flush()
             os.fsync(f.fileno())
-        os.replace(partial_path, path)
+        os.replace(unfinished, path)
     except (OSError, RuntimeError) as e:
-        partial_path.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
         raise UserError(f"{path}: the model cannot be saved ({e}); the log is whole") from None
     return path
-
 
 def load_model(folder, device="cpu") -> tuple[GPT, Hyperparameters]:
     """The model of a run from its folder records/<name of the log>/, in evaluation mode, for use without a compiler."""
     path = Path(folder, "model.pt")
+    if not path.exists():
+        raise UserError(f"{path}: there is no such model; name a run's folder, records/<name of the log>")
     try:
         payload = torch.load(path, map_location=device, weights_only=True)
-    except FileNotFoundError:
-        raise UserError(f"{path}: there is no such model; name a run's folder records/<name of the log>") from None
-    except Exception as e:
-        raise UserError(f"{path}: cannot be read as a model ({str(e).splitlines()[0]})") from None
-    hp = Hyperparameters(**payload["hyperparameters"])
-    model = GPT(hp, block_sparse, payload["model"]["embed.weight"].dtype).to(device).eval()
-    model.load_state_dict(payload["model"])
+        hp = Hyperparameters(**payload["hyperparameters"])
+        model = GPT(hp, block_sparse, payload["model"]["embed.weight"].dtype).to(device).eval()
+        model.load_state_dict(payload["model"])
+    except Exception as e:  # whatever a damaged or foreign file leads to
+        raise UserError(f"{path}: cannot be read as a model of this script ({type(e).__name__}); save it again") from None
     return model, hp
 
-
 # ----------------------------------------------------------------------------------------------------------------------
-# 10. Preflight checks: everything that can be known to go wrong is said before anything slow begins
+# 10. Preflight checks: what can be known to go wrong is said before anything slow begins
 
+def require(condition, message: str):
+    if not condition:
+        raise UserError(message)
 
-def preflight(hp: Hyperparameters, world_size: int) -> dict:
-    """Check settings and data; the shards and their token counts as {train, train_tokens, val, val_tokens, spans}."""
-    def require(condition, message: str):
-        if not condition:
-            raise UserError(message)
-
+def check_settings(hp: Hyperparameters, world_size: int):
+    """Refuse settings that contradict themselves or each other."""
     version = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2])
     require(version >= (2, 11), f"torch {torch.__version__} is too old; install torch 2.11 or newer, as in requirements.txt")
     require(hp.name and all(c.isalnum() or c in "._-" for c in hp.name), f"--name={hp.name}: use letters, digits and ._- only")
@@ -1082,25 +976,27 @@ def preflight(hp: Hyperparameters, world_size: int) -> dict:
     for name in ("num_iterations", "num_kv_heads", "val_tokens", "val_loss_every", "sample_tokens", "muon_momentum_steps"):
         require(getattr(hp, name) >= 0, f"--{name}={getattr(hp, name)} must not be negative")
     require(0 <= hp.cooldown_frac <= 1, f"--cooldown_frac={hp.cooldown_frac} is not between 0 and 1")
-    require(all(0 <= beta < 1 for beta in hp.adam_betas), f"--adam_betas={hp.adam_betas} are not between 0 and 1")
+    require(all(0 <= beta < 1 for beta in hp.adam_betas), f"--adam_betas={hp.adam_betas}: each must be at least 0 and below 1")
     require(2 <= hp.vocab_size <= 65536, f"--vocab_size={hp.vocab_size} is not between 2 and 65536, what uint16 tokens hold")
-    require(len(hp.windows) == len(hp.value_embeds) == len(hp.attention) > 0,
-            f"--windows={hp.windows}, --value_embeds={hp.value_embeds} and --attention={hp.attention} need one character a layer each")
-    require(set(hp.windows) <= set("LS"), f"--windows={hp.windows} has characters other than L and S")
-    require(set(hp.attention) <= set("x."), f"--attention={hp.attention} has characters other than x and .")
+
+    table = f"--windows={hp.windows} --value_embeds={hp.value_embeds} --attention={hp.attention}"
+    require(len(hp.windows) == len(hp.value_embeds) == len(hp.attention) > 0, f"{table}: each needs one character a layer")
+    for name, allowed in (("windows", "LS"), ("attention", "x."), ("value_embeds", "0123456789.")):
+        strange = set(getattr(hp, name)) - set(allowed)
+        require(not strange, f"--{name}={getattr(hp, name)} has {', '.join(sorted(strange))}; it takes {', '.join(allowed)}")
     require("x" in hp.attention, f"--attention={hp.attention} has no layer with attention")
-    require(set(hp.value_embeds) <= set("0123456789."), f"--value_embeds={hp.value_embeds} has characters other than digits and .")
-    lost = [i for i, (a, v) in enumerate(zip(hp.attention, hp.value_embeds)) if a == "." and v != "."]
-    require(not lost, f"--value_embeds={hp.value_embeds} names a table in layer {lost and lost[0]}, which --attention={hp.attention} leaves without attention")
+    lost = [i for i, (a, v) in enumerate(zip(hp.attention, hp.value_embeds)) if a == "." != v]
+    require(not lost, f"{table}: layer {lost and lost[0]} has a value embedding but no attention")
     require(hp.head_dim % 4 == 0, f"--head_dim={hp.head_dim} is not a multiple of 4")
-    require(hp.num_heads % (hp.num_kv_heads or hp.num_heads) == 0, f"--num_kv_heads={hp.num_kv_heads} does not divide --num_heads={hp.num_heads}")
+    require(hp.num_heads % (hp.num_kv_heads or 1) == 0, f"--num_kv_heads={hp.num_kv_heads} does not divide --num_heads={hp.num_heads}")
     for name in ("train_seq_len", "val_seq_len"):
         require(getattr(hp, name) % BLOCK == 0, f"--{name}={getattr(hp, name)} is not a multiple of {BLOCK}")
-    if hp.micro_batches % world_size:
-        fits = [n for n in range(1, hp.micro_batches + 1) if hp.micro_batches % n == 0]
-        raise UserError(f"{world_size} ranks do not divide {hp.micro_batches} micro-batches: start {', '.join(map(str, fits))} "
-                        f"ranks, or set --micro_batches to a multiple of {world_size}")
+    fits = [str(n) for n in range(1, hp.micro_batches + 1) if hp.micro_batches % n == 0]
+    require(str(world_size) in fits, f"{world_size} ranks do not divide {hp.micro_batches} micro-batches: start {', '.join(fits)} "
+                                     f"ranks, or set --micro_batches to a multiple of {world_size}")
 
+def check_data(hp: Hyperparameters) -> dict:
+    """Check the shards; {train, val: paths, train_tokens, val_tokens: how many each holds, spans: what each step reads}."""
     data = {}
     for kind in ("train", "val"):
         pattern = getattr(hp, f"{kind}_files")
@@ -1108,83 +1004,76 @@ def preflight(hp: Hyperparameters, world_size: int) -> dict:
         require(data[kind], f"no file matches --{kind}_files={pattern}; ./run.sh makes or fetches a preset's data, "
                             "data/tokenize_text.py makes shards of your own text")
         data[f"{kind}_tokens"] = [check_shard(path, hp.vocab_size) for path in data[kind]]
-    held = sum(data["val_tokens"]) - 1  # the last token is only a target
-    require(hp.val_tokens <= held, f"--val_tokens={hp.val_tokens} but --val_files={hp.val_files} holds {held} to predict; lower it (0 takes all)")
+    held = sum(data["val_tokens"]) - 1  # the first token is not predicted
     require(held > 0, f"--val_files={hp.val_files} holds a single token; give it more")
+    require(hp.val_tokens <= held, f"--val_tokens={hp.val_tokens} but --val_files={hp.val_files} holds {held} to predict; "
+                                   "lower it (0 takes all)")
     step_tokens = hp.micro_batches * hp.train_seq_len
     data["spans"] = plan_spans(data["train_tokens"], step_tokens, hp.train_seq_len, hp.epochs)
     steps = sum(span.steps for span in data["spans"])
     require(steps >= hp.num_iterations,
-            f"{hp.num_iterations} steps of {step_tokens} tokens need more than the {steps} steps that {len(data['train'])} shard(s) with "
-            f"{sum(data['train_tokens'])} tokens hold in {hp.epochs} pass(es): add shards, raise --epochs, or lower --num_iterations")
+            f"{hp.num_iterations} steps of {step_tokens} tokens were asked for, {len(data['train'])} shard(s) with "
+            f"{sum(data['train_tokens'])} tokens hold {steps} in {hp.epochs} pass(es): add shards, raise --epochs, or lower "
+            "--num_iterations, --micro_batches or --train_seq_len")
     return data
-
 
 def fast_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return any(getattr(torch.cpu, name, bool)() for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
 
-
 def resolve(hp: Hyperparameters, device: torch.device) -> tuple[Hyperparameters, list[str]]:
-    """What was left open, decided: the seed, the number of key heads, what the hardware can do. And lines that say so."""
+    """What was left open, decided: the seed, the number of key heads, what the hardware can do; and lines that say so."""
     cuda, notes = device.type == "cuda", []
-    if hp.seed < 0:
-        hp = dataclasses.replace(hp, seed=random.SystemRandom().randrange(2**31))
-    hp = dataclasses.replace(hp, num_kv_heads=hp.num_kv_heads or hp.num_heads)
+    seed = hp.seed if hp.seed >= 0 else random.SystemRandom().randrange(2**31)
+    hp = dataclasses.replace(hp, seed=seed, num_kv_heads=hp.num_kv_heads or hp.num_heads)
     if hp.dtype == "auto":
         hp = dataclasses.replace(hp, dtype="bfloat16" if fast_bf16(device) else "float32")
         if hp.dtype == "float32":
-            notes.append("note: float32, since this hardware has no fast bfloat16")
+            notes.append("note: activations in float32, since this hardware has no fast bfloat16")
     if hp.use_fp8 and not (cuda and torch.cuda.get_device_capability(device) >= (8, 9)):
         hp = dataclasses.replace(hp, use_fp8=False)
-        notes.append(f"note: the head trains in {hp.dtype}, since this hardware has no FP8 (it needs a GPU of compute capability 8.9)")
+        notes.append(f"note: the head trains in {hp.dtype}, since this hardware has no FP8 (GPUs of compute capability 8.9 on have it)")
     if not cuda:
-        notes.append("note: block-sparse attention in plain PyTorch and no compiler, since there is no CUDA GPU (FlexAttention has no backward on CPU)")
+        notes.append("note: block-sparse attention in plain PyTorch and no compiler, since there is no CUDA GPU")
     return hp, notes
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 11. Main: build, warm up, restore, train
 
 PEAK_TFLOPS = {  # dense bf16 and FP8 with float32 sums, from the makers' data sheets
-    "H200": (989, 1979), "GH200": (989, 1979), "H100 80GB HBM3": (989, 1979), "H100 NVL": (835, 1671), "H100 PCIe": (756, 1513),
-    "A100": (312, 312), "L40S": (362, 733), "RTX 4090": (165, 330),
+    "H200": (989, 1979), "H100 80GB HBM3": (989, 1979), "H100 PCIe": (756, 1513), "A100": (312, 312), "L40S": (362, 733),
+    "RTX 4090": (165, 330),
 }
 
-
 def hardware_limit(device: torch.device, dtype: torch.dtype) -> tuple[float, float, str]:
-    """(FLOP/s of the main type, FLOP/s of FP8, where they come from) of one rank."""
+    """(FLOP/s of a rank in the main type, in FP8, where the figures come from)"""
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        for key, (bf16, fp8) in PEAK_TFLOPS.items():
-            if key in name:
-                return bf16 * 1e12, fp8 * 1e12, f"{key} data sheet: {bf16} bf16, {fp8} FP8 TFLOP/s"
-    n = 4096 if device.type == "cuda" else 1024
-    a, best = torch.randn(n, n, device=device, dtype=dtype), 0.0
+        for name, (bf16, fp8) in PEAK_TFLOPS.items():
+            if name in torch.cuda.get_device_name(device):
+                return bf16 * 1e12, fp8 * 1e12, f"data sheet's {bf16} bf16 and {fp8} FP8 TFLOP/s of the {name}"
+    n, best = 4096 if device.type == "cuda" else 1024, 0.0
+    a = torch.randn(n, n, device=device, dtype=dtype)
     for _ in range(6):
         began = time.perf_counter()
         float((a @ a)[0, 0])  # reading a value waits for the device
         best = max(best, 2 * n**3 / (time.perf_counter() - began))
-    return best, best, f"matrix rate of a rank measured at start: {best / 1e12:.3g} TFLOP/s in {str(dtype)[6:]}"
-
+    return best, best, f"{best / 1e12:.3g} TFLOP/s of {str(dtype)[6:]} matrix products that a rank reached at start"
 
 def train_flops(model: GPT, hp: Hyperparameters) -> tuple[float, float]:
-    """(FLOPs a token in the body, in the head) of forward and backward, averaged over the steps' windows. Attention counts
-    what the window and the sequence's begin leave visible; document borders, which hide more, are not subtracted."""
-    def visible(blocks: int) -> float:
-        N = hp.train_seq_len // BLOCK
+    """(FLOPs a token in the blocks, in the head), forward and backward, averaged over the steps' windows. Attention counts
+    what window and diagonal leave visible; document borders, which hide more, are not subtracted."""
+    N, steps = hp.train_seq_len // BLOCK, range(0, max(1, hp.num_iterations), max(1, hp.num_iterations // 50))
+
+    def keys(blocks: int) -> float:
         return sum(min(blocks, i + 1) * BLOCK - (BLOCK - 1) / 2 for i in range(N)) / N
 
-    keys = 0.0
-    steps = range(0, max(1, hp.num_iterations), max(1, hp.num_iterations // 50))
-    for step in steps:
-        long = -(-window_tokens(step, hp) // BLOCK)
-        per_layer = {"L": visible(long), "S": visible(max(1, long // 2))}
-        keys += sum(per_layer[w] for w, a in zip(hp.windows, hp.attention) if a == "x") / len(steps)
-    body = 6 * sum(p.numel() for p in model.blocks.parameters()) + 12 * hp.num_heads * hp.head_dim * keys
-    return body, 6 * model.lm_head.weight.numel()
-
+    seen = 0.0
+    for long in (-(-window_tokens(step, hp) // BLOCK) for step in steps):
+        layer = {"L": keys(long), "S": keys(max(1, long // 2))}
+        seen += sum(layer[w] for w, a in zip(hp.windows, hp.attention) if a == "x") / len(steps)
+    blocks = 6 * sum(p.numel() for p in model.blocks.parameters()) + 12 * hp.num_heads * hp.head_dim * seen
+    return blocks, 6 * model.lm_head.weight.numel()
 
 def evaluate(model, sequences: list, window: Tensor, hp: Hyperparameters, ranks: Ranks) -> float:
     """Mean loss in nats over exactly the validation tokens of all ranks."""
@@ -1198,10 +1087,9 @@ def evaluate(model, sequences: list, window: Tensor, hp: Hyperparameters, ranks:
         dist.all_reduce(total)
     return float(total) / hp.val_tokens
 
-
 def train_step(model, batches: list, window: Tensor, muon: Muon, adam: Adam, step: int, hp: Hyperparameters) -> Tensor:
-    """One step on this rank's micro-batches; its share of the step's mean loss. Only launches work: nothing waits for
-    the device."""
+    """One step on this rank's micro-batches; returns its share of the step's mean loss. It only launches work: nothing
+    here waits for the device, and ranks talk after the last micro-batch only."""
     loss_sum = 0.0
     for inputs, targets in batches:
         loss = model(inputs, targets, window)
@@ -1214,89 +1102,41 @@ def train_step(model, batches: list, window: Tensor, muon: Muon, adam: Adam, ste
     adam.step_at(lr_scale(step, hp))
     return loss_sum / hp.micro_batches
 
-
 def warm_up(model, params: dict, muon: Muon, adam: Adam, hp: Hyperparameters, ranks: Ranks):
-    """Compile and allocate everything by a step and a validation on random tokens, then undo all of it."""
-    saved = {name: p.detach().clone() for name, p in params.items()}
-    reached = set()
+    """Compile and allocate by a step and a validation on random tokens, then undo all of it."""
+    saved, reached, generator = {name: p.detach().clone() for name, p in params.items()}, set(), torch.Generator().manual_seed(0)
     hooks = [p.register_post_accumulate_grad_hook(lambda _, name=name: reached.add(name)) for name, p in params.items()]
-    window = torch.tensor(hp.window_start, dtype=torch.int32, device=ranks.device)
-    generator = torch.Generator().manual_seed(hp.seed)
+    window = torch.tensor(hp.window_start, dtype=torch.int32).to(ranks.device)
 
-    def random_sequence(length: int):
+    def dummy(length: int):
         tokens = torch.randint(hp.vocab_size, (length + 1,), generator=generator).to(ranks.device)
         return tokens[:-1].int(), tokens[1:].clone()
 
-    train_step(model, [random_sequence(hp.train_seq_len) for _ in range(2)], window, muon, adam, 0, hp)
-    evaluate(model, [random_sequence(hp.val_seq_len)], window, hp, ranks)
+    train_step(model, [dummy(hp.train_seq_len) for _ in range(2)], window, muon, adam, 0, hp)
+    evaluate(model, [dummy(hp.val_seq_len)], window, hp, ranks)
     for hook in hooks:
         hook.remove()
     assert reached == set(params), f"no gradient reaches {sorted(set(params) - reached)}"
     with torch.no_grad():
         for name, p in params.items():
             p.copy_(saved[name])
-        for group in muon.groups:
-            group["momentum"].zero_()
-        for state in adam.state.values():
-            for tensor in state.values():
-                tensor.zero_()
-    assert all(not p.grad.any() for p in params.values()), "a step must leave no gradient behind"
+        for state in [*(group["momentum"] for group in muon.groups), *(t for s in adam.state.values() for t in s.values())]:
+            state.zero_()
+    assert all(not p.grad.any() for p in params.values()), "a step left a gradient behind"
 
-
-def decode(tokens: list[int], vocab_size: int) -> str:
-    """Tokens as text where their vocabulary is at hand, else as numbers."""
-    if vocab_size == 257:
-        return bytes(t for t in tokens if t < 256).decode("utf-8", "replace")
-    try:
-        import tiktoken
-        return tiktoken.get_encoding("gpt2").decode(tokens)
-    except Exception as e:
-        return f"{tokens} (as numbers: GPT-2's vocabulary is not at hand: {type(e).__name__})"
-
-
-def run(argv: list[str]):
-    hp, only_check = parse_flags(argv, "speedrun" if torch.cuda.is_available() else "demo")
-    if only_check:
-        data = preflight(hp, int(os.environ.get("WORLD_SIZE", 1)))
-        print(f"checks passed: {len(data['train'])} training and {len(data['val'])} validation shard(s), "
-              f"{sum(data['train_tokens'])} and {sum(data['val_tokens'])} tokens")
-        return
-    ranks = start_ranks()
-    hp, notes = decide_on_rank_0(ranks, lambda: resolve(hp, ranks.device))
-    data = decide_on_rank_0(ranks, lambda: preflight(hp, ranks.world_size))
-    hp = dataclasses.replace(hp, val_tokens=hp.val_tokens or sum(data["val_tokens"]) - 1)
-    source = Path(__file__).read_text(encoding="utf-8")  # what runs now, whatever happens to the file later
-    log = RunLog(hp, ranks.rank)
-    try:
-        train(hp, ranks, data, notes, source, log)
-    finally:
-        log.close()
-
-
-def train(hp: Hyperparameters, ranks: Ranks, data: dict, notes: list[str], source: str, log: RunLog):
-    device, cuda = ranks.device, ranks.device.type == "cuda"
-    for lines in ([f"{name} = {value!r}" for name, value in dataclasses.asdict(hp).items()],
-                  describe_environment(hp, ranks, data) if ranks.rank == 0 else [], [source]):
-        log.write("\n".join([*lines, SEPARATOR]), console=False)
-    log.write(CLOCK_CONTRACT)
-    for note in notes:
-        log.write(note)
-
-    # Build
+def train(hp: Hyperparameters, ranks: Ranks, data: dict, log: RunLog):
+    device, cuda, dtype = ranks.device, ranks.device.type == "cuda", getattr(torch, hp.dtype)
     torch.manual_seed(hp.seed)
-    dtype = getattr(torch, hp.dtype)
     model = GPT(hp, flex if cuda else block_sparse, dtype).to(device)
-    matrices, adam_groups = optimizer_groups(model, hp)
-    muon = Muon(matrices, ranks.rank, ranks.world_size, dtype)
-    adam = Adam(adam_groups, ranks.world_size)
     compiled = torch.compile(model, dynamic=False, fullgraph=True) if cuda else model
+    matrices, adam_groups = optimizer_groups(model, hp)
+    muon, adam = Muon(matrices, ranks.rank, ranks.world_size, dtype), Adam(adam_groups, ranks.world_size)
     loader = TrainLoader(data["train"], data["spans"], hp, ranks.rank, ranks.world_size, device)
     val_sequences, text_bytes = load_validation(data["val"], data["val_tokens"], hp, ranks.rank, ranks.world_size, device)
-    body_rate, head_rate, limit = hardware_limit(device, dtype)
-    log.write(f"model: {sum(p.numel() for p in model.parameters())} parameters, {sum(p.numel() for p in matrices)} in the "
-              f"blocks' matrices; {hp.micro_batches} x {hp.train_seq_len} tokens a step on {ranks.world_size} rank(s), seed {hp.seed}")
+    limit = hardware_limit(device, dtype)
+    log.write(f"model: {sum(p.numel() for p in model.parameters())} parameters, {sum(p.numel() for p in matrices)} of them in the "
+              f"blocks; {hp.micro_batches} x {hp.train_seq_len} tokens a step on {ranks.world_size} rank(s); seed {hp.seed}")
 
-    # Warm up, restore
     began = time.perf_counter()
     warm_up(compiled, dict(model.named_parameters()), muon, adam, hp, ranks)
     if cuda:
@@ -1305,17 +1145,16 @@ def train(hp: Hyperparameters, ranks: Ranks, data: dict, notes: list[str], sourc
         torch.compiler.set_stance("fail_on_recompile")  # a recompile under the clock is an error, not a mystery
     log.write(f"warmup: {time.perf_counter() - began:.1f} s, untimed")
 
-    # Train
-    pending = deque()  # steps whose loss has not been read yet, since reading would wait for the device
+    unread = deque()  # losses are read two steps late, when reading them no longer waits for the device
 
     def read_losses(keep: int):
-        while len(pending) > keep:
-            step, loss, when = pending.popleft()
+        while len(unread) > keep:
+            step, loss, when = unread.popleft()
             seconds = when()
             log.step_line(step, "train_loss", float(loss), seconds, hp)
             if not math.isfinite(loss):
-                raise UserError(f"step {step}: the training loss is {float(loss)}; lower the learning rates (--muon_lr, "
-                                "--embed_lr, --head_lr) or look at the data; the log is kept", everywhere=True)
+                raise UserError(f"step {step}: the training loss is {float(loss)}; lower the learning rates (--muon_lr, --embed_lr, "
+                                "--head_lr) or look at the data; the log is kept", everywhere=True)
 
     clock = Clock(device)
     log.start_bar(hp.num_iterations)
@@ -1328,66 +1167,102 @@ def train(hp: Hyperparameters, ranks: Ranks, data: dict, notes: list[str], sourc
             read_losses(keep=0)
             val_loss = evaluate(compiled, val_sequences, window, hp, ranks)
             log.step_line(step, "val_loss", val_loss, clock.elapsed, hp)
+            if last:
+                break
             clock.start()
-        if last:
-            break
         loss = train_step(compiled, loader.next_step(), window, muon, adam, step, hp)
         if ranks.world_size > 1:
             dist.all_reduce(loss)
-        pending.append((step + 1, loss.to("cpu", non_blocking=True), clock.mark()))
+        unread.append((step + 1, loss.to("cpu", non_blocking=True), clock.mark()))
         while loader.news:
             log.write(loader.news.pop(0))
         read_losses(keep=2)
-    clock.stop()
-    log.close()
+    log.close_bar()
+    report(model, hp, ranks, limit, clock.elapsed, loader.wait_seconds, val_loss, text_bytes, log)
 
-    # What was reached
-    tokens = hp.num_iterations * hp.micro_batches * hp.train_seq_len
-    body_flops, head_flops = train_flops(model, hp)
-    floor = tokens * (body_flops / body_rate + head_flops / (head_rate if hp.use_fp8 else body_rate)) / ranks.world_size
+def report(model: GPT, hp: Hyperparameters, ranks: Ranks, limit: tuple, seconds: float, wait_seconds: float, val_loss: float,
+           text_bytes: int, log: RunLog):
+    """The last lines of the log, the saved model and a sample of its text."""
+    cuda, tokens = ranks.device.type == "cuda", hp.num_iterations * hp.micro_batches * hp.train_seq_len
     peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     log.write(f"peak_memory: {peak / 2**20:.0f} MiB on rank 0")
     if tokens:
-        log.write(f"throughput: {tokens / clock.elapsed:.0f} tokens/s")
-        log.write(f"hardware: {100 * floor / clock.elapsed:.1f} % of the limit ({(body_flops + head_flops) / 1e6:.1f} MFLOP a "
-                  f"token, {floor:.2f} s at the {limit})")
-        log.write(f"data_wait: {1000 * loader.wait_seconds / hp.num_iterations:.3f} ms a step")
+        rate, fp8_rate, source = limit
+        in_blocks, in_head = train_flops(model, hp)
+        floor = tokens * (in_blocks / rate + in_head / (fp8_rate if hp.use_fp8 else rate)) / ranks.world_size
+        log.write(f"throughput: {tokens / seconds:.0f} tokens/s")
+        log.write(f"hardware: {100 * floor / seconds:.1f} % of the limit ({(in_blocks + in_head) / 1e6:.1f} MFLOP a token would take "
+                  f"{floor:.2f} s at the {source})")
+        log.write(f"data_wait: {1000 * wait_seconds / hp.num_iterations:.3f} ms a step")
     bits = f", {val_loss / math.log(2) * hp.val_tokens / text_bytes:.4f} bits per byte" if text_bytes else ""
     log.write(f"final_val_loss: {val_loss:.4f} nats per token{bits}, on {hp.val_tokens} tokens")
     if not math.isfinite(val_loss):
         raise UserError(f"the validation loss is {val_loss}; lower the learning rates; the log is kept", everywhere=True)
     if ranks.rank == 0:
         log.write(f"log: {log.path}")
-    if ranks.rank == 0 and hp.save:
-        log.write(f"model saved: {save_model(log.path.with_suffix(''), model, hp, hp.num_iterations)}")
-    if ranks.rank == 0 and hp.sample_tokens:
-        eot, generator = hp.vocab_size - 1, torch.Generator().manual_seed(hp.seed)
-        sample = generate(model, [eot], hp.sample_tokens, window_tokens(hp.num_iterations, hp), generator=generator)
-        log.write("sample:\n" + decode(sample[1:], hp.vocab_size))  # last: it may look like anything
+        if hp.save:
+            log.write(f"model: saved as {save_model(log.path.with_suffix(''), model, hp, hp.num_iterations)}")
+        if hp.sample_tokens:
+            generator = torch.Generator().manual_seed(hp.seed)
+            sample = generate(model, [hp.vocab_size - 1], hp.sample_tokens, window_tokens(hp.num_iterations, hp), generator=generator)
+            log.write("sample:\n" + decode(sample[1:], hp.vocab_size))  # last, since it may look like anything
 
+def decode(tokens: list[int], vocab_size: int) -> str:
+    """Tokens as text where their vocabulary is at hand, else as numbers."""
+    if vocab_size == 257:
+        return bytes(t for t in tokens if t < 256).decode("utf-8", "replace")
+    try:
+        import tiktoken
+        return tiktoken.get_encoding("gpt2").decode(tokens)
+    except Exception as e:  # not installed, or its vocabulary cannot be fetched
+        return f"{tokens} (in numbers, since GPT-2's vocabulary is not at hand: {type(e).__name__})"
+
+def run(argv: list[str]):
+    hp, only_check = parse_flags(argv, "speedrun" if torch.cuda.is_available() else "demo")
+    if only_check:
+        check_settings(hp, int(os.environ.get("WORLD_SIZE", 1)))
+        data = check_data(hp)
+        print(f"checks passed: {len(data['train'])} training and {len(data['val'])} validation shard(s), "
+              f"{sum(data['train_tokens'])} and {sum(data['val_tokens'])} tokens")
+        return
+    source = Path(__file__).read_text(encoding="utf-8")  # what runs now, whatever happens to the file later
+    ranks = start_ranks()
+
+    def prepare():
+        check_settings(hp, ranks.world_size)
+        return *resolve(hp, ranks.device), check_data(hp)
+
+    hp, notes, data = decide_on_rank_0(ranks, prepare)
+    hp = dataclasses.replace(hp, val_tokens=hp.val_tokens or sum(data["val_tokens"]) - 1)
+    log = RunLog(hp, ranks.rank)
+    if ranks.rank == 0:
+        settings = [f"{name} = {value!r}" for name, value in dataclasses.asdict(hp).items()]
+        log.write("\n".join([*settings, SEPARATOR, *describe_environment(hp, ranks, data), SEPARATOR, source, SEPARATOR]), console=False)
+        log.write("\n".join([CLOCK_CONTRACT, *notes]))
+    try:
+        train(hp, ranks, data, log)
+    finally:
+        log.close_bar()
 
 def main():
+    error, everywhere, status = None, False, 2
     try:
         run(sys.argv[1:])
     except UserError as e:
-        if os.environ.get("RANK", "0") == "0" or not e.everywhere:
-            print(f"error: {e}", file=sys.stderr, flush=True)
-        code, everywhere = 2, e.everywhere
+        error, everywhere = str(e), e.everywhere
     except torch.OutOfMemoryError as e:
-        print(f"error: out of GPU memory; lower --train_seq_len or --val_seq_len ({str(e).splitlines()[0]})", file=sys.stderr, flush=True)
-        code, everywhere = 2, False
+        error = f"out of GPU memory: lower --train_seq_len (and raise --micro_batches) or --val_seq_len ({str(e).split('. ')[0]})"
     except KeyboardInterrupt:
-        print("error: interrupted; the log is kept", file=sys.stderr, flush=True)
-        code, everywhere = 130, False
-    else:
-        code, everywhere = 0, True
-    if dist.is_initialized() and everywhere:
-        dist.destroy_process_group()
+        error, status = "interrupted; the log is kept", 130
+    if error is None or everywhere:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    if error is None:
+        return
+    if not everywhere or os.environ.get("RANK", "0") == "0":
+        print(f"error: {error}", file=sys.stderr, flush=True)
     sys.stdout.flush()
-    if code and not everywhere:
-        os._exit(code)  # an orderly exit would wait for ranks that wait for this one
-    sys.exit(code)
-
+    os._exit(status)  # an orderly exit could wait for a rank that waits for this one
 
 if __name__ == "__main__":
     main()

@@ -7,8 +7,14 @@ import torch
 from conftest import write_shard
 
 import train_gpt
-from train_gpt import (PRESETS, Hyperparameters, UserError, lr_scale, muon_momentum, parse_flags, plan_spans, preflight,
-                       resolve, window_tokens)
+from train_gpt import (PRESETS, Hyperparameters, UserError, check_data, check_settings, lr_scale, muon_momentum, parse_flags,
+                       plan_spans, resolve, window_tokens)
+
+
+def preflight(hp, world_size):
+    check_settings(hp, world_size)
+    return check_data(hp)
+
 
 HP = PRESETS["speedrun"]
 
@@ -68,8 +74,9 @@ def test_flag_forms():
 
 
 @pytest.mark.parametrize("flag, words", [
-    ("--num_iteration=3", "did you mean --num_iterations"), ("--seed=x", "--seed=x is no int"), ("--preset=big", "speedrun or demo"),
-    ("--adam_betas=0.8", "no tuple"), ("--use_fp8=maybe", "no bool"), ("stray", "unknown flag stray"), ("--seed", "expected one argument")])
+    ("--num_iteration=3", "unrecognized arguments: --num_iteration=3"), ("--seed=x", "--seed: invalid int value: 'x'"),
+    ("--preset=big", "choose from 'speedrun', 'demo'"), ("--adam_betas=0.8", "invalid pair value"), ("--use_fp8=maybe", "invalid boolean"),
+    ("stray", "unrecognized arguments: stray"), ("--seed", "expected one argument")])
 def test_wrong_flags_are_one_line(flag, words):
     with pytest.raises(UserError, match=words) as caught:
         parse_flags([flag], "demo")
@@ -106,10 +113,10 @@ def test_preflight_accepts_and_reports(tiny):
     (dict(micro_batches=3), "2 ranks do not divide 3 micro-batches: start 1, 3 ranks"),
     (dict(train_seq_len=200), "--train_seq_len=200 is not a multiple of 128"),
     (dict(windows="LL"), "one character a layer"),
-    (dict(windows="LSLSSX"), "other than L and S"),
+    (dict(windows="LSLSSX"), "has X; it takes L, S"),
     (dict(attention="......"), "no layer with attention"),
     (dict(value_embeds="01.1.1"), "layer 3"),
-    (dict(value_embeds="01..0x"), "digits"),
+    (dict(value_embeds="01..0x"), "has x; it takes 0, 1"),
     (dict(num_kv_heads=2), "does not divide --num_heads=3"),
     (dict(head_dim=66), "multiple of 4"),
     (dict(vocab_size=100), "token 100 at byte 1226 is not below the vocabulary size 100|token 256 at byte 1024"),
@@ -152,7 +159,7 @@ def test_old_torch_is_refused(tiny, monkeypatch):
 def test_resolve_says_every_fallback_aloud():
     hp, notes = resolve(HP, torch.device("cpu"))
     assert not hp.use_fp8 and hp.seed >= 0 and hp.num_kv_heads == 6 and hp.dtype in ("bfloat16", "float32")
-    assert any("no FP8" in n for n in notes) and any("FlexAttention" in n for n in notes)
+    assert any("no FP8" in n for n in notes) and any("block-sparse attention" in n for n in notes)
     assert any("float32" in n for n in notes) or hp.dtype == "bfloat16"
     assert resolve(HP, torch.device("cpu"))[0].seed != hp.seed
     assert resolve(with_(seed=5), torch.device("cpu"))[0].seed == 5

@@ -104,7 +104,7 @@ def test_log_has_its_sections_and_its_last_lines(tmp_path, shards, capsys):
     windows = [int(m[5]) for m in matches]
     assert windows == sorted(windows) and windows[0] == 128 and windows[-1] == 384
     for key in ("clock", "note", "model", "warmup", "data", "peak_memory", "throughput", "hardware", "final_val_loss",
-                "model saved", "sample", "log"):
+                "sample", "log"):
         assert re.search(rf"^{key}:", steps, re.M), key
     assert "bits per byte" in steps and step_lines[-1] in console
 
@@ -190,7 +190,7 @@ def test_logs_of_one_second_do_not_overwrite_each_other(tmp_path, shards, monkey
     monkeypatch.setattr(train_gpt, "datetime", Frozen)
     for _ in range(2):
         run([*TINY, *shards, "--num_iterations=1", f"--records={tmp_path}", "--save=false"])
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["2026-01-01T00-00-00Z_demo.log", "2026-01-01T00-00-00Z_demo_2.log"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["2026-01-01T00-00-00Z_demo.log", f"2026-01-01T00-00-00Z_demo_{os.getpid()}.log"]
 
 
 def test_saved_model_is_the_trained_one_and_safe_to_load(tmp_path, shards):
@@ -199,15 +199,15 @@ def test_saved_model_is_the_trained_one_and_safe_to_load(tmp_path, shards):
     payload = torch.load(folder / "model.pt", weights_only=True)
     assert payload["step"] == 6 and all(name.split(".")[0] != "_orig_mod" for name in payload["model"])
     model, hp = load_model(folder)
-    data = train_gpt.preflight(hp, 1)
+    data = train_gpt.check_data(hp)
     sequences, _ = train_gpt.load_validation(data["val"], data["val_tokens"], hp, 0, 1, torch.device("cpu"))
     ranks = train_gpt.Ranks(0, 1, torch.device("cpu"))
     window = torch.tensor(train_gpt.window_tokens(6, hp))
     assert train_gpt.evaluate(model, sequences, window, hp, ranks) == pytest.approx(losses(log_of(tmp_path))[-1], abs=1e-4)
-    with pytest.raises(UserError, match="no such model"):
+    with pytest.raises(UserError, match="there is no such model"):
         load_model(tmp_path)
     (folder / "model.pt").write_bytes((folder / "model.pt").read_bytes()[:5000])
-    with pytest.raises(UserError, match="cannot be read as a model"):
+    with pytest.raises(UserError, match="cannot be read as a model of this script"):
         load_model(folder)
 
 
