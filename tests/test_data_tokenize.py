@@ -9,6 +9,7 @@ import lzma
 import multiprocessing
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -399,6 +400,32 @@ def test_an_interrupted_run_leaves_no_shard_and_does_not_stop_the_next(tmp_path,
     got = sorted(documents(read(out, "train")) + documents(read(out, "val")))
     assert got == sorted(text.encode() for text in some_documents())
     assert not (out / ".t.unfinished").exists()
+
+
+def run_and_be_killed(argv, noted):
+    """In a process of its own: killed while its workers are at work; their process ids are in the file `noted`."""
+    def append(self, encoded):
+        noted.write_text(" ".join(str(worker.pid) for worker in multiprocessing.active_children()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    tokenize_text.Spool.append = append
+    os._exit(run(lambda: tokenize_text.main(argv)))
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux, to wait for a process that is no child")
+def test_workers_do_not_outlive_a_killed_run(tmp_path, corpus):
+    argv = [str(corpus), f"--out={tmp_path / 'out'}", "--name=t", "--tokenizer=bytes", "--workers=3"]
+    child = multiprocessing.get_context("fork").Process(target=run_and_be_killed, args=(argv, tmp_path / "noted"))
+    child.start()
+    child.join()
+    pids = [int(pid) for pid in (tmp_path / "noted").read_text().split()]
+    assert child.exitcode == -9 and len(pids) == 3
+    for pid in pids:
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue  # gone already
+        assert select.select([handle], [], [], 30)[0], "a worker is left"
+        os.close(handle)
 
 
 def test_two_runs_of_one_name_do_not_mix(tmp_path, corpus, capsys):
