@@ -148,6 +148,20 @@ def test_which_documents_validate_does_not_depend_on_their_place_and_copies_stay
     assert sides[0] == sides[1]
 
 
+def test_copies_of_a_long_document_stay_together(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenize_text, "BATCH_BYTES", 700)
+    for module in (tokenize_text, sys.modules["data.vocab"]):
+        monkeypatch.setattr(module, "PIECE_BYTES", 256)
+    (tmp_path / "in").mkdir()
+    for i in range(40):  # the copies in reverse, so that they meet the borders of batches elsewhere
+        for number in (i, 79 - i):
+            (tmp_path / f"in/{number:02d}.txt").write_text("".join(f"{i}:{j} " for j in range(100 + i)))
+    tokenize(tmp_path / "out", tmp_path / "in", "--val_fraction=0.3")
+    train, val = (documents(read(tmp_path / "out", side)) for side in ("train", "val"))
+    assert len(train) + len(val) == 80 and len(val) > 15
+    assert not set(train) & set(val)
+
+
 def test_val_tokens_and_shard_size(tmp_path, corpus):
     sidecar = tokenize(tmp_path / "out", corpus, "--val_tokens=9000", "--shard_size=4096")
     sizes = {side: [check_shard(p, 257) for p in sorted((tmp_path / "out").glob(f"t_{side}_*.bin"))]
@@ -236,12 +250,13 @@ def test_files_are_taken_in_the_order_of_their_paths_and_once(tmp_path, monkeypa
             yield folder, folders, names
     monkeypatch.setattr(os, "walk", backwards)
     top = tmp_path / "in"
-    names = lambda *argv: [p.relative_to(top).as_posix() for p in tokenize_text.find_files(*argv)]
+    monkeypatch.chdir(top)
+    names = lambda *argv: [(top / p).relative_to(top).as_posix() for p in tokenize_text.find_files(*argv)]
     assert names([top], ["**/*.py"], []) == ["a/tests/u.py", "a/y.py", "a.py", "b/x.py", "lib/idle/v.py", "tests/t.py"]
     assert names([top], ["*.py"], ["tests", "lib/idle"]) == ["a/y.py", "a.py", "b/x.py"]
     assert names([top], ["a/*.py"], []) == ["a/y.py"]
     assert names([top], [], []) == ["a/n.txt"]
-    assert names([top / "b/x.py", top, top / "a.py"], ["*.py"], ["tests/", "lib/**"]) == ["b/x.py", "a/y.py", "a.py"]
+    assert names(["b/x.py", ".", "a.py"], ["*.py"], ["tests/", "lib/**"]) == ["b/x.py", "a/y.py", "a.py"]
 
 
 def test_odd_files_do_not_stop_a_run(tmp_path, capsys):
@@ -426,6 +441,15 @@ def test_workers_do_not_outlive_a_killed_run(tmp_path, corpus):
             continue  # gone already
         assert select.select([handle], [], [], 30)[0], "a worker is left"
         os.close(handle)
+
+
+def test_what_a_killed_run_left_is_cleared(tmp_path):
+    folder = tmp_path / "unfinished"
+    (folder / "cache").mkdir(parents=True)
+    (folder / "spool_000000").touch()
+    with tokenize_text.staging(folder):
+        assert [path.name for path in folder.iterdir()] == ["lock"]
+    assert not folder.exists()
 
 
 def test_two_runs_of_one_name_do_not_mix(tmp_path, corpus, capsys):

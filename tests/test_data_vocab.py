@@ -90,6 +90,16 @@ def test_pieces_are_whole_characters_and_lose_nothing(gpt2, published, texts, si
         assert ids == published.encode_ordinary(data.decode())
 
 
+def test_a_piece_never_ends_within_white_space():
+    wide = [c for c in map(chr, range(128, 0x10000)) if c.isspace()]
+    assert len(wide) > 15
+    for space in wide:
+        head = ("a b" + "c" * 9 + space).encode()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(vocab, "PIECE_BYTES", len(head) + 1)
+            assert piece_end(head + b"  d" * 9) == 1, repr(space)  # after the a, not after the wide space
+
+
 def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(gpt2, published):
     rng = random.Random(0)
     text = "".join(rng.choices(["word", "的", " ", "  ", "\n", "\n\n", "\u3000", "\u3000 ", "'s", "12", "é "], k=30_000))
