@@ -76,7 +76,7 @@ if [ -n "$own_data" ] && [ "$mode" = demo ]; then
     stdlib=$("$python" -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
     say "data: making data/demo from the standard library in $stdlib, bytes as tokens"
     "$python" data/tokenize_text.py "$stdlib" --glob '**/*.py' --exclude site-packages --exclude dist-packages --exclude test \
-      --exclude tests --exclude idle_test --out data/demo --name demo --tokenizer bytes --val_fraction 0.05
+      --exclude tests --exclude idle_test --shuffle --out data/demo --name demo --tokenizer bytes --val_fraction 0.05
   fi
 elif [ -n "$own_data" ]; then
   chunks=$("$python" - "${flags[@]}" <<'PY'

@@ -73,8 +73,10 @@ def matches_any(path: PurePosixPath, patterns) -> bool:
                fnmatch.fnmatchcase(path.name, p.strip("/")) for p in patterns)
 
 
-def find_files(inputs, globs, exclude) -> list[Path]:
-    """The files to read, those of a folder sorted by path, whatever order the file system lists them in."""
+def find_files(inputs, globs, exclude, shuffle=False) -> list[Path]:
+    """The files to read, those of a folder sorted by path (or by a hash of the path below it), whatever order the file
+    system lists them in."""
+    order = (lambda path: hashlib.sha256(str(path).encode()).digest()) if shuffle else (lambda path: path.parts)
     files = {}
     for top in map(Path, inputs):
         if top.is_file():
@@ -91,7 +93,7 @@ def find_files(inputs, globs, exclude) -> list[Path]:
         if not found:
             raise UserError(f"{top}: no file there matches {' or '.join(globs or ['.txt .md .jsonl .parquet'])}; "
                             "--glob chooses others")
-        for path in sorted(found, key=lambda path: path.parts):
+        for path in sorted(found, key=order):
             files.setdefault((top / path).resolve(), top / path)
     return list(files.values())
 
@@ -520,6 +522,7 @@ def parse(argv):
                    help="files to take from folders, as '*.py' or '**/src/*.py' (repeatable; .txt .md .jsonl .parquet)")
     p.add_argument("--exclude", action="append", default=[], metavar="PATTERN",
                    help="files or folders to leave out, as 'tests' or 'idlelib/idle_test' (repeatable)")
+    p.add_argument("--shuffle", action="store_true", help="take a folder's files in an order that their names do not tell")
     p.add_argument("--format", choices=("text", "jsonl", "parquet"), help="of all inputs (by the file's name)")
     p.add_argument("--text_field", default="text", metavar="NAME", help="field of jsonl, column of parquet (text)")
     p.add_argument("--shard_size", type=int, default=100_000_000, metavar="TOKENS", help="(100000000)")
@@ -588,7 +591,7 @@ def fill_spool(spool: Spool, files, args) -> tuple[Tally, Tally]:
 def main(argv=None):
     args = parse(argv)
     tokenizer = load_tokenizer(args.tokenizer, args.vocab_dir)
-    files = find_files(args.inputs, args.glob, args.exclude)
+    files = find_files(args.inputs, args.glob, args.exclude, args.shuffle)
     refuse_to_overwrite(args)
     started = time.monotonic()
     with staging(args.out / f".{args.name}.unfinished") as folder:

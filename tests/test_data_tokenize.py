@@ -491,3 +491,13 @@ def test_from_the_command_line_on_the_standard_library(tmp_path):
     sidecar = json.loads((tmp_path / "data/demo/demo.json").read_text())
     tokens = {side: len(read(tmp_path / "data/demo", side, "demo")) for side in ("train", "val")}
     assert abs(tokens["val"] / sum(tokens.values()) / 0.05 - 1) < 0.02 and sidecar["val"]["tokens"] == tokens["val"]
+
+
+def test_shuffle_is_an_order_of_its_own_that_does_not_change(tmp_path):
+    for i in range(40):
+        (tmp_path / "in" / str(i % 4)).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / str(i % 4) / f"{i:02}.txt").write_text(f"document {i:02}")
+    plain, *shuffled = [documents(read(tmp_path / out, "train")) for out, flags in
+                        (("a", []), ("b", ["--shuffle"]), ("c", ["--shuffle"]))
+                        if tokenize(tmp_path / out, tmp_path / "in", "--val_fraction=0", *flags)]
+    assert shuffled[0] == shuffled[1] != plain and sorted(shuffled[0]) == sorted(plain) and len(plain) == 40
