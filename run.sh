@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# ./run.sh [speedrun|demo|test] [flags for train_gpt.py, or for pytest]
+# ./run.sh [speedrun|demo|test] [--repeat=N] [flags for train_gpt.py, or for pytest]
 #
 # Finds or makes a Python environment, makes or downloads the data, checks everything, and trains. Without an argument it
-# runs the speedrun where a CUDA GPU is present and the demo elsewhere. Environment variables: PYTHON (the interpreter),
-# NPROC (processes on this machine; default: one a GPU), and for several machines NNODES, NODE_RANK, MASTER_ADDR,
-# MASTER_PORT, as for torchrun.
+# runs the speedrun where a CUDA GPU is present and the demo elsewhere. --repeat=N trains N times, each with a seed of its
+# own, and ends with the table of those runs. Environment variables: PYTHON (the interpreter), NPROC (processes on this
+# machine; default: one a GPU), and for several machines NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, as for torchrun.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
@@ -59,6 +59,22 @@ fi
 ranks=${NPROC:-$(( gpus > 0 ? gpus : 1 ))}
 nodes=${NNODES:-1}
 say "preset $mode, $gpus CUDA GPU(s), $ranks process(es) on each of $nodes machine(s)"
+repeat= records=records arguments=()
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --repeat=*) repeat=${1#*=} ;;
+    --repeat) repeat=${2:-}; shift ;;
+    --records=*) records=${1#*=}; arguments+=("$1") ;;
+    --records) records=${2:-}; arguments+=("$1") ;;
+    *) arguments+=("$1") ;;
+  esac
+  shift || true
+done
+set -- ${arguments[@]+"${arguments[@]}"}
+if [ -n "$repeat" ]; then
+  [[ "$repeat" =~ ^[1-9][0-9]*$ ]] || die "--repeat=$repeat is no number of runs; try --repeat=5"
+  case " $* " in *" --seed"*) die "--repeat draws a seed for every run; leave --seed out" ;; esac
+fi
 flags=(--preset="$mode" "$@")
 
 # 3. Data: made or fetched only where the flags name the preset's own files
@@ -107,5 +123,14 @@ elif [ "$ranks" -gt 1 ] || [ "$gpus" -gt 0 ]; then
 else
   launch=()
 fi
-say "starting: $python ${launch[*]} train_gpt.py ${flags[*]}"
-exec "$python" "${launch[@]}" train_gpt.py "${flags[@]}"
+say "starting: $python${launch[*]:+ ${launch[*]}} train_gpt.py ${flags[*]}"
+if [ -z "$repeat" ]; then
+  exec "$python" ${launch[@]+"${launch[@]}"} train_gpt.py "${flags[@]}"
+fi
+since=$(mktemp)
+trap 'rm -f "$since"' EXIT
+for run in $(seq "$repeat"); do
+  say "run $run of $repeat"
+  "$python" ${launch[@]+"${launch[@]}"} train_gpt.py "${flags[@]}" || die "run $run of $repeat failed; the logs before it are kept"
+done
+find "$records" -maxdepth 1 -name '*.log' -newer "$since" -print0 | sort -z | xargs -0 "$python" records/compare.py

@@ -1,0 +1,38 @@
+"""run.sh with the interpreter that runs the tests, on the tests' own shards."""
+
+import os
+import subprocess
+import sys
+
+from conftest import ROOT, TINY, losses
+
+
+def run_sh(*argv, **env):
+    return subprocess.run([str(ROOT / "run.sh"), *argv], capture_output=True, text=True, timeout=250,
+                          env=os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | env)
+
+
+def test_trains_on_two_processes_and_says_each_decision(tmp_path, shards):
+    done = run_sh("demo", *TINY[1:], *shards, "--num_iterations=2", f"--records={tmp_path}", NPROC="2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(losses(done.stdout)) == 2 and len(list(tmp_path.glob("*.log"))) == 1
+    said = [line for line in done.stdout.splitlines() if line.startswith("run.sh: ")]
+    assert "preset demo, 0 CUDA GPU(s), 2 process(es)" in said[1] and "as the flags say" in said[2] and "nproc_per_node=2" in said[3]
+    assert sys.executable in said[0]
+
+
+def test_repeats_with_fresh_seeds_and_ends_with_the_table(tmp_path, shards):
+    flags = [flag for flag in TINY[1:] if not flag.startswith("--seed")]
+    done = run_sh("--repeat=2", *flags, *shards, "--num_iterations=1", f"--records={tmp_path}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    seeds = {line for log in tmp_path.glob("*.log") for line in log.read_text().splitlines() if line.startswith("seed = ")}
+    assert len(seeds) == 2 and "over the runs  n" in done.stdout
+
+
+def test_user_errors_are_one_line_with_status_2(tmp_path, shards):
+    for argv, words in ((["fast"], "neither speedrun, demo nor test"), (["demo", "--repeat=0"], "--repeat=0 is no number"),
+                        (["demo", "--repeat=2", "--seed=1"], "leave --seed out"),
+                        (["demo", *shards, "--num_iterations=99999999"], "raise --epochs"),
+                        (["demo", *shards, "--no_such=1"], "unrecognized arguments: --no_such=1")):
+        done = run_sh(*argv)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and words in done.stderr, done.stderr
