@@ -76,7 +76,7 @@ def matches_any(path: PurePosixPath, patterns) -> bool:
 def find_files(inputs, globs, exclude, shuffle=False) -> list[Path]:
     """The files to read, those of a folder sorted by path (or by a hash of the path below it), whatever order the file
     system lists them in."""
-    order = (lambda path: hashlib.sha256(str(path).encode()).digest()) if shuffle else (lambda path: path.parts)
+    order = (lambda path: hashlib.sha512(str(path).encode()).digest()) if shuffle else (lambda path: path.parts)
     files = {}
     for top in map(Path, inputs):
         if top.is_file():
