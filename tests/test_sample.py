@@ -88,7 +88,7 @@ def test_text_is_what_generate_makes_of_the_prompt(trained, run_sample):
 
 
 def test_one_seed_one_text(trained, run_sample):
-    first, again, other = (run_sample(trained, "--tokens=30", f"--seed={seed}").out for seed in (1, 1, 2))
+    first, again, other = (run_sample(trained, "--tokens=20", f"--seed={seed}").out for seed in (1, 1, 2))
     assert first == again != other
 
 
@@ -98,9 +98,9 @@ def test_folder_model_and_log_name_the_same_run(trained, run_sample):
 
 
 def test_temperature_0_and_top_k_1_take_the_likeliest(trained, run_sample):
-    greedy = run_sample(trained, "--tokens=30", "--temperature=0", "--seed=1").out
-    assert greedy == run_sample(trained, "--tokens=30", "--top_k=1", "--seed=2").out
-    assert greedy != run_sample(trained, "--tokens=30", "--temperature=3", "--top_k=0").out
+    greedy = run_sample(trained, "--tokens=15", "--temperature=0", "--seed=1").out
+    assert greedy == run_sample(trained, "--tokens=15", "--top_k=1", "--seed=2").out
+    assert greedy != run_sample(trained, "--tokens=15", "--temperature=3", "--top_k=0").out
 
 
 def test_bytes_that_are_no_text_are_replaced_and_characters_stay_whole(trained, run_sample, monkeypatch):
