@@ -954,7 +954,7 @@ def load_model(folder, device="cpu") -> tuple[GPT, Hyperparameters]:
         model = GPT(hp, block_sparse, payload["model"]["embed.weight"].dtype).to(device).eval()
         model.load_state_dict(payload["model"])
     except Exception as e:  # whatever a damaged or foreign file leads to
-        raise UserError(f"{path}: cannot be read as a model of this script ({type(e).__name__}); save it again") from None
+        raise UserError(f"{path}: is no model of this script: damaged, or saved by another version of it ({type(e).__name__})") from None
     return model, hp
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def run(main) -> int:
         where = f"{e.filename}: " if e.filename else ""
         message, status = f"error: {where}{e.strerror or e}", 2
     except KeyboardInterrupt as e:
-        message, status = "interrupted; unfinished files were removed", 128 + (e.args[0] if e.args else signal.SIGINT)
+        message, status = "interrupted", 128 + (e.args[0] if e.args else signal.SIGINT)
     print(message, file=sys.stderr)
     return status
 
