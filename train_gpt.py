@@ -30,10 +30,12 @@ import resource
 import subprocess
 import sys
 import time
+import traceback
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -57,8 +59,8 @@ class UserError(Exception):
 # ----------------------------------------------------------------------------------------------------------------------
 # 1. Hyperparameters and presets
 
-def flag(default, help: str):
-    return field(default=default, metadata={"help": help})
+def flag(default, help: str, least: float = -math.inf, most: float = math.inf):
+    return field(default=default, metadata={"help": help, "range": (least, most)})
 
 @dataclass(frozen=True)
 class Hyperparameters:
@@ -67,52 +69,52 @@ class Hyperparameters:
     # The run
     name: str = flag("speedrun", "name of the run: records/<UTC time>_<name>.log")
     records: str = flag("records", "folder of the log and the checkpoint")
-    seed: int = flag(-1, "seed of the initial weights; -1 draws one")
+    seed: int = flag(-1, "seed of the initial weights; -1 draws one", -1, 2**63 - 1)
     dtype: str = flag("auto", "activations: bfloat16, float32, or auto: bfloat16 where the hardware is fast at it")
     # Data
     train_files: str = flag("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
     val_files: str = flag("data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
-    vocab_size: int = flag(50257, "tokens in the vocabulary; the last one is the end-of-text token")
-    train_seq_len: int = flag(48 * 1024, "tokens in a training sequence, a multiple of 128")
-    val_seq_len: int = flag(256 * 1024, "tokens in a validation sequence, a multiple of 128")
-    val_tokens: int = flag(10485760, "tokens to validate on; 0 takes all")
-    micro_batches: int = flag(8, "training sequences in a step, shared out to the ranks")
-    epochs: int = flag(1, "passes over the training shards that the run may use")
+    vocab_size: int = flag(50257, "tokens in the vocabulary; the last one is the end-of-text token", 2, 65536)
+    train_seq_len: int = flag(48 * 1024, "tokens in a training sequence, a multiple of 128", 1)
+    val_seq_len: int = flag(256 * 1024, "tokens in a validation sequence, a multiple of 128", 1)
+    val_tokens: int = flag(10485760, "tokens to validate on; 0 takes all", 0)
+    micro_batches: int = flag(8, "training sequences in a step, shared out to the ranks", 1)
+    epochs: int = flag(1, "passes over the training shards that the run may use", 1)
     # Model: one character a layer in the three strings of the layer table
     windows: str = flag("LSSSLSSLSSSL", "layer table: L long window, S short window (half of the long one)")
     value_embeds: str = flag("012......012", "layer table: number of the layer's value embedding, or . for none")
     attention: str = flag("xxxxxxx.xxxx", "layer table: x a layer with attention, . without")
-    model_dim: int = flag(768, "width of the residual stream")
-    num_heads: int = flag(6, "query heads")
-    num_kv_heads: int = flag(0, "key and value heads (grouped-query attention); 0: as many as query heads")
-    head_dim: int = flag(128, "width of a head, a multiple of 4")
+    model_dim: int = flag(768, "width of the residual stream", 1)
+    num_heads: int = flag(6, "query heads", 1)
+    num_kv_heads: int = flag(0, "key and value heads (grouped-query attention); 0: as many as query heads", 0)
+    head_dim: int = flag(128, "width of a head, a multiple of 4", 1)
     attention_scale: float = flag(0.12, "factor on the attention scores")
-    rope_base: float = flag(1024.0, "base of the rotary frequencies")
-    lm_head_softcap: float = flag(15.0, "cap c of the logits: 2c * sigmoid(2 * logit / c)")
-    window_start: int = flag(128, "tokens in the long window at the first step")
-    window_end: int = flag(1792, "tokens in the long window at the last step")
-    window_quantum: int = flag(128, "tokens by which the long window grows at a time")
+    rope_base: float = flag(1024.0, "base of the rotary frequencies", 1)
+    lm_head_softcap: float = flag(15.0, "cap c of the logits: 2c * sigmoid(2 * logit / c)", 1e-6)
+    window_start: int = flag(128, "tokens in the long window at the first step", 1)
+    window_end: int = flag(1792, "tokens in the long window at the last step", 1)
+    window_quantum: int = flag(128, "tokens by which the long window grows at a time", 1)
     # FP8 head: powers of two that each operand is multiplied by before its cast, set for a loss that is a mean
     use_fp8: bool = flag(True, "train the head in FP8 where the hardware has it")
-    fp8_x_scale: float = flag(2.0, "FP8: factor on the head's input")
-    fp8_w_scale: float = flag(2.0**9, "FP8: factor on the head's weight")
-    fp8_grad_scale: float = flag(2.0**19, "FP8: factor on the gradient of the logits")
+    fp8_x_scale: float = flag(2.0, "FP8: factor on the head's input", 1e-30)
+    fp8_w_scale: float = flag(2.0**9, "FP8: factor on the head's weight", 1e-30)
+    fp8_grad_scale: float = flag(2.0**19, "FP8: factor on the gradient of the logits", 1e-30)
     # Optimization
-    num_iterations: int = flag(1770, "training steps")
-    cooldown_frac: float = flag(0.4, "share of the steps over which the learning rates fall")
-    lr_floor: float = flag(0.1, "where the learning rates fall to, as a share of their peak")
+    num_iterations: int = flag(1770, "training steps", 0)
+    cooldown_frac: float = flag(0.4, "share of the steps over which the learning rates fall", 0, 1)
+    lr_floor: float = flag(0.1, "where the learning rates fall to, as a share of their peak", 0, 1)
     muon_lr: float = flag(0.05, "learning rate of Muon: the blocks' matrices")
-    muon_momentum_start: float = flag(0.85, "Muon's momentum at the first step")
-    muon_momentum_end: float = flag(0.95, "Muon's momentum after its warmup")
-    muon_momentum_steps: int = flag(300, "steps of Muon's momentum warmup")
+    muon_momentum_start: float = flag(0.85, "Muon's momentum at the first step", 0, 1)
+    muon_momentum_end: float = flag(0.95, "Muon's momentum after its warmup", 0, 1)
+    muon_momentum_steps: int = flag(300, "steps of Muon's momentum warmup", 0)
     head_lr: float = flag(0.008, "learning rate of Adam: the output head")
     embed_lr: float = flag(0.6, "learning rate of Adam: token and value embeddings")
     scalar_lr: float = flag(0.04, "learning rate of Adam: residual, value and skip weights")
-    adam_betas: tuple = flag((0.8, 0.95), "Adam's two decay rates, as 0.8,0.95")
-    adam_eps: float = flag(1e-10, "Adam's epsilon")
+    adam_betas: tuple = flag((0.8, 0.95), "Adam's two decay rates, as 0.8,0.95", 0, 1 - 1e-9)
+    adam_eps: float = flag(1e-10, "Adam's epsilon", 0)
     # Evaluation
-    val_loss_every: int = flag(125, "steps from one validation to the next; 0: only after the last step")
-    sample_tokens: int = flag(0, "tokens to sample from the trained model at the end")
+    val_loss_every: int = flag(125, "steps from one validation to the next; 0: only after the last step", 0)
+    sample_tokens: int = flag(0, "tokens to sample from the trained model at the end", 0)
     save: bool = flag(True, "keep the trained model in records/<log's name>/")
 
 PRESETS = {
@@ -156,7 +158,8 @@ def parse_flags(argv: list[str], default_preset: str) -> tuple[Hyperparameters, 
 # 2. Schedules: pure functions of the step
 
 def window_tokens(step: int, hp: Hyperparameters) -> int:
-    """Tokens in the long window: grows with progress in quanta, and is window_end for the last half quantum or more."""
+    """Tokens in the long window, in quanta that grow with progress: the record's ceil(1728 * progress / 128) blocks for an
+    end of 1792, which so is in force for the last steps and not the very last alone."""
     grown = (hp.window_end - hp.window_quantum / 2) * step / max(1, hp.num_iterations)
     return min(hp.window_end, max(hp.window_start, math.ceil(grown / hp.window_quantum) * hp.window_quantum))
 
@@ -445,9 +448,10 @@ class Rotary(nn.Module):
 
     def forward(self, x_THK: Tensor) -> Tensor:
         T, _, K = x_THK.shape
-        cos, sin = self.cos[:T].type_as(x_THK), self.sin[:T].type_as(x_THK)
+        cos, sin = self.cos[:T], self.sin[:T]
         x1, x2, rest = x_THK.split((K // 4, K // 4, K // 2), dim=-1)
-        return torch.cat((x1 * cos + x2 * sin, x2 * cos - x1 * sin, rest), dim=-1)
+        x1, x2 = x1.float(), x2.float()
+        return torch.cat(((x1 * cos + x2 * sin).type_as(rest), (x2 * cos - x1 * sin).type_as(rest), rest), dim=-1)
 
 class CausalSelfAttention(nn.Module):
     def __init__(self, hp: Hyperparameters):
@@ -591,47 +595,49 @@ def compiled_on_cuda(function):
     compiled = torch.compile(function, dynamic=False, fullgraph=True)
     return lambda x, *args: (compiled if x.is_cuda else function)(x, *args)
 
-@compiled_on_cuda
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     limit = torch.finfo(dtype).max
     return (x.float() * scale).clamp(-limit, limit).to(dtype)
 
 def fp8_matmul(a_mk: Tensor, b_nk: Tensor, scale: float, out_dtype: torch.dtype, fast: bool) -> Tensor:
-    """a @ b.T / scale, both contiguous: the layout that the FP8 units read. fast sums in reduced precision."""
+    """a @ b.T / scale; both contiguous, the layout that the FP8 units read. fast sums in reduced precision."""
     one, inverse = (torch.full((), s, dtype=torch.float32, device=a_mk.device) for s in (1.0, 1 / scale))
     return torch._scaled_mm(a_mk, b_nk.T, scale_a=one, scale_b=inverse, out_dtype=out_dtype, use_fast_accum=fast)
 
-# Custom ops keep torch.compile from looking inside; an autograd.Function here was silently wrong in torch 2.11.
+to_fp8_compiled = compiled_on_cuda(to_fp8)
+
+# Custom ops with a registered backward are what torch.compile takes whole; an autograd.Function around such ops was
+# silently wrong in torch 2.11. The backward is traced, so that its casts fuse with the loss's own backward.
 @torch.library.custom_op("nanogpt::fp8_linear", mutates_args=())
 def fp8_linear(x: Tensor, w: Tensor, x_scale: float, w_scale: float, grad_scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """(x_TD @ w_VD.T in x's type, and what the backward needs: x and w in FP8)"""
-    x8, w8 = to_fp8(x, x_scale, torch.float8_e4m3fn), to_fp8(w, w_scale, torch.float8_e4m3fn)
+    x8, w8 = to_fp8_compiled(x, x_scale, torch.float8_e4m3fn), to_fp8_compiled(w, w_scale, torch.float8_e4m3fn)
     return fp8_matmul(x8, w8, x_scale * w_scale, x.dtype, fast=True), x8, w8
-
-@torch.library.custom_op("nanogpt::fp8_linear_backward", mutates_args=())
-def fp8_linear_backward(g: Tensor, x8: Tensor, w8: Tensor, x_scale: float, w_scale: float, grad_scale: float) -> tuple[Tensor, Tensor]:
-    """(gradient of x in g's type, gradient of w in float32)"""
-    g8 = to_fp8(g, grad_scale, torch.float8_e5m2).contiguous()
-    return (fp8_matmul(g8, w8.T.contiguous(), grad_scale * w_scale, g.dtype, fast=False),
-            fp8_matmul(g8.T.contiguous(), x8.T.contiguous(), grad_scale * x_scale, torch.float32, fast=False))
 
 @fp8_linear.register_fake
 def _(x, w, x_scale, w_scale, grad_scale):
     fp8 = torch.float8_e4m3fn
     return x.new_empty(len(x), len(w)), torch.empty_like(x, dtype=fp8), torch.empty_like(w, dtype=fp8)
 
-@fp8_linear_backward.register_fake
-def _(g, x8, w8, x_scale, w_scale, grad_scale):
-    return torch.empty_like(x8, dtype=g.dtype), torch.empty_like(w8, dtype=torch.float32)
+@torch.library.custom_op("nanogpt::fp8_grad_matmul", mutates_args=())
+def fp8_grad_matmul(a: Tensor, b: Tensor, scale: float, out_dtype: torch.dtype) -> Tensor:
+    return fp8_matmul(a, b, scale, out_dtype, fast=False)
+
+@fp8_grad_matmul.register_fake
+def _(a, b, scale, out_dtype):
+    return a.new_empty(len(a), len(b), dtype=out_dtype)
 
 def fp8_setup_context(ctx, inputs, output):
     _, _, *ctx.scales = inputs
-    _, x8, w8 = output
-    ctx.save_for_backward(x8, w8)
+    ctx.save_for_backward(*output[1:])
     ctx.set_materialize_grads(False)
 
 def fp8_autograd(ctx, g, *_):
-    return *fp8_linear_backward(g, *ctx.saved_tensors, *ctx.scales), None, None, None
+    (x_scale, w_scale, grad_scale), (x8, w8) = ctx.scales, ctx.saved_tensors
+    g8 = to_fp8(g, grad_scale, torch.float8_e5m2)
+    grad_x = fp8_grad_matmul(g8.contiguous(), w8.T.contiguous(), grad_scale * w_scale, g.dtype)
+    grad_w = fp8_grad_matmul(g8.T.contiguous(), x8.T.contiguous(), grad_scale * x_scale, torch.float32)
+    return grad_x, grad_w, None, None, None
 
 fp8_linear.register_autograd(fp8_autograd, setup_context=fp8_setup_context)
 
@@ -651,6 +657,7 @@ def optimizer_groups(model: GPT, hp: Hyperparameters) -> tuple[list[nn.Parameter
     owned = [p for group in ([dict(params=matrices)] + adam) for p in group["params"]]
     assert sorted(map(id, owned)) == sorted(map(id, model.parameters())), "a parameter is in no group or in two"
     assert all(p.ndim == 2 for p in matrices), "Muon takes matrices"
+    assert sum(hasattr(p, "row_split") for p in matrices) == hp.attention.count("x"), "Q, K and V are to be orthogonalized separately"
     return matrices, adam
 
 def flat_gradients(params: list[nn.Parameter], numel: int) -> Tensor:
@@ -691,7 +698,7 @@ class Muon:
     momentum of those alone, and sends its updates to the others while it works on the next group."""
 
     def __init__(self, params: list[nn.Parameter], rank: int, world_size: int, dtype: torch.dtype):
-        self.world_size = world_size
+        self.world_size, self.dtype = world_size, dtype
         by_shape = {}
         for p in params:
             by_shape.setdefault((p.shape, getattr(p, "row_split", (len(p),))), []).append(p)
@@ -701,8 +708,8 @@ class Muon:
             grads = flat_gradients(members, own * world_size * shape.numel()).view(-1, *shape)
             mine = grads.new_zeros(own, *shape) if world_size > 1 else grads
             self.groups.append(dict(
-                params=members, row_split=row_split, grads=grads, mine=mine, momentum=torch.zeros_like(mine),
-                updates=torch.zeros_like(grads, dtype=dtype), received=None))
+                params=members, row_split=row_split, grads=grads, mine=mine, momentum=torch.zeros_like(mine), received=None,
+                updates=torch.zeros_like(grads, dtype=dtype) if world_size > 1 else None))
 
     def reduce_gradients(self, micro_batches: int):
         """Launch the exchange that leaves each rank with the mean gradients of the matrices it owns."""
@@ -720,23 +727,18 @@ class Muon:
             grad, average = group["mine"], group["momentum"]
             average.lerp_(grad, 1 - momentum)
             update = grad.lerp(average, momentum)  # Nesterov: look ahead along the new average
-            update = orthogonalize(update.to(group["updates"].dtype), group["row_split"])
+            update = orthogonalize(update.to(self.dtype), group["row_split"])
             if sent:
                 self.apply(*sent, lr)
-            sent = group, self.gather(group, update)
+            sent = group, update, None
+            if self.world_size > 1:
+                sent = group, group["updates"], all_gather(group["updates"], update.contiguous())
         self.apply(*sent, lr)
 
-    def gather(self, group: dict, update: Tensor):
-        """Launch the exchange of updates; None where there is nobody to exchange with."""
-        if self.world_size == 1:
-            group["updates"] = update
-            return None
-        return all_gather(group["updates"], update)
-
-    def apply(self, group: dict, gathering, lr: float):
+    def apply(self, group: dict, updates: Tensor, gathering, lr: float):
         if gathering:
             gathering.wait()
-        torch._foreach_add_(group["params"], list(group["updates"][:len(group["params"])].unbind()), alpha=-lr)
+        torch._foreach_add_(group["params"], list(updates[:len(group["params"])].unbind()), alpha=-lr)
         group["grads"].zero_()
 
 class Adam(torch.optim.Adam):
@@ -781,7 +783,8 @@ def start_ranks() -> Ranks:
         if local_rank >= torch.cuda.device_count():
             raise UserError(f"rank {rank} has no GPU: {torch.cuda.device_count()} on this machine; lower --nproc_per_node")
         device = torch.device("cuda", local_rank)
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # read at CUDA's first allocation
+        if "PYTORCH_ALLOC_CONF" not in os.environ:
+            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # read at CUDA's first allocation
         torch.cuda.set_device(device)
     if world_size > 1:
         if device.type == "cuda":
@@ -790,14 +793,9 @@ def start_ranks() -> Ranks:
             dist.init_process_group("gloo")
     return Ranks(rank, world_size, device)
 
-# torch 2.13 renamed both collectives and warns about the old names, which torch 2.11 needs.
-def reduce_scatter(output: Tensor, input: Tensor):
-    function = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-    return function(output, input, async_op=True)
-
-def all_gather(output: Tensor, input: Tensor):
-    function = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    return function(output, input.contiguous(), async_op=True)
+# torch 2.13 renamed both collectives and warns of the old names, which torch 2.11 needs.
+reduce_scatter = partial(getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor, async_op=True)
+all_gather = partial(getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor, async_op=True)
 
 def decide_on_rank_0(ranks: Ranks, function):
     """function()'s result on rank 0, on every rank; a UserError there is raised on every rank."""
@@ -817,8 +815,8 @@ def decide_on_rank_0(ranks: Ranks, function):
 # 9. Run log and checkpoints
 
 SEPARATOR = "=" * 100
-CLOCK_CONTRACT = ("clock: train_time counts everything from the first step on, loading included, except validation; "
-                  "compiling and a warmup on dummy data come before it and are undone")
+CLOCK_CONTRACT = ("clock: train_time counts everything from the first step on, except validation; compiling, a warmup on "
+                  "dummy data that is undone, and reading the first shard come before it")
 
 class RunLog:
     """Rank 0's log file and console; on other ranks every call does nothing."""
@@ -917,10 +915,10 @@ def describe_environment(hp: Hyperparameters, ranks: Ranks, data: dict) -> list[
         query = "index,name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu,ecc.mode.current"
         lines += [f"gpus: {torch.cuda.device_count()} x {torch.cuda.get_device_name()}", f"cuda: {torch.version.cuda}",
                   f"nccl: {'.'.join(map(str, torch.cuda.nccl.version()))}",
-                  f"driver: {shell('nvidia-smi', '--query-gpu=driver_version', '--format=csv,noheader').partition(chr(10))[0]}",
                   *(f"gpu: {line}" for line in shell("nvidia-smi", f"--query-gpu={query}", "--format=csv").splitlines())]
     else:
-        names = [line.split(":")[1].strip() for line in shell("cat", "/proc/cpuinfo").splitlines() if line.startswith("model name")]
+        cpuinfo = Path("/proc/cpuinfo")
+        names = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line] if cpuinfo.exists() else []
         lines += [f"cpu: {os.cpu_count()} x {names[0] if names else platform.machine()}", f"threads: {torch.get_num_threads()} a rank"]
     if commit := shell("git", "rev-parse", "HEAD"):
         lines.append(f"git: {commit}{' with uncommitted changes' if shell('git', 'status', '--porcelain', '-uno') else ''}")
@@ -970,15 +968,12 @@ def check_settings(hp: Hyperparameters, world_size: int):
     require(version >= (2, 11), f"torch {torch.__version__} is too old; install torch 2.11 or newer, as in requirements.txt")
     require(hp.name and all(c.isalnum() or c in "._-" for c in hp.name), f"--name={hp.name}: use letters, digits and ._- only")
     require(hp.dtype in ("auto", "bfloat16", "float32"), f"--dtype={hp.dtype} is not auto, bfloat16 or float32")
-    for name in ("model_dim", "num_heads", "head_dim", "micro_batches", "train_seq_len", "val_seq_len", "window_start",
-                 "window_end", "window_quantum", "epochs", "lm_head_softcap", "rope_base"):
-        require(getattr(hp, name) > 0, f"--{name}={getattr(hp, name)} must be above 0")
-    for name in ("num_iterations", "num_kv_heads", "val_tokens", "val_loss_every", "sample_tokens", "muon_momentum_steps"):
-        require(getattr(hp, name) >= 0, f"--{name}={getattr(hp, name)} must not be negative")
-    require(0 <= hp.cooldown_frac <= 1, f"--cooldown_frac={hp.cooldown_frac} is not between 0 and 1")
-    require(all(0 <= beta < 1 for beta in hp.adam_betas), f"--adam_betas={hp.adam_betas}: each must be at least 0 and below 1")
-    require(2 <= hp.vocab_size <= 65536, f"--vocab_size={hp.vocab_size} is not between 2 and 65536, what uint16 tokens hold")
-
+    for f in dataclasses.fields(hp):
+        value, (least, most) = getattr(hp, f.name), f.metadata["range"]
+        for number in value if isinstance(value, tuple) else [value]:
+            require(isinstance(number, str) or (math.isfinite(number) and least <= number <= most),
+                    f"--{f.name}={value} is not between {least} and {most}: {f.metadata['help']}")
+    require(hp.window_start <= hp.window_end, f"--window_start={hp.window_start} is above --window_end={hp.window_end}")
     table = f"--windows={hp.windows} --value_embeds={hp.value_embeds} --attention={hp.attention}"
     require(len(hp.windows) == len(hp.value_embeds) == len(hp.attention) > 0, f"{table}: each needs one character a layer")
     for name, allowed in (("windows", "LS"), ("attention", "x."), ("value_embeds", "0123456789.")):
@@ -987,7 +982,8 @@ def check_settings(hp: Hyperparameters, world_size: int):
     require("x" in hp.attention, f"--attention={hp.attention} has no layer with attention")
     lost = [i for i, (a, v) in enumerate(zip(hp.attention, hp.value_embeds)) if a == "." != v]
     require(not lost, f"{table}: layer {lost and lost[0]} has a value embedding but no attention")
-    require(hp.head_dim % 4 == 0, f"--head_dim={hp.head_dim} is not a multiple of 4")
+    for name in ("model_dim", "head_dim"):
+        require(getattr(hp, name) % 16 == 0, f"--{name}={getattr(hp, name)} is not a multiple of 16, which the matrix units need")
     require(hp.num_heads % (hp.num_kv_heads or 1) == 0, f"--num_kv_heads={hp.num_kv_heads} does not divide --num_heads={hp.num_heads}")
     for name in ("train_seq_len", "val_seq_len"):
         require(getattr(hp, name) % BLOCK == 0, f"--{name}={getattr(hp, name)} is not a multiple of {BLOCK}")
@@ -1011,7 +1007,7 @@ def check_data(hp: Hyperparameters) -> dict:
     step_tokens = hp.micro_batches * hp.train_seq_len
     data["spans"] = plan_spans(data["train_tokens"], step_tokens, hp.train_seq_len, hp.epochs)
     steps = sum(span.steps for span in data["spans"])
-    require(steps >= hp.num_iterations,
+    require(steps >= max(1, hp.num_iterations),
             f"{hp.num_iterations} steps of {step_tokens} tokens were asked for, {len(data['train'])} shard(s) with "
             f"{sum(data['train_tokens'])} tokens hold {steps} in {hp.epochs} pass(es): add shards, raise --epochs, or lower "
             "--num_iterations, --micro_batches or --train_seq_len")
@@ -1048,7 +1044,7 @@ PEAK_TFLOPS = {  # dense bf16 and FP8 with float32 sums, from the makers' data s
 
 def hardware_limit(device: torch.device, dtype: torch.dtype) -> tuple[float, float, str]:
     """(FLOP/s of a rank in the main type, in FP8, where the figures come from)"""
-    if device.type == "cuda":
+    if device.type == "cuda" and dtype == torch.bfloat16:
         for name, (bf16, fp8) in PEAK_TFLOPS.items():
             if name in torch.cuda.get_device_name(device):
                 return bf16 * 1e12, fp8 * 1e12, f"data sheet's {bf16} bf16 and {fp8} FP8 TFLOP/s of the {name}"
@@ -1058,7 +1054,7 @@ def hardware_limit(device: torch.device, dtype: torch.dtype) -> tuple[float, flo
         began = time.perf_counter()
         float((a @ a)[0, 0])  # reading a value waits for the device
         best = max(best, 2 * n**3 / (time.perf_counter() - began))
-    return best, best, f"{best / 1e12:.3g} TFLOP/s of {str(dtype)[6:]} matrix products that a rank reached at start"
+    return best, best, f"{best / 1e12:.3g} TFLOP/s of {str(dtype)[6:]} matrix products that a rank reached at start, FP8 counted alike"
 
 def train_flops(model: GPT, hp: Hyperparameters) -> tuple[float, float]:
     """(FLOPs a token in the blocks, in the head), forward and backward, averaged over the steps' windows. Attention counts
@@ -1081,7 +1077,7 @@ def evaluate(model, sequences: list, window: Tensor, hp: Hyperparameters, ranks:
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     with torch.no_grad():
         for inputs, targets in sequences:
-            total += model(inputs, targets, window) * len(inputs)
+            total += model(inputs, targets, window) * len(inputs)  # a sum, whatever share of the targets is padding
     model.train()
     if ranks.world_size > 1:
         dist.all_reduce(total)
@@ -1128,6 +1124,9 @@ def train(hp: Hyperparameters, ranks: Ranks, data: dict, log: RunLog):
     device, cuda, dtype = ranks.device, ranks.device.type == "cuda", getattr(torch, hp.dtype)
     torch.manual_seed(hp.seed)
     model = GPT(hp, flex if cuda else block_sparse, dtype).to(device)
+    if ranks.world_size > 1:
+        for p in model.parameters():
+            dist.broadcast(p.detach(), src=0)  # one seed can still draw other last bits on another kind of CPU
     compiled = torch.compile(model, dynamic=False, fullgraph=True) if cuda else model
     matrices, adam_groups = optimizer_groups(model, hp)
     muon, adam = Muon(matrices, ranks.rank, ranks.world_size, dtype), Adam(adam_groups, ranks.world_size)
@@ -1251,18 +1250,18 @@ def main():
     except UserError as e:
         error, everywhere = str(e), e.everywhere
     except torch.OutOfMemoryError as e:
-        error = f"out of GPU memory: lower --train_seq_len (and raise --micro_batches) or --val_seq_len ({str(e).split('. ')[0]})"
+        error = (f"rank {os.environ.get('RANK', 0)} is out of GPU memory: lower --train_seq_len (and raise --micro_batches) or "
+                 f"--val_seq_len ({str(e).split('. ')[0]})")
     except KeyboardInterrupt:
-        error, status = "interrupted; the log is kept", 130
-    if error is None or everywhere:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        error, everywhere, status = "interrupted; the log is kept", True, 130
+    except Exception:
+        error, status = f"rank {os.environ.get('RANK', 0)} met a defect of the script, please report it:\n{traceback.format_exc()}", 1
     if error is None:
-        return
+        return dist.destroy_process_group() if dist.is_initialized() else None
     if not everywhere or os.environ.get("RANK", "0") == "0":
         print(f"error: {error}", file=sys.stderr, flush=True)
     sys.stdout.flush()
-    os._exit(status)  # an orderly exit could wait for a rank that waits for this one
+    os._exit(status)  # an orderly exit could wait for ranks that wait for this one
 
 if __name__ == "__main__":
     main()

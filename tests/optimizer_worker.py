@@ -22,22 +22,22 @@ def build(rank, world_size):
 
 def steps(params, muon, adam, mine):
     for step in range(4):
-        for micro_batch in range(12):
+        for micro_batch in range(24):
             generator = torch.Generator().manual_seed(100 * step + micro_batch)
             for p in params:
                 grad = torch.randn(p.shape, generator=generator)
                 if micro_batch in mine:
                     p.grad += grad
-        muon.reduce_gradients(12)
-        adam.reduce_gradients(12)
+        muon.reduce_gradients(24)
+        adam.reduce_gradients(24)
         muon.step(0.05, 0.9)
         adam.step_at(0.5 ** step)
     return params
 
 
-share = 12 // ranks.world_size
+share = 24 // ranks.world_size
 got = steps(*build(ranks.rank, ranks.world_size), range(ranks.rank * share, (ranks.rank + 1) * share))
-want = steps(*build(0, 1), range(12))
+want = steps(*build(0, 1), range(24))
 for p, q in zip(got, want):
     torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
 for p in got:  # and every rank has the very same bits

@@ -23,7 +23,7 @@ def test_singular_values_of_an_update_lie_in_the_band(rows, cols, dtype):
     values = torch.linalg.svdvals(u.float())
     assert float(values.max()) < 1.3 and float(values[:2].median()) > 0.6
     assert float((values[:2] > 0.5).float().mean()) > 0.95
-    assert float(torch.linalg.svdvals(x[2]).max() / torch.linalg.svdvals(x[2]).min()) > 20  # what went in was far from flat
+    assert float(torch.linalg.svdvals(x[2]).max() / torch.linalg.svdvals(x[2]).min()) > 5  # what went in was far from flat
 
 
 def test_zero_matrices_stay_zero():
@@ -160,9 +160,9 @@ def test_gathers_overlap_the_next_batch(monkeypatch):
     assert at["await gather 3"] < at["await reduce 0"] < at["await reduce 2"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [3, 8])
 def test_distributed_optimizers_equal_a_single_process(ranks):
-    """5 parameters of one shape on 2, 3 and 4 ranks: ranks do not divide the parameters."""
+    """5, 2 and 1 parameters of a shape: on 3 ranks a share is not full, on 8 most ranks own nothing of a shape."""
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
                            str(ROOT / "tests" / "optimizer_worker.py")], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0 and done.stdout.count("equal") == ranks, done.stdout + done.stderr

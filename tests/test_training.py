@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import shutil
-import sys
 
 import pytest
 import torch
@@ -64,20 +63,19 @@ def test_two_runs_with_one_seed_are_identical(tmp_path, shards):
 
 
 def test_ranks_do_not_change_the_training(tmp_path, shards):
-    """The demo preset's model on 1, 2 and 4 ranks. The ranks sum the same gradients in another order: after 20 steps
-    losses agree to 0.002 (float32; bfloat16 rounds 2^16 times more coarsely and is allowed 0.05)."""
+    """The demo preset, made narrower, on 1, 2 and 4 ranks in float32. The ranks sum the same gradients in another order:
+    over 20 steps losses agree to 0.002."""
     curves = []
     for ranks in (1, 2, 4):
         launch("--preset=demo", *shards, "--num_iterations=20", "--val_loss_every=10", "--val_tokens=0", "--epochs=200",
                "--train_seq_len=128", "--val_seq_len=1024", "--model_dim=64", "--num_heads=2", "--head_dim=32", "--seed=1",
-               "--sample_tokens=0", f"--records={tmp_path}/{ranks}", ranks=ranks)
+               "--sample_tokens=0", "--dtype=float32", f"--records={tmp_path}/{ranks}", ranks=ranks)
         log = log_of(tmp_path / str(ranks))
         assert f"\nranks: {ranks}\n" in log
         curves.append(losses(log) + losses(log, "train_loss"))
     assert len(curves[0]) == 3 + 20
-    tolerance = 0.002 if train_gpt.fast_bf16(torch.device("cpu")) is False else 0.05
     for curve in curves[1:]:
-        assert curve == pytest.approx(curves[0], abs=tolerance)
+        assert curve == pytest.approx(curves[0], abs=0.002)
 
 
 def test_log_has_its_sections_and_its_last_lines(tmp_path, shards, capsys):
@@ -113,7 +111,9 @@ def test_warmup_leaves_no_trace(tmp_path, shards, monkeypatch):
     run([*TINY, *shards, f"--records={tmp_path}/a"])
     monkeypatch.setattr(train_gpt, "warm_up", lambda *args: None)
     run([*TINY, *shards, f"--records={tmp_path}/b"])
-    assert losses(log_of(tmp_path / "a"), "train_loss") == losses(log_of(tmp_path / "b"), "train_loss")
+    models = [load_model(next(tmp_path.glob(f"{folder}/*/")))[0] for folder in ("a", "b")]
+    for p, q in zip(models[0].parameters(), models[1].parameters()):
+        assert torch.equal(p, q)
 
 
 def test_validation_stops_the_clock(tmp_path, shards, monkeypatch):
@@ -157,6 +157,16 @@ def test_an_error_on_several_ranks_is_said_once_and_none_hangs(tmp_path, shards)
     done = launch(*TINY, *shards, "--val_tokens=99999999", f"--records={tmp_path}", ranks=2, check=False)
     assert done.returncode == 1 and done.stderr.count("error: --val_tokens=99999999") == 1, done.stderr
     assert "train_gpt.py\", line" not in done.stderr
+
+
+def test_a_rank_that_fails_ends_the_run(tmp_path, shards):
+    """A defect that meets rank 1 alone in the middle of the training: nobody hangs, and the reason is there to read."""
+    copy = (ROOT / "train_gpt.py").read_text().replace(
+        "    loss_sum = 0.0\n", "    loss_sum = 0.0\n    assert step < 2 or dist.get_rank() == 0, 'planted defect'\n", 1)
+    (tmp_path / "broken.py").write_text(copy)
+    done = launch(*TINY, *shards, f"--records={tmp_path}/r", ranks=2, script=tmp_path / "broken.py", check=False)
+    assert done.returncode == 1 and "rank 1 met a defect" in done.stderr and "planted defect" in done.stderr, done.stderr
+    assert len(losses(log_of(tmp_path / "r"), "train_loss")) <= 2
 
 
 def test_check_does_every_check_and_starts_nothing(tmp_path, shards, monkeypatch, capsys):
@@ -248,9 +258,8 @@ def test_text_of_samples(capsys):
     assert train_gpt.decode([195], 257) == "\ufffd"
 
 
-@pytest.mark.parametrize("tokens", [[70000 % 65536] * 3])
-def test_out_of_range_tokens_never_train(tmp_path, tokens, shards):
-    path = write_shard(tmp_path / "bad.bin", [256] * 5000 + tokens)
-    with pytest.raises(UserError, match="not below the vocabulary size 257"):
+def test_out_of_range_tokens_never_train(tmp_path, shards):
+    path = write_shard(tmp_path / "bad.bin", [256] * 5000 + [257])
+    with pytest.raises(UserError, match="token 257 at byte 11024 is not below the vocabulary size 257"):
         run([*TINY, *shards, f"--train_files={path}", f"--records={tmp_path}/r"])
-    assert "train_gpt" in sys.modules
+    assert not (tmp_path / "r").exists()
