@@ -21,21 +21,21 @@ esac
 # 1. An interpreter with what is needed: one that has it already, else .venv
 needed="torch numpy tqdm huggingface_hub"
 [ "$mode" = test ] && needed="$needed tiktoken scipy matplotlib pyarrow pytest hypothesis"
-has_needed() {
-  "$1" - $needed <<'PY' >/dev/null 2>&1
-import importlib.util, sys
+probe() {  # prints "PYTHON-VERSION TORCH-VERSION GPUS CORES" if the interpreter $1 has what is needed
+  "$1" - $needed <<'PY' 2>/dev/null
+import importlib.util, os, platform, sys
 assert sys.version_info >= (3, 10) and all(importlib.util.find_spec(name) for name in sys.argv[1:])
 import torch
 assert tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2]) >= (2, 11)
+cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+print(platform.python_version(), torch.__version__, torch.cuda.device_count() if torch.cuda.is_available() else 0, cores)
 PY
 }
-python=
+python= facts=
 for candidate in ${PYTHON:-} .venv/bin/python python3 python; do
-  if command -v "$candidate" >/dev/null && has_needed "$candidate"; then python=$candidate; break; fi
+  if command -v "$candidate" >/dev/null && facts=$(probe "$candidate"); then python=$candidate; break; fi
 done
-if [ -n "$python" ]; then
-  say "using $(command -v "$python") ($("$python" -c 'import platform, torch; print("Python", platform.python_version() + ", torch", torch.__version__)'))"
-else
+if [ -z "$python" ]; then
   base=${PYTHON:-$(command -v python3 || command -v python || true)}
   [ -n "$base" ] || die "no Python found; install Python 3.10 or newer"
   "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || die "$base is older than Python 3.10; set PYTHON to a newer one"
@@ -44,26 +44,25 @@ else
   .venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt ||
     die "the packages of requirements.txt cannot be installed; see pip's message above"
   python=.venv/bin/python
-  has_needed "$python" || die ".venv lacks a package or torch cannot be imported; remove .venv and start again"
+  facts=$(probe "$python") || die ".venv lacks a package or torch cannot be imported; remove .venv and start again"
 fi
+read -r python_version torch_version gpus cores <<<"$facts"
+say "using $(command -v "$python") (Python $python_version, torch $torch_version)"
 
 if [ "$mode" = test ]; then
   exec "$python" -m pytest "$@"
 fi
 
-# 2. Hardware and preset
-gpus=$("$python" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')
+# 2. Preset and flags
 if [ "$mode" = auto ]; then
   if [ "$gpus" -gt 0 ]; then mode=speedrun; else mode=demo; fi
 fi
-ranks=${NPROC:-$(( gpus > 0 ? gpus : 1 ))}
-nodes=${NNODES:-1}
-say "preset $mode, $gpus CUDA GPU(s), $ranks process(es) on each of $nodes machine(s)"
 repeat= records=records arguments=()
 while [ $# -gt 0 ]; do
   case "$1" in
     --repeat=*) repeat=${1#*=} ;;
     --repeat) repeat=${2:-}; shift ;;
+    --preset=*) mode=${1#*=} ;;
     --records=*) records=${1#*=}; arguments+=("$1") ;;
     --records) records=${2:-}; arguments+=("$1") ;;
     *) arguments+=("$1") ;;
@@ -76,16 +75,43 @@ if [ -n "$repeat" ]; then
   case " $* " in *" --seed"*) die "--repeat draws a seed for every run; leave --seed out" ;; esac
 fi
 flags=(--preset="$mode" "$@")
+case " $* " in *" --help "*|*" -h "*) exec "$python" train_gpt.py --help ;; esac
+plan=$("$python" - "${flags[@]}" <<'PY'
+import sys
+from train_gpt import UserError, parse_flags
+try:
+    hp, _ = parse_flags(sys.argv[1:], "demo")
+except UserError as e:
+    sys.exit(f"error: {e}")
+steps_a_chunk = (100_000_000 - 1) // (hp.micro_batches * hp.train_seq_len)  # a chunk of FineWeb is 100M tokens
+print(hp.micro_batches, -(-hp.num_iterations // max(1, steps_a_chunk * hp.epochs)))
+PY
+) || exit 2
+read -r micro_batches chunks <<<"$plan"
+
+# Processes: one a GPU, or one a CPU core; as many of them as divide the micro-batches, so that the training is the same
+nodes=${NNODES:-1}
+units=$(( gpus > 0 ? gpus : cores ))
+ranks=${NPROC:-$units}
+if [ -z "${NPROC:-}" ]; then
+  while [ "$ranks" -gt 1 ] && [ $(( micro_batches % (ranks * nodes) )) -ne 0 ]; do ranks=$(( ranks - 1 )); done
+fi
+if [ "$gpus" -eq 0 ]; then
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(( cores > ranks ? cores / ranks : 1 ))}
+fi
+say "preset $mode on $gpus CUDA GPU(s) and $cores core(s): $ranks process(es) on each of $nodes machine(s)"
+if [ "$gpus" -gt "$ranks" ]; then say "$(( gpus - ranks )) GPU(s) idle: $micro_batches micro-batches do not divide by more ranks (--micro_batches)"; fi
 
 # 3. Data: made or fetched only where the flags name the preset's own files
 own_data=yes
 for flag in "$@"; do
   case "$flag" in
-    --train_files*|--val_files*) own_data=; say "data: as the flags say" ;;
-    --help|-h) exec "$python" train_gpt.py --help ;;
+    --train_files*|--val_files*) own_data= ;;
   esac
 done
-if [ -n "$own_data" ] && [ "$mode" = demo ]; then
+if [ -z "$own_data" ]; then
+  say "data: as the flags say"
+elif [ "$mode" = demo ]; then
   if compgen -G "data/demo/demo_train_*.bin" >/dev/null && compgen -G "data/demo/demo_val_*.bin" >/dev/null; then
     say "data: data/demo is there"
   else
@@ -94,18 +120,7 @@ if [ -n "$own_data" ] && [ "$mode" = demo ]; then
     "$python" data/tokenize_text.py "$stdlib" --glob '**/*.py' --exclude site-packages --exclude dist-packages --exclude test \
       --exclude tests --exclude idle_test --shuffle --out data/demo --name demo --tokenizer bytes --val_fraction 0.05
   fi
-elif [ -n "$own_data" ]; then
-  chunks=$("$python" - "${flags[@]}" <<'PY'
-import sys
-from train_gpt import UserError, parse_flags
-try:
-    hp, _ = parse_flags(sys.argv[1:], "speedrun")
-    steps_a_chunk = (100_000_000 - 1) // (hp.micro_batches * hp.train_seq_len)  # a chunk is 100M tokens
-    print(-(-hp.num_iterations // max(1, steps_a_chunk * hp.epochs)))
-except UserError as e:
-    sys.exit(f"error: {e}")
-PY
-  ) || exit 2
+else
   say "data: $chunks chunk(s) of FineWeb10B for training and the validation shard, in data/fineweb10B"
   "$python" data/fineweb.py --num_chunks "$chunks"
 fi

@@ -84,10 +84,10 @@ class Hyperparameters:
     windows: str = flag("LSSSLSSLSSSL", "layer table: L long window, S short window (half of the long one)")
     value_embeds: str = flag("012......012", "layer table: number of the layer's value embedding, or . for none")
     attention: str = flag("xxxxxxx.xxxx", "layer table: x a layer with attention, . without")
-    model_dim: int = flag(768, "width of the residual stream", 1)
+    model_dim: int = flag(768, "width of the residual stream, a multiple of 16", 1)
     num_heads: int = flag(6, "query heads", 1)
     num_kv_heads: int = flag(0, "key and value heads (grouped-query attention); 0: as many as query heads", 0)
-    head_dim: int = flag(128, "width of a head, a multiple of 4", 1)
+    head_dim: int = flag(128, "width of a head, a multiple of 16", 1)
     attention_scale: float = flag(0.12, "factor on the attention scores")
     rope_base: float = flag(1024.0, "base of the rotary frequencies", 1)
     lm_head_softcap: float = flag(15.0, "cap c of the logits: 2c * sigmoid(2 * logit / c)", 1e-6)
@@ -121,9 +121,9 @@ PRESETS = {
     "speedrun": Hyperparameters(),
     "demo": Hyperparameters(
         name="demo", train_files="data/demo/demo_train_*.bin", val_files="data/demo/demo_val_*.bin", vocab_size=257,
-        train_seq_len=1024, val_seq_len=4096, val_tokens=262144, micro_batches=4,
-        windows="LSLSSL", value_embeds="01..01", attention="xxx.xx", model_dim=192, num_heads=3, head_dim=64,
-        window_end=512, num_iterations=300, muon_momentum_steps=100, val_loss_every=50, sample_tokens=300,
+        train_seq_len=512, val_seq_len=2048, val_tokens=131072, micro_batches=4,
+        windows="LSLSSL", value_embeds="01..01", attention="xxx.xx", model_dim=128, num_heads=2, head_dim=64,
+        window_end=512, num_iterations=500, muon_momentum_steps=100, val_loss_every=125, sample_tokens=300,
     ),
 }
 

@@ -17,8 +17,14 @@ def test_trains_on_two_processes_and_says_each_decision(tmp_path, shards):
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(losses(done.stdout)) == 2 and len(list(tmp_path.glob("*.log"))) == 1
     said = [line for line in done.stdout.splitlines() if line.startswith("run.sh: ")]
-    assert "preset demo, 0 CUDA GPU(s), 2 process(es)" in said[1] and "as the flags say" in said[2] and "nproc_per_node=2" in said[3]
+    assert "preset demo on 0 CUDA GPU(s)" in said[1] and "2 process(es)" in said[1] and "as the flags say" in said[2] and "nproc_per_node=2" in said[3]
     assert sys.executable in said[0]
+
+
+def test_starts_as_many_processes_as_divide_the_micro_batches(tmp_path, shards):
+    cores = len(os.sched_getaffinity(0))
+    done = run_sh("demo", *TINY[1:], *shards, "--num_iterations=1", "--micro_batches=1", f"--records={tmp_path}")
+    assert done.returncode == 0 and f"on 0 CUDA GPU(s) and {cores} core(s): 1 process(es)" in done.stdout, done.stdout + done.stderr
 
 
 def test_repeats_with_fresh_seeds_and_ends_with_the_table(tmp_path, shards):

@@ -117,7 +117,7 @@ def test_preflight_accepts_and_reports(tiny):
     (dict(attention="......"), "no layer with attention"),
     (dict(value_embeds="01.1.1"), "layer 3"),
     (dict(value_embeds="01..0x"), "has x; it takes 0, 1"),
-    (dict(num_kv_heads=2), "does not divide --num_heads=3"),
+    (dict(num_kv_heads=3), "does not divide --num_heads=2"),
     (dict(head_dim=72), "multiple of 16"),
     (dict(model_dim=200), "--model_dim=200 is not a multiple of 16"),
     (dict(seed=2**70), "--seed=1180591620717411303424 is not between -1"),

@@ -1,12 +1,16 @@
 """The full-size speedrun model traced without a GPU: the CUDA path's code, whole graph, under fake tensors."""
 
 import dataclasses
+import inspect
 
 import pytest
 import torch
+import torch.nn.functional as F
+from conftest import write_shard
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import flex_attention as flex_module
 
+import train_gpt
 from train_gpt import GPT, PRESETS, flex
 
 HP = dataclasses.replace(PRESETS["speedrun"], num_kv_heads=6)
@@ -52,3 +56,48 @@ def test_training_step_and_validation_are_one_graph_each(changes):
             compiled(tokens, tokens.long(), torch.tensor(1792, dtype=torch.int32))
         assert len(graphs) == 2
         assert not any("nanogpt.fp8_linear" in str(node.target) for node in graphs[1].graph.nodes)
+
+
+def dense(mask, scale):
+    """Attention that torch.compile takes whole on a CPU, in place of FlexAttention."""
+    def attend(q, k, v):
+        position = torch.arange(q.size(2))
+        seen = mask.mask_mod(0, 0, position[:, None], position[None, :])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=q.size(1) != k.size(1))
+    return attend
+
+
+def test_nothing_recompiles_after_the_warmup(tmp_path, monkeypatch):
+    """What is compiled on CUDA (model, Newton-Schulz, FP8 casts) through warmup, then real steps, growing windows and
+    validations under the stance that makes a recompile an error."""
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    for name in ("newton_schulz", "to_fp8_compiled"):
+        plain = inspect.getclosurevars(getattr(train_gpt, name)).nonlocals["function"]
+        monkeypatch.setattr(train_gpt, name, torch.compile(plain, dynamic=False, fullgraph=True, backend=backend))
+    hp = dataclasses.replace(
+        PRESETS["demo"], **FEW_LAYERS, model_dim=32, num_heads=2, num_kv_heads=2, head_dim=16, train_seq_len=256, val_seq_len=512,
+        val_tokens=2000, window_end=384, num_iterations=4, seed=1, use_fp8=True)
+    path = write_shard(tmp_path / "s.bin", torch.randint(257, (9000,)).numpy())
+    cpu = train_gpt.Ranks(0, 1, torch.device("cpu"))
+    model = GPT(hp, dense, torch.bfloat16)
+    whole = torch.compile(model, dynamic=False, fullgraph=True, backend=backend)
+    matrices, groups = train_gpt.optimizer_groups(model, hp)
+    muon, adam = train_gpt.Muon(matrices, 0, 1, torch.bfloat16), train_gpt.Adam(groups, 1)
+    loader = train_gpt.TrainLoader([path], train_gpt.plan_spans([9000], 1024, 256, 1), hp, 0, 1, cpu.device)
+    sequences, _ = train_gpt.load_validation([path], [9000], hp, 0, 1, cpu.device)
+    train_gpt.warm_up(whole, dict(model.named_parameters()), muon, adam, hp, cpu)
+    in_warmup = len(compiled)
+    assert in_warmup >= 2 + 4 + 2  # training and validation graph, four shapes of matrices, FP8 casts
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for step in range(4):
+            window = torch.tensor(train_gpt.window_tokens(step, hp), dtype=torch.int32)
+            train_gpt.evaluate(whole, sequences, window, hp, cpu)
+            assert train_gpt.train_step(whole, loader.next_step(), window, muon, adam, step, hp).isfinite()
+        with pytest.raises(RuntimeError, match="recompile"):
+            whole(torch.zeros(384, dtype=torch.int32), torch.zeros(384, dtype=torch.int64), window)
+    assert len(compiled) == in_warmup

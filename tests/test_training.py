@@ -139,6 +139,45 @@ def test_validation_stops_the_clock(tmp_path, shards, monkeypatch):
     assert times[0][2] == "nan" and times[1][2] == "2000.00"
 
 
+def test_clock_on_cuda_adds_the_events_milliseconds(monkeypatch):
+    """The arithmetic of the CUDA branch, with events that are plain numbers."""
+    class Event:
+        def __init__(self, enable_timing):
+            self.waited = False
+
+        def record(self):
+            self.ms = now[0] * 1000
+
+        def synchronize(self):
+            self.waited = True
+
+        def elapsed_time(self, other):
+            assert other.waited
+            return other.ms - self.ms
+
+    now = [10.0]
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: now[0])
+    clock = train_gpt.Clock(torch.device("cuda"))
+    for _ in range(2):
+        clock.start()
+        now[0] += 3
+        mark = clock.mark()
+        now[0] += 1
+        clock.stop()
+        now[0] += 100
+    assert clock.elapsed == 8 and mark() == pytest.approx(4 + 3)
+
+
+def test_a_terminal_shows_a_bar_and_the_validations(tmp_path, shards, monkeypatch, capsys):
+    monkeypatch.setattr(train_gpt.sys.stdout, "isatty", lambda: True, raising=False)
+    run([*TINY, *shards, f"--records={tmp_path}"])
+    console = capsys.readouterr()
+    assert "6/6" in console.err and "step:3/6 val_loss" in console.out and "train_loss" not in console.out
+    assert log_of(tmp_path).count("train_loss:") >= 6
+
+
 def test_non_finite_loss_stops_the_run_and_names_the_step(tmp_path, shards):
     with pytest.raises(UserError, match=r"^step [1-9]: the training loss is (nan|inf)"):
         run([*TINY, *shards, f"--records={tmp_path}", "--embed_lr=1e38", "--num_iterations=9", "--val_loss_every=0"])
