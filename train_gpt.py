@@ -123,7 +123,7 @@ PRESETS = {
         name="demo", train_files="data/demo/demo_train_*.bin", val_files="data/demo/demo_val_*.bin", vocab_size=257,
         train_seq_len=512, val_seq_len=2048, val_tokens=131072, micro_batches=4,
         windows="LSLSSL", value_embeds="01..01", attention="xxx.xx", model_dim=128, num_heads=2, head_dim=64,
-        window_end=512, num_iterations=500, muon_momentum_steps=100, val_loss_every=125, sample_tokens=300,
+        window_end=512, num_iterations=500, muon_lr=0.03, muon_momentum_steps=100, val_loss_every=125, sample_tokens=300,
     ),
 }
 
