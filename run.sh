@@ -20,7 +20,7 @@ esac
 
 # 1. An interpreter with what is needed: one that has it already, else .venv
 needed="torch numpy tqdm huggingface_hub"
-[ "$mode" = test ] && needed="$needed tiktoken scipy matplotlib pyarrow pytest hypothesis"
+[ "$mode" = test ] && needed="$needed tiktoken scipy matplotlib pyarrow pytest xdist hypothesis"
 probe() {  # prints "PYTHON-VERSION TORCH-VERSION GPUS CORES" if the interpreter $1 has what is needed
   "$1" - $needed <<'PY' 2>/dev/null
 import importlib.util, os, platform, sys

@@ -202,7 +202,7 @@ def test_models_that_cannot_be_used_are_one_line(tmp_path, trained, run_sample):
                           "other shape": {**payload, "hyperparameters": {**settings, "model_dim": 48}}}.items():
         (tmp_path / name).mkdir()
         torch.save(content, tmp_path / name / "model.pt")
-        assert f"{name}/model.pt: cannot be read" in complaint(tmp_path / name)
+        assert f"{name}/model.pt: is no model of this script" in complaint(tmp_path / name)
 
 
 @pytest.mark.parametrize("device", ["tpu9000", "meta", "cuda:99"])

@@ -29,7 +29,7 @@ def log_of(folder) -> str:
     return path.read_text()
 
 
-GOLDEN = [*TINY, "--num_iterations=30", "--val_loss_every=10", "--micro_batches=4", "--val_tokens=0"]
+GOLDEN = [*TINY, "--muon_lr=0.05", "--muon_momentum_steps=100", "--num_iterations=30", "--val_loss_every=10", "--micro_batches=4", "--val_tokens=0"]
 
 
 def test_golden_trajectory(tmp_path, shards):
