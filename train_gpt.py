@@ -1187,7 +1187,7 @@ def report(model: GPT, hp: Hyperparameters, ranks: Ranks, limit: tuple, seconds:
            text_bytes: int, log: RunLog):
     """The last lines of the log, the saved model and a sample of its text."""
     cuda, tokens = ranks.device.type == "cuda", hp.num_iterations * hp.micro_batches * hp.train_seq_len
-    peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     log.write(f"peak_memory: {peak / 2**20:.0f} MiB on rank 0")
     if tokens:
         rate, fp8_rate, source = limit

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from train_gpt import (GPT, PRESETS, CastedLinear, Rotary, ValueEmbedding, block_sparse, build_block_masks, generate, norm,
-                       optimizer_groups)
+                       optimizer_groups, train_flops)
 
 HP = dataclasses.replace(PRESETS["demo"], windows="LSSL", value_embeds="0..0", attention="xx.x", model_dim=32, num_heads=4,
                          num_kv_heads=4, head_dim=16, train_seq_len=256, val_seq_len=512, vocab_size=257, use_fp8=False)
@@ -242,3 +242,14 @@ def test_masks_of_the_model_are_long_and_short():
     masks = build_block_masks(sequence(1024, eots=(0,))[0], 256, torch.tensor(512))
     counts = [int((m.kv_num_blocks + m.full_kv_num_blocks).max()) for m in masks]
     assert counts == [4, 2]
+
+
+def test_flops_of_the_speedrun_are_those_worked_out_by_hand():
+    hp = dataclasses.replace(PRESETS["speedrun"], num_kv_heads=6, window_end=128)  # one block: a token sees (1 + ... + 128) / 128
+    with torch.device("meta"):
+        model = GPT(hp, block_sparse, torch.bfloat16)
+    in_blocks, in_head = train_flops(model, hp)
+    assert in_head == 6 * 50304 * 768
+    assert in_blocks == pytest.approx(6 * (11 * 4 + 12 * 8) * 768**2 + 12 * 768 * 11 * 64.5)
+    grown, _ = train_flops(model, dataclasses.replace(hp, window_end=1792))
+    assert 40e6 < grown - 6 * (11 * 4 + 12 * 8) * 768**2 < 60e6  # 44 MFLOP with document borders, over the schedule
