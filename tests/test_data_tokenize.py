@@ -398,6 +398,7 @@ def run_and_die(argv, signum, after):
         if self.number > after:
             os.kill(os.getpid(), signum)
     tokenize_text.ShardWriter.open_shard = open_shard
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite started in the background inherits it ignored
     os._exit(run(lambda: tokenize_text.main(argv)))
 
 
