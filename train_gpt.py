@@ -20,23 +20,31 @@ Shapes, as in x_TD: T tokens of one sequence, D model width, H heads, G key/valu
 
 import argparse
 import dataclasses
+import fcntl
 import glob
 import hashlib
 import math
 import os
 import platform
 import random
+import re
 import resource
+import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
-from functools import partial
+from datetime import datetime, timedelta, timezone
+from functools import partial, reduce
+from itertools import zip_longest
 from pathlib import Path
+
+LAUNCHER = os.getppid()  # torchrun, if that started this process; asked here, since importing torch takes seconds
 
 import numpy as np
 import torch
@@ -50,11 +58,11 @@ BLOCK = 128  # tokens in an attention block
 
 class UserError(Exception):
     """What a user can cause: the message is one line that says what is wrong and what to do. everywhere: every rank
-    raises it, so that rank 0 speaks for all."""
+    raises it, so that rank 0 speaks for all. status: the process's exit status."""
 
-    def __init__(self, message: str, everywhere: bool = False):
+    def __init__(self, message: str, everywhere: bool = False, status: int = 2):
         super().__init__(message)
-        self.everywhere = everywhere
+        self.everywhere, self.status = everywhere, status
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 1. Hyperparameters and presets
@@ -71,6 +79,8 @@ class Hyperparameters:
     records: str = flag("records", "folder of the log and the checkpoint")
     seed: int = flag(-1, "seed of the initial weights; -1 draws one", -1, 2**63 - 1)
     dtype: str = flag("auto", "activations: bfloat16, float32, or auto: bfloat16 where the hardware is fast at it")
+    deterministic: bool = flag(False, "the same bits on any number of ranks, at a price in speed and memory")
+    save_every: int = flag(0, "steps from one checkpoint to the next; 0: only when a signal stops the run", 0)
     # Data
     train_files: str = flag("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
     val_files: str = flag("data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
@@ -124,6 +134,7 @@ PRESETS = {
         train_seq_len=512, val_seq_len=2048, val_tokens=131072, micro_batches=4,
         windows="LSLSSL", value_embeds="01..01", attention="xxx.xx", model_dim=128, num_heads=2, head_dim=64,
         window_end=512, num_iterations=500, muon_lr=0.03, muon_momentum_steps=100, val_loss_every=125, sample_tokens=300,
+        save_every=125,
     ),
 }
 
@@ -138,21 +149,25 @@ class FlagParser(argparse.ArgumentParser):
     def error(self, message: str):
         raise UserError(f"{message}; --help lists the flags", everywhere=True)
 
-def parse_flags(argv: list[str], default_preset: str) -> tuple[Hyperparameters, bool]:
-    """The hyperparameters that the command line asks for, and whether it asks for the checks alone."""
+def parse_flags(argv: list[str], default_preset: str) -> tuple[Hyperparameters, argparse.Namespace]:
+    """The hyperparameters that the command line asks for, and what to do with them: check, resume, resume_anyway."""
     parser = FlagParser(description=__doc__.split("\n\n")[0], allow_abbrev=False, argument_default=argparse.SUPPRESS,
-                        usage="%(prog)s [--preset=NAME] [--check] [--field=value ...]")
+                        usage="%(prog)s [--preset=NAME] [--check] [--resume[=PATH]] [--field=value ...]")
     parser.add_argument("--preset", default=default_preset, choices=PRESETS, metavar="NAME",
                         help=f"{' or '.join(PRESETS)} (default: speedrun where a CUDA GPU is present, demo elsewhere)")
     parser.add_argument("--check", action="store_true", default=False, help="check settings and data, then exit")
+    parser.add_argument("--resume", nargs="?", const="", default=None, metavar="PATH", help="go on with the newest unfinished run of these "
+                        "settings, or with the one whose log, folder or checkpoint PATH is")
+    parser.add_argument("--resume_anyway", action="store_true", default=False, help="resume although settings, script or data differ")
     for f in dataclasses.fields(Hyperparameters):
         kind = {bool: boolean, tuple: pair}.get(type(f.default), type(f.default))
         defaults = dict.fromkeys(str(getattr(preset, f.name)) for preset in PRESETS.values())
         parser.add_argument(f"--{f.name}", type=kind, metavar=kind.__name__, **(dict(nargs="?", const=True) if kind is boolean else {}),
                             help=f"{f.metadata['help']} (default: {', demo: '.join(defaults)})")
     flags = vars(parser.parse_args(argv))
-    preset, only_check = flags.pop("preset"), flags.pop("check")
-    return dataclasses.replace(PRESETS[preset], **flags), only_check
+    preset = flags.pop("preset")
+    command = argparse.Namespace(**{name: flags.pop(name) for name in ("check", "resume", "resume_anyway")})
+    return dataclasses.replace(PRESETS[preset], **flags), command
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 2. Schedules: pure functions of the step
@@ -262,11 +277,12 @@ def count_cut_documents(tokens: Tensor, eot: int, seq_len: int) -> tuple[int, in
     return len(begins), int(cut.sum())
 
 class TrainLoader:
-    """The steps' tokens for one rank: its contiguous share of the micro-batches, (inputs_T int32, targets_T int64) each.
+    """The steps' tokens for one rank, from step first on: its contiguous share of the micro-batches, (inputs_T int32,
+    targets_T int64) each.
 
     The next shard is read ahead in a thread; the copy to the device is asynchronous."""
 
-    def __init__(self, files: list, spans: list[Span], hp: Hyperparameters, rank: int, world_size: int, device):
+    def __init__(self, files: list, spans: list[Span], hp: Hyperparameters, rank: int, world_size: int, device, first: int = 0):
         self.files, self.spans, self.seq_len, self.eot = files, spans, hp.train_seq_len, hp.vocab_size - 1
         self.step_tokens = hp.micro_batches * hp.train_seq_len
         self.mine = hp.micro_batches // world_size  # micro-batches of a step that are this rank's
@@ -277,7 +293,10 @@ class TrainLoader:
             spare = [torch.empty(longest, dtype=torch.uint16, pin_memory=True) for _ in range(3)]
             del spare
         self.thread = ThreadPoolExecutor(1)
-        self.position, self.ahead = (0, 0), self.thread.submit(self.read, 0)  # (span, step within the span)
+        span = 0
+        while span < len(spans) - 1 and first >= spans[span].steps:
+            first, span = first - spans[span].steps, span + 1
+        self.position, self.ahead = (span, first), self.thread.submit(self.read, span)  # (span, step within the span)
         self.load_next()
         self.wait_seconds = 0.0  # the first shard is read before the clock starts
 
@@ -701,8 +720,8 @@ class Muon:
     one batch of arithmetic; each rank owns an equal share of a group's slots (the last may be empty), keeps the
     momentum of those alone, and sends its updates to the others while it works on the next group."""
 
-    def __init__(self, params: list[nn.Parameter], rank: int, world_size: int, dtype: torch.dtype):
-        self.world_size, self.dtype = world_size, dtype
+    def __init__(self, params: list[nn.Parameter], rank: int, world_size: int, dtype: torch.dtype, deterministic: bool = False):
+        self.rank, self.world_size, self.dtype, self.deterministic = rank, world_size, dtype, deterministic
         by_shape = {}
         for p in params:
             by_shape.setdefault((p.shape, getattr(p, "row_split", (len(p),))), []).append(p)
@@ -715,12 +734,10 @@ class Muon:
                 params=members, row_split=row_split, grads=grads, mine=mine, momentum=torch.zeros_like(mine), received=None,
                 updates=torch.zeros_like(grads, dtype=dtype) if world_size > 1 else None))
 
-    def reduce_gradients(self, micro_batches: int):
-        """Launch the exchange that leaves each rank with the mean gradients of the matrices it owns."""
-        for group in self.groups:
-            group["grads"].div_(micro_batches)
-            if self.world_size > 1:
-                group["received"] = reduce_scatter(group["mine"], group["grads"])
+    def reduce_gradients(self):
+        """Launch the exchange that leaves each rank with the summed gradients of the matrices it owns."""
+        for group in self.groups if self.world_size > 1 else ():
+            group["received"] = (tree_reduce_scatter if self.deterministic else reduce_scatter)(group["mine"], group["grads"])
 
     @torch.no_grad()
     def step(self, lr: float, momentum: float):
@@ -731,7 +748,10 @@ class Muon:
             grad, average = group["mine"], group["momentum"]
             average.lerp_(grad, 1 - momentum)
             update = grad.lerp(average, momentum)  # Nesterov: look ahead along the new average
-            update = orthogonalize(update.to(self.dtype), group["row_split"])
+            # The number of matrices in a batch, which depends on that of ranks, can change the order of sums.
+            batches = update.to(self.dtype).split(1 if self.deterministic else len(update))
+            updates = [orthogonalize(batch, group["row_split"]) for batch in batches]
+            update = torch.cat(updates) if self.deterministic else updates[0]
             if sent:
                 self.apply(*sent, lr)
             sent = group, update, None
@@ -745,19 +765,41 @@ class Muon:
         torch._foreach_add_(group["params"], list(updates[:len(group["params"])].unbind()), alpha=-lr)
         group["grads"].zero_()
 
+    def momenta(self) -> dict:
+        """{parameter: its momentum}, gathered from the ranks that own it."""
+        table = {}
+        for group in self.groups:
+            whole = group["momentum"]
+            if self.world_size > 1:
+                whole = torch.empty_like(group["grads"])
+                all_gather(whole, group["momentum"]).wait()
+            table |= zip(group["params"], whole)
+        return table
+
+    def set_momenta(self, table: dict):
+        for group in self.groups:
+            own = len(group["momentum"])
+            for momentum, p in zip(group["momentum"], group["params"][self.rank * own:]):
+                momentum.copy_(table[p])
+
 class Adam(torch.optim.Adam):
     """torch's Adam with each group's gradients in one buffer, which travels on a channel of its own while Muon works."""
 
-    def __init__(self, groups: list[dict], world_size: int):
+    def __init__(self, groups: list[dict], world_size: int, deterministic: bool = False):
         super().__init__([dict(group, lr=group["peak_lr"]) for group in groups], fused=True)
-        self.grads = [flat_gradients(g["params"], sum(p.numel() for p in g["params"])) for g in groups]
-        self.world_size, self.received = world_size, []
+        sizes = [sum(p.numel() for p in g["params"]) for g in groups]
+        self.grads = [flat_gradients(g["params"], -(-n // world_size) * world_size) for g, n in zip(groups, sizes)]
+        self.world_size, self.deterministic, self.received = world_size, deterministic, []
         self.channel = dist.new_group() if world_size > 1 else None
 
-    def reduce_gradients(self, micro_batches: int):
-        for grads in self.grads:
-            grads.div_(micro_batches)
-        if self.world_size > 1:
+    def reduce_gradients(self):
+        """Launch the exchange that leaves each rank with the summed gradients."""
+        if self.world_size > 1 and self.deterministic:
+            for grads in self.grads:
+                share = grads.new_empty(len(grads) // self.world_size)
+                tree_reduce_scatter(share, grads)
+                all_gather(grads, share).wait()
+        elif self.world_size > 1:
             self.received = [dist.all_reduce(grads, group=self.channel, async_op=True) for grads in self.grads]
 
     @torch.no_grad()
@@ -778,6 +820,7 @@ class Ranks:
     rank: int
     world_size: int
     device: torch.device
+    control: dist.ProcessGroup | None = None  # for words between the ranks: gloo, and as patient as saving takes
 
 def start_ranks() -> Ranks:
     """This process's place among those that torchrun started (alone without torchrun), and its device."""
@@ -790,16 +833,85 @@ def start_ranks() -> Ranks:
         if "PYTORCH_ALLOC_CONF" not in os.environ:
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # read at CUDA's first allocation
         torch.cuda.set_device(device)
-    if world_size > 1:
-        if device.type == "cuda":
-            dist.init_process_group("nccl", device_id=device)
-        else:
-            dist.init_process_group("gloo")
-    return Ranks(rank, world_size, device)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=end_with_launcher, daemon=True).start()
+    if world_size == 1:
+        return Ranks(rank, world_size, device)
+    if device.type == "cuda":
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    threading.Thread(target=end_with_neighbour, args=(rank, world_size, dist.new_group(backend="gloo", timeout=timedelta(days=365))),
+                     daemon=True).start()
+    return Ranks(rank, world_size, device, dist.new_group(backend="gloo", timeout=timedelta(hours=1)))
+
+def end_with_launcher():
+    """A thread: torchrun's workers live in sessions of their own and would outlive a launcher that was killed."""
+    while os.getppid() == LAUNCHER:
+        time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGTERM)  # as the launcher would have done: finish the step and save
+    time.sleep(30)
+    os._exit(1)
+
+def end_with_neighbour(rank: int, world_size: int, channel: dist.ProcessGroup):
+    """A thread: the end of a rank would leave the others waiting in a collective, but its connections close with it. So each
+    rank listens to the next one, which never speaks."""
+    try:
+        dist.recv(torch.empty(1), src=(rank + 1) % world_size, group=channel)
+    except Exception:
+        time.sleep(5)  # where all end for one reason each says so itself
+        print(f"error: rank {rank} ends, since rank {(rank + 1) % world_size} has; the first error that a rank printed, on whichever "
+              "machine, is the reason", file=sys.stderr, flush=True)
+        os._exit(1)
+
+def raise_anywhere(ranks: Ranks, complaint: str | None):
+    """Every rank raises the first complaint that any rank has."""
+    complaints = [complaint]
+    if ranks.world_size > 1:
+        complaints = [None] * ranks.world_size
+        dist.all_gather_object(complaints, complaint and f"rank {ranks.rank} on {platform.node()}: {complaint}", group=ranks.control)
+    for complaint in filter(None, complaints):
+        raise UserError(complaint, everywhere=True)
+
+def self_test(ranks: Ranks, seconds: float = 60):
+    """Refuse to start where a rank is missing, or collectives hang or give wrong sums."""
+    if ranks.world_size == 1:
+        return
+    try:
+        dist.monitored_barrier(ranks.control, timedelta(seconds=seconds), wait_all_ranks=True)
+    except RuntimeError as e:
+        missing = re.search(r"Ranks ([\d, ]+) failed", str(e))
+        raise UserError(f"rank {ranks.rank} waited {seconds:.0f} s in vain for rank(s) {missing[1] if missing else '0'}: look at what they printed "
+                        "and at the network between the machines (GLOO_SOCKET_IFNAME names its interface)") from None
+    x, complaint = torch.full((1024,), float(ranks.rank), device=ranks.device), None
+    work, deadline = dist.all_reduce(x, async_op=True), time.monotonic() + seconds
+    while not work.is_completed() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if not work.is_completed():
+        complaint = f"an all_reduce did not end within {seconds:.0f} s; look at NCCL_SOCKET_IFNAME and run with NCCL_DEBUG=INFO"
+    elif not (x == sum(range(ranks.world_size))).all():
+        complaint = "an all_reduce gave a wrong sum; its GPU, its driver or the network is at fault"
+    raise_anywhere(ranks, complaint)
 
 # torch 2.13 renamed both collectives and warns of the old names, which torch 2.11 needs.
 reduce_scatter = partial(getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor, async_op=True)
 all_gather = partial(getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor, async_op=True)
+
+def tree_sum(terms) -> list[Tensor]:
+    """The sum of lists of tensors, in pairs, pairs of pairs and so on: the same bits whether all terms are summed here or
+    each rank sums an equal run of them, a power of two long, and the ranks' sums are summed here."""
+    partial_sums = []
+    for i, term in enumerate(terms):
+        while i % 2:
+            term, i = torch._foreach_add(partial_sums.pop(), term), i // 2
+        partial_sums.append(term)
+    return reduce(torch._foreach_add, partial_sums)
+
+def tree_reduce_scatter(out: Tensor, parts: Tensor):
+    """reduce_scatter whose sums are tree_sums over the ranks."""
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts)
+    out.copy_(tree_sum([part] for part in received.view(-1, *out.shape))[0])
 
 def decide_on_rank_0(ranks: Ranks, function):
     """function()'s result on rank 0, on every rank; a UserError there is raised on every rank."""
@@ -810,7 +922,7 @@ def decide_on_rank_0(ranks: Ranks, function):
         except UserError as e:
             result[1] = str(e)
     if ranks.world_size > 1:
-        dist.broadcast_object_list(result, src=0)
+        dist.broadcast_object_list(result, src=0, group=ranks.control)
     if result[1] is not None:
         raise UserError(result[1], everywhere=True)
     return result[0]
@@ -822,18 +934,35 @@ SEPARATOR = "=" * 100
 CLOCK_CONTRACT = ("clock: train_time counts everything from the first step on, except validation; compiling, a warmup on "
                   "dummy data that is undone, and reading the first shard come before it")
 
-class RunLog:
-    """Rank 0's log file and console; on other ranks every call does nothing."""
+def lock(file) -> bool:
+    """Whether this process now holds the lock on a log, which a run keeps to its end, however it ends."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # a file system without locks
+    return True
 
-    def __init__(self, hp: Hyperparameters, rank: int):
+class RunLog:
+    """Rank 0's log file and console; on other ranks every call does nothing. start: the checkpoint that is resumed, whose
+    log is cut back to where it was then."""
+
+    def __init__(self, hp: Hyperparameters, rank: int, start: dict):
         self.file, self.bar = None, None
         if rank == 0:
-            self.path = Path(hp.records, f"{datetime.now(timezone.utc):%Y-%m-%dT%H-%M-%SZ}_{hp.name}.log")
+            self.path = Path(start["log"] if start else f"{hp.records}/{datetime.now(timezone.utc):%Y-%m-%dT%H-%M-%SZ}_{hp.name}.log")
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                if self.path.exists():  # another run began in the same second
+                if not start and self.path.exists():  # another run began in the same second
                     self.path = self.path.with_stem(f"{self.path.stem}_{os.getpid()}")
-                self.file = open(self.path, "x", encoding="utf-8")
+                self.file = open(self.path, "a" if start else "x", encoding="utf-8")
+                require(lock(self.file), f"{self.path}: another process is writing this run; wait for its end or stop it")
+                if start:
+                    for path in checkpoints_in(self.path.with_suffix("")):
+                        if path.name > f"step{start['step']:08}.pt":  # damaged, or of a future that is given up
+                            path.rename(path.with_suffix(".set_aside"))
+                    self.file.truncate(start["log_bytes"])
             except OSError as e:
                 raise UserError(f"{self.path}: the log cannot be written ({e.strerror}); choose another --records") from None
 
@@ -841,7 +970,10 @@ class RunLog:
         if self.file is None:
             return
         if console:
-            tqdm.write(text) if self.bar is not None else print(text, flush=True)
+            try:
+                tqdm.write(text) if self.bar is not None else print(text, flush=True)
+            except OSError:  # whoever read the console has gone; the log goes on
+                sys.stdout = open(os.devnull, "w")
         try:
             self.file.write(text + "\n")
             self.file.flush()
@@ -863,16 +995,21 @@ class RunLog:
             self.bar.update(step - self.bar.n)
             self.bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
 
-    def close_bar(self):
+    def bytes_on_disk(self) -> int:
+        os.fsync(self.file.fileno())
+        return os.fstat(self.file.fileno()).st_size
+
+    def close(self):
         if self.bar is not None:
             self.bar.close()
-            self.bar = None
+        if self.file is not None:
+            self.file.close()
 
 class Clock:
     """Training time in seconds: the sum of the stretches between start and stop, each begun and ended with an idle device."""
 
-    def __init__(self, device: torch.device):
-        self.cuda, self.elapsed = device.type == "cuda", 0.0
+    def __init__(self, device: torch.device, elapsed: float = 0.0):
+        self.cuda, self.elapsed = device.type == "cuda", elapsed
 
     def start(self):
         if self.cuda:
@@ -926,37 +1063,141 @@ def describe_environment(hp: Hyperparameters, ranks: Ranks, data: dict) -> list[
         lines += [f"cpu: {os.cpu_count()} x {names[0] if names else platform.machine()}", f"threads: {torch.get_num_threads()} a rank"]
     if commit := shell("git", "rev-parse", "HEAD"):
         lines.append(f"git: {commit}{' with uncommitted changes' if shell('git', 'status', '--porcelain', '-uno') else ''}")
-    return lines + [f"data: {fingerprint(path)}" for path in data["train"] + data["val"]]
+    return lines + [f"data: {line}" for line in data["fingerprints"]]
 
-def save_model(folder: Path, model: GPT, hp: Hyperparameters, step: int) -> Path:
-    """The model and what is needed to build it again, under its final name only once it is whole on the disk."""
-    path, unfinished = folder / "model.pt", folder / "model.pt.unfinished"
-    payload = dict(format=1, step=step, hyperparameters=dataclasses.asdict(hp),
-                   model={name: tensor.cpu() for name, tensor in model.state_dict().items()})
+CHECKPOINT_FORMAT = 2
+
+def write_checkpoint(path: Path, payload: dict):
+    """payload, then the sha256 of it; under its final name only once it is whole on the disk."""
+    unfinished = path.with_name("unfinished")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         with open(unfinished, "wb") as f:
-            torch.save(payload, f)
+            torch.save(dict(payload, format=CHECKPOINT_FORMAT), f)
+            f.flush()
+            f.write(hashlib.sha256(np.memmap(unfinished, dtype=np.uint8, mode="r")).digest())  # torch.load ignores what follows
             f.flush()
             os.fsync(f.fileno())
         os.replace(unfinished, path)
     except (OSError, RuntimeError) as e:
         unfinished.unlink(missing_ok=True)
-        raise UserError(f"{path}: the model cannot be saved ({e}); the log is whole") from None
-    return path
+        reason = e.strerror if isinstance(e, OSError) else str(e).splitlines()[0]
+        raise UserError(f"{path}: cannot be saved ({reason}); free space, then go on with --resume; what was saved before is whole") from None
+
+def read_checkpoint(path: Path) -> dict:
+    try:
+        content = np.memmap(path, dtype=np.uint8, mode="r")
+        if hashlib.sha256(content[:-32]).digest() != content[-32:].tobytes():
+            raise ValueError("its checksum is wrong")
+        payload = torch.load(path, map_location="cpu", weights_only=True)
+        if payload["format"] != CHECKPOINT_FORMAT:
+            raise ValueError("another version of this script wrote it")
+    except Exception as e:
+        raise UserError(f"{path}: is damaged, or no checkpoint of this script ({str(e).splitlines()[0]})") from None
+    return payload
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Newest first."""
+    return sorted(folder.glob("step*.pt"), reverse=True)
+
+def training_state(model: GPT, muon: Muon, adam: Adam) -> dict:
+    """{model, momentum, exp_avg, exp_avg_sq: {parameter's name: tensor}}, whole, on every rank."""
+    momenta, state = muon.momenta(), {"model": {}, "momentum": {}, "exp_avg": {}, "exp_avg_sq": {}}
+    for name, p in model.named_parameters():
+        own = {"momentum": momenta[p]} if p in momenta else {kind: adam.state[p][kind] for kind in ("exp_avg", "exp_avg_sq")}
+        for kind, tensor in {"model": p.detach(), **own}.items():
+            state[kind][name] = tensor
+    return state
+
+def save_checkpoint(state: dict, facts: dict, step: int, hp: Hyperparameters, ranks: Ranks, log: RunLog):
+    """All that decides the rest of the run, in one file for any number of ranks; the two newest files are kept."""
+    began = time.perf_counter()
+    if not all(p.isfinite().all() for p in state["model"].values()):
+        raise UserError(f"step {step}: a weight is no longer finite; lower the learning rates (--muon_lr, --embed_lr, --head_lr); the "
+                        "checkpoint before it is kept", everywhere=True)
+
+    def write():
+        path = log.path.with_suffix("") / f"step{step:08}.pt"
+        write_checkpoint(path, dict(state, **facts, step=step, hyperparameters=dataclasses.asdict(hp), ranks=ranks.world_size,
+                                    torch=str(torch.__version__), generator=torch.get_rng_state(), log_bytes=log.bytes_on_disk()))
+        for old in checkpoints_in(path.parent)[2:]:
+            old.unlink()
+        return path
+
+    path = decide_on_rank_0(ranks, write)
+    log.write(f"checkpoint: {path}, saved in {time.perf_counter() - began:.2f} s, untimed")
+
+@torch.no_grad()
+def restore(saved: dict, start: dict, model: GPT, muon: Muon, adam: Adam, ranks: Ranks):
+    """Give every rank what rank 0 has read, whatever the number of ranks that saved it."""
+    state = training_state(model, muon, adam)
+    for kind, tensors in state.items():
+        for name, tensor in tensors.items():
+            if ranks.rank == 0:
+                tensor.copy_(saved[kind][name])
+            if ranks.world_size > 1:
+                dist.broadcast(tensor, src=0)
+    muon.set_momenta({p: state["momentum"][name] for name, p in model.named_parameters() if name in state["momentum"]})
+    for values in adam.state.values():
+        values["step"].fill_(start["step"])
+    torch.set_rng_state(start["generator"])
+
+def find_checkpoint(hp: Hyperparameters, command: argparse.Namespace, facts: dict) -> tuple[dict, list[str]]:
+    """The checkpoint that --resume asks for, with its log's path, and lines about what was passed over to get to it."""
+    asked, notes, refusals, what = command.resume, [], [], f"a run named {hp.name} in {hp.records}"
+    if asked:
+        path, what = Path(asked), asked
+        folders = [path.parent if path.suffix == ".pt" else path.with_suffix("") if path.suffix == ".log" else path]
+    else:
+        of_this_name = re.compile(rf"[\dT-]+Z_{re.escape(hp.name)}(_\d+)?")
+        logs = sorted(Path(hp.records).glob("*.log"), reverse=True)
+        folders = [log.with_suffix("") for log in logs if of_this_name.fullmatch(log.stem)]
+    for folder in folders:
+        log = folder.with_name(f"{folder.name}.log")
+        if not log.exists() or "\nfinal_val_loss: " in log.read_text(encoding="utf-8", errors="replace"):
+            continue
+        with open(log, "rb") as file:
+            require(lock(file), f"{log}: this run is alive; wait for its end or stop it")
+        for path in checkpoints_in(folder):
+            if path.name > Path(asked).name and asked.endswith(".pt"):
+                continue
+            try:
+                payload = read_checkpoint(path)
+                require(log.stat().st_size >= payload["log_bytes"], f"{log}: was cut to before {path.name}")
+            except UserError as e:
+                notes.append(f"note: {e}; going on from the checkpoint before it")
+                continue
+            differ = differences(payload, hp, facts)
+            if differ and not command.resume_anyway:
+                refusals.append(f"{path}: {'; '.join(differ)}. Give the run its own settings back, or add --resume_anyway")
+                break
+            return dict(payload, log=str(log)), notes + [f"note: resumed although {line}" for line in differ]
+    raise UserError("; ".join(refusals[:1] or [*notes, f"--resume: {what} is not there, is finished or has no checkpoint to go on from"]))
+
+def differences(payload: dict, hp: Hyperparameters, facts: dict) -> list[str]:
+    """What would make the rest of a run differ from what it began as. A seed of -1 takes the run's own."""
+    then, now = payload["hyperparameters"], dataclasses.asdict(hp)
+    lines = [f"--{name} was {then.get(name)} and is {value}" for name, value in now.items()
+             if then.get(name) != value and name not in ("records", "save_every") and (name, value) != ("seed", -1)]
+    lines += ["this script is not the one in the log"] if payload["script"] != facts["script"] else []
+    lines += [f"the data was {was} and is {now}" for was, now in zip_longest(payload["data"], facts["data"]) if was != now][:1]
+    shapes = {name: p.shape for name, p in meta_model(hp).named_parameters()}
+    if {name: p.shape for name, p in payload["model"].items()} != shapes:
+        raise UserError(f"the checkpoint holds a model of another shape: {'; '.join(lines)}")
+    return lines
 
 def load_model(folder, device="cpu") -> tuple[GPT, Hyperparameters]:
-    """The model of a run from its folder records/<name of the log>/, in evaluation mode, for use without a compiler."""
-    path = Path(folder, "model.pt")
-    if not path.exists():
-        raise UserError(f"{path}: there is no such model; name a run's folder, records/<name of the log>")
+    """The model of a run from its folder records/<name of the log>/, trained or as its newest checkpoint has it, in evaluation
+    mode, for use without a compiler."""
+    path = next((p for p in (Path(folder, "model.pt"), *checkpoints_in(Path(folder))) if p.exists()), None)
+    require(path, f"{folder}: holds no model.pt and no checkpoint; name a run's folder, records/<name of the log>")
+    payload = read_checkpoint(path)
     try:
-        payload = torch.load(path, map_location=device, weights_only=True)
         hp = Hyperparameters(**payload["hyperparameters"])
         model = GPT(hp, block_sparse, payload["model"]["embed.weight"].dtype).to(device).eval()
         model.load_state_dict(payload["model"])
-    except Exception as e:  # whatever a damaged or foreign file leads to
-        raise UserError(f"{path}: is no model of this script: damaged, or saved by another version of it ({type(e).__name__})") from None
+    except Exception as e:  # of another version of the script
+        raise UserError(f"{path}: does not fit this version of the script ({type(e).__name__})") from None
     return model, hp
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -969,7 +1210,7 @@ def require(condition, message: str):
 def check_settings(hp: Hyperparameters, world_size: int):
     """Refuse settings that contradict themselves or each other."""
     version = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2])
-    require(version >= (2, 11), f"torch {torch.__version__} is too old; install torch 2.11 or newer, as in requirements.txt")
+    require((2, 11) <= version < (3, 0), f"torch {torch.__version__} is not between 2.11 and 3.0; install the one in requirements.txt")
     require(hp.name and all(c.isalnum() or c in "._-" for c in hp.name), f"--name={hp.name}: use letters, digits and ._- only")
     require(hp.dtype in ("auto", "bfloat16", "float32"), f"--dtype={hp.dtype} is not auto, bfloat16 or float32")
     for f in dataclasses.fields(hp):
@@ -994,6 +1235,36 @@ def check_settings(hp: Hyperparameters, world_size: int):
     fits = [str(n) for n in range(1, hp.micro_batches + 1) if hp.micro_batches % n == 0]
     require(str(world_size) in fits, f"{world_size} ranks do not divide {hp.micro_batches} micro-batches: start {', '.join(fits)} "
                                      f"ranks, or set --micro_batches to a multiple of {world_size}")
+    share = hp.micro_batches // world_size
+    require(not hp.deterministic or world_size == 1 or share & (share - 1) == 0, f"--deterministic sums in pairs: {share} micro-batches a "
+            f"rank are no power of two; set --micro_batches to {world_size} times one")
+
+def meta_model(hp: Hyperparameters) -> GPT:
+    """The model without its numbers: names, shapes and types."""
+    with torch.device("meta"):
+        return GPT(hp, block_sparse, getattr(torch, hp.dtype))
+
+def state_bytes(hp: Hyperparameters) -> tuple[int, int]:
+    """Bytes of (the model, a checkpoint): Muon keeps one number for each of its weights, Adam two."""
+    sizes = {name: p.nbytes for name, p in meta_model(hp).named_parameters()}
+    return sum(sizes.values()), sum(n * (2 if name.startswith("blocks.") else 3) for name, n in sizes.items())
+
+def check_disk(hp: Hyperparameters):
+    """Refuse a disk without room for the trained model, the two checkpoints that are kept and the one being written."""
+    folder, (model, state) = Path(hp.records).absolute(), state_bytes(hp)
+    while not folder.exists():
+        folder = folder.parent
+    free, need = shutil.disk_usage(folder).free >> 20, (hp.save * model + (3 if hp.save_every else 1) * state) >> 20
+    require(free > need, f"{folder}: {free} MiB free, checkpoints take {need} MiB; free some, or choose another --records")
+
+def lacks_memory(hp: Hyperparameters, device: torch.device) -> str | None:
+    """What to say where the GPU's free memory is less than a lower bound of what training takes."""
+    if device.type != "cuda":
+        return None
+    activations = hp.train_seq_len * (2 if hp.dtype == "bfloat16" else 4) * (10 * len(hp.windows) * hp.model_dim + hp.vocab_size)
+    (free, total), need = torch.cuda.mem_get_info(device), sum(state_bytes(hp)) + activations  # gradients take what weights do
+    return None if free > need else (f"{free >> 20} of {total >> 20} MiB of GPU memory are free, training takes more than {need >> 20}: end "
+                                     "other processes, or lower --train_seq_len and raise --micro_batches")
 
 def check_data(hp: Hyperparameters) -> dict:
     """Check the shards; {train, val: paths, train_tokens, val_tokens: how many each holds, spans: what each step reads}."""
@@ -1015,6 +1286,7 @@ def check_data(hp: Hyperparameters) -> dict:
             f"{hp.num_iterations} steps of {step_tokens} tokens were asked for, {len(data['train'])} shard(s) with "
             f"{sum(data['train_tokens'])} tokens hold {steps} in {hp.epochs} pass(es): add shards, raise --epochs, or lower "
             "--num_iterations, --micro_batches or --train_seq_len")
+    data["fingerprints"] = [fingerprint(path) for path in data["train"] + data["val"]]
     return data
 
 def fast_bf16(device: torch.device) -> bool:
@@ -1023,10 +1295,9 @@ def fast_bf16(device: torch.device) -> bool:
     return any(getattr(torch.cpu, name, bool)() for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
 
 def resolve(hp: Hyperparameters, device: torch.device) -> tuple[Hyperparameters, list[str]]:
-    """What was left open, decided: the seed, the number of key heads, what the hardware can do; and lines that say so."""
+    """What was left open, decided: the number of key heads, what the hardware can do; and lines that say so."""
     cuda, notes = device.type == "cuda", []
-    seed = hp.seed if hp.seed >= 0 else random.SystemRandom().randrange(2**31)
-    hp = dataclasses.replace(hp, seed=seed, num_kv_heads=hp.num_kv_heads or hp.num_heads)
+    hp = dataclasses.replace(hp, num_kv_heads=hp.num_kv_heads or hp.num_heads)
     if hp.dtype == "auto":
         hp = dataclasses.replace(hp, dtype="bfloat16" if fast_bf16(device) else "float32")
         if hp.dtype == "float32":
@@ -1037,6 +1308,20 @@ def resolve(hp: Hyperparameters, device: torch.device) -> tuple[Hyperparameters,
     if not cuda:
         notes.append("note: block-sparse attention in plain PyTorch and no compiler, since there is no CUDA GPU")
     return hp, notes
+
+def prepare(hp: Hyperparameters, command: argparse.Namespace, world_size: int, device: torch.device, script: str):
+    """Every check that one process can do: (hyperparameters with nothing left open, lines, data, the checkpoint to resume)."""
+    check_settings(hp, world_size)
+    (hp, notes), data, start = resolve(hp, device), check_data(hp), {}
+    hp = dataclasses.replace(hp, val_tokens=hp.val_tokens or sum(data["val_tokens"]) - 1)
+    check_disk(hp)
+    facts = dict(script=hashlib.sha256(script.encode()).hexdigest(), data=data["fingerprints"])
+    if command.resume is not None:
+        start, more = find_checkpoint(hp, command, facts)
+        notes += more
+    if hp.seed < 0:
+        hp = dataclasses.replace(hp, seed=start["hyperparameters"]["seed"] if start else random.SystemRandom().randrange(2**31))
+    return hp, notes, dict(data, facts=facts), start
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 11. Main: build, warm up, restore, train
@@ -1081,26 +1366,40 @@ def evaluate(model, sequences: list, window: Tensor, hp: Hyperparameters, ranks:
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     with torch.no_grad():
         for inputs, targets in sequences:
-            total += model(inputs, targets, window) * len(inputs)  # a sum, whatever share of the targets is padding
+            total += model(inputs, targets, window).double() * len(inputs)  # a sum, whatever share of the targets is padding
     model.train()
     if ranks.world_size > 1:
         dist.all_reduce(total)
     return float(total) / hp.val_tokens
 
 def train_step(model, batches: list, window: Tensor, muon: Muon, adam: Adam, step: int, hp: Hyperparameters) -> Tensor:
-    """One step on this rank's micro-batches; returns its share of the step's mean loss. It only launches work: nothing
-    here waits for the device, and ranks talk after the last micro-batch only."""
-    loss_sum = 0.0
-    for inputs, targets in batches:
+    """One step on this rank's micro-batches; returns the sum of their losses. It only launches work: nothing here waits for
+    the device, and ranks talk after the last micro-batch only."""
+    buffers, loss_sum = [*(group["grads"] for group in muon.groups), *adam.grads], 0.0
+
+    def accumulate(inputs: Tensor, targets: Tensor):
+        nonlocal loss_sum
         loss = model(inputs, targets, window)
         loss.backward()
-        loss_sum = loss_sum + loss.detach()
+        loss_sum = loss_sum + loss.detach().double()  # in float64 this sum is exact in any order
+
+    if hp.deterministic:
+        def alone(batch) -> list[Tensor]:
+            torch._foreach_zero_(buffers)
+            accumulate(*batch)
+            return torch._foreach_div(buffers, hp.micro_batches)
+
+        torch._foreach_copy_(buffers, tree_sum(map(alone, batches)))
+    else:
+        for batch in batches:
+            accumulate(*batch)
+        torch._foreach_div_(buffers, hp.micro_batches)
     # Muon's gradients travel first, since it has arithmetic to do; the embeddings' travel while it does.
-    muon.reduce_gradients(hp.micro_batches)
-    adam.reduce_gradients(hp.micro_batches)
+    muon.reduce_gradients()
+    adam.reduce_gradients()
     muon.step(hp.muon_lr * lr_scale(step, hp), muon_momentum(step, hp))
     adam.step_at(lr_scale(step, hp))
-    return loss_sum / hp.micro_batches
+    return loss_sum
 
 def warm_up(model, params: dict, muon: Muon, adam: Adam, hp: Hyperparameters, ranks: Ranks):
     """Compile and allocate by a step and a validation on random tokens, then undo all of it."""
@@ -1124,8 +1423,28 @@ def warm_up(model, params: dict, muon: Muon, adam: Adam, hp: Hyperparameters, ra
             state.zero_()
     assert all(not p.grad.any() for p in params.values()), "a step left a gradient behind"
 
-def train(hp: Hyperparameters, ranks: Ranks, data: dict, log: RunLog):
+class Stop:
+    """The first SIGTERM, SIGINT or SIGHUP asks for an end as soon as all is saved; a second one ends the process at once."""
+
+    def __init__(self):
+        self.signal, self.when = 0, 0.0
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
+                signal.signal(number, self)
+
+    def __call__(self, number, frame):
+        if self.signal and time.monotonic() - self.when > 0.3:  # closer ones are one, sent to the launcher and by the launcher
+            os._exit(128 + number)
+        self.signal, self.when = number, time.monotonic()
+        if os.environ.get("RANK", "0") == "0":
+            os.write(2, f"{signal.Signals(number).name}: saving; a second signal ends at once\n".encode())
+
+def train(hp: Hyperparameters, ranks: Ranks, data: dict, log: RunLog, start: dict, saved: dict):
     device, cuda, dtype = ranks.device, ranks.device.type == "cuda", getattr(torch, hp.dtype)
+    if hp.deterministic:
+        torch.set_num_threads(1)
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
     torch.manual_seed(hp.seed)
     model = GPT(hp, flex if cuda else block_sparse, dtype).to(device)
     if ranks.world_size > 1:
@@ -1133,8 +1452,10 @@ def train(hp: Hyperparameters, ranks: Ranks, data: dict, log: RunLog):
             dist.broadcast(p.detach(), src=0)  # one seed can still draw other last bits on another kind of CPU
     compiled = torch.compile(model, dynamic=False, fullgraph=True) if cuda else model
     matrices, adam_groups = optimizer_groups(model, hp)
-    muon, adam = Muon(matrices, ranks.rank, ranks.world_size, dtype), Adam(adam_groups, ranks.world_size)
-    loader = TrainLoader(data["train"], data["spans"], hp, ranks.rank, ranks.world_size, device)
+    muon = Muon(matrices, ranks.rank, ranks.world_size, dtype, hp.deterministic)
+    adam = Adam(adam_groups, ranks.world_size, hp.deterministic)
+    first = start.get("step", 0)
+    loader = TrainLoader(data["train"], data["spans"], hp, ranks.rank, ranks.world_size, device, first)
     val_sequences, text_bytes = load_validation(data["val"], data["val_tokens"], hp, ranks.rank, ranks.world_size, device)
     limit = hardware_limit(device, dtype)
     log.write(f"model: {sum(p.numel() for p in model.parameters())} parameters, {sum(p.numel() for p in matrices)} of them in the "
@@ -1142,45 +1463,59 @@ def train(hp: Hyperparameters, ranks: Ranks, data: dict, log: RunLog):
 
     began = time.perf_counter()
     warm_up(compiled, dict(model.named_parameters()), muon, adam, hp, ranks)
+    if start:
+        restore(saved, start, model, muon, adam, ranks)
+        saved.clear()
     if cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         torch.compiler.set_stance("fail_on_recompile")  # a recompile under the clock is an error, not a mystery
     log.write(f"warmup: {time.perf_counter() - began:.1f} s, untimed")
 
-    unread = deque()  # losses are read two steps late, when reading them no longer waits for the device
+    unread, stopping = deque(), False  # losses are read two steps late, when reading them no longer waits for the device
 
     def read_losses(keep: int):
+        nonlocal stopping
         while len(unread) > keep:
-            step, loss, when = unread.popleft()
-            seconds = when()
-            log.step_line(step, "train_loss", float(loss), seconds, hp)
+            step, shared, when = unread.popleft()
+            loss, stopping = float(shared[0]) / hp.micro_batches, stopping or shared[1] > 0  # any rank may have had the signal
+            log.step_line(step, "train_loss", loss, when(), hp)
             if not math.isfinite(loss):
-                raise UserError(f"step {step}: the training loss is {float(loss)}; lower the learning rates (--muon_lr, --embed_lr, "
-                                "--head_lr) or look at the data; the log is kept", everywhere=True)
+                raise UserError(f"step {step}: the training loss is {loss}; lower the learning rates (--muon_lr, --embed_lr, --head_lr) or "
+                                "look at the data; the log and earlier checkpoints are kept", everywhere=True)
 
-    clock = Clock(device)
+    clock, stop = Clock(device, start.get("seconds", 0.0)), Stop()
     log.start_bar(hp.num_iterations)
     clock.start()
-    for step in range(hp.num_iterations + 1):
+    for step in range(first, hp.num_iterations + 1):
         last = step == hp.num_iterations
+        save = stopping or (step > first and hp.save_every and step % hp.save_every == 0)
+        validate = last or (hp.val_loss_every and step % hp.val_loss_every == 0)
         window = torch.tensor(window_tokens(step, hp), dtype=torch.int32).to(device, non_blocking=True)
-        if last or (hp.val_loss_every and step % hp.val_loss_every == 0):
+        if save or validate:
             clock.stop()
             read_losses(keep=0)
-            val_loss = evaluate(compiled, val_sequences, window, hp, ranks)
-            log.step_line(step, "val_loss", val_loss, clock.elapsed, hp)
+            if save or stopping:
+                facts = dict(data["facts"], seconds=clock.elapsed, position=loader.position)
+                save_checkpoint(training_state(model, muon, adam), facts, step, hp, ranks, log)
+            if stopping:
+                number = stop.signal or signal.SIGTERM
+                raise UserError(f"stopped by {signal.Signals(number).name}; step {step} is saved, the same command with --resume goes on",
+                                everywhere=True, status=128 + number)
+            if validate:
+                val_loss = evaluate(compiled, val_sequences, window, hp, ranks)
+                log.step_line(step, "val_loss", val_loss, clock.elapsed, hp)
             if last:
                 break
             clock.start()
         loss = train_step(compiled, loader.next_step(), window, muon, adam, step, hp)
+        shared = torch.stack([loss, torch.full_like(loss, bool(stop.signal))])
         if ranks.world_size > 1:
-            dist.all_reduce(loss)
-        unread.append((step + 1, loss.to("cpu", non_blocking=True), clock.mark()))
+            dist.all_reduce(shared)
+        unread.append((step + 1, shared.to("cpu", non_blocking=True), clock.mark()))
         while loader.news:
             log.write(loader.news.pop(0))
-        read_losses(keep=2)
-    log.close_bar()
+        read_losses(keep=2 if cuda else 0)
     report(model, hp, ranks, limit, clock.elapsed, loader.wait_seconds, val_loss, text_bytes, log)
 
 def report(model: GPT, hp: Hyperparameters, ranks: Ranks, limit: tuple, seconds: float, wait_seconds: float, val_loss: float,
@@ -1204,7 +1539,9 @@ def report(model: GPT, hp: Hyperparameters, ranks: Ranks, limit: tuple, seconds:
     if ranks.rank == 0:
         log.write(f"log: {log.path}")
         if hp.save:
-            log.write(f"model: saved as {save_model(log.path.with_suffix(''), model, hp, hp.num_iterations)}")
+            path = log.path.with_suffix("") / "model.pt"
+            write_checkpoint(path, dict(step=hp.num_iterations, hyperparameters=dataclasses.asdict(hp), model=model.state_dict()))
+            log.write(f"model: saved as {path}")
         if hp.sample_tokens:
             generator = torch.Generator().manual_seed(hp.seed)
             sample = generate(model, [hp.vocab_size - 1], hp.sample_tokens, window_tokens(hp.num_iterations, hp), generator=generator)
@@ -1221,51 +1558,64 @@ def decode(tokens: list[int], vocab_size: int) -> str:
         return f"{tokens} (in numbers, since GPT-2's vocabulary is not at hand: {type(e).__name__})"
 
 def run(argv: list[str]):
-    hp, only_check = parse_flags(argv, "speedrun" if torch.cuda.is_available() else "demo")
-    if only_check:
-        check_settings(hp, int(os.environ.get("WORLD_SIZE", 1)))
-        data = check_data(hp)
+    hp, command = parse_flags(argv, "speedrun" if torch.cuda.is_available() else "demo")
+    script = Path(__file__).read_text(encoding="utf-8")  # what runs now, whatever happens to the file later
+    if command.check:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        _, notes, data, start = prepare(hp, command, int(os.environ.get("WORLD_SIZE", 1)), device, script)
         print(f"checks passed: {len(data['train'])} training and {len(data['val'])} validation shard(s), "
-              f"{sum(data['train_tokens'])} and {sum(data['val_tokens'])} tokens")
+              f"{sum(data['train_tokens'])} and {sum(data['val_tokens'])} tokens" + (f"; to resume at step {start['step']}" if start else ""))
         return
-    source = Path(__file__).read_text(encoding="utf-8")  # what runs now, whatever happens to the file later
-    ranks = start_ranks()
+    ranks, saved, logs = start_ranks(), {}, []
+    self_test(ranks)
 
-    def prepare():
-        check_settings(hp, ranks.world_size)
-        return *resolve(hp, ranks.device), check_data(hp)
+    def on_rank_0():
+        settled, notes, data, start = prepare(hp, command, ranks.world_size, ranks.device, script)
+        saved.update({kind: start.pop(kind) for kind in ("model", "momentum", "exp_avg", "exp_avg_sq") if start})  # too large to send so
+        logs.append(RunLog(settled, 0, start))
+        return settled, notes, data, start
 
-    hp, notes, data = decide_on_rank_0(ranks, prepare)
-    hp = dataclasses.replace(hp, val_tokens=hp.val_tokens or sum(data["val_tokens"]) - 1)
-    log = RunLog(hp, ranks.rank)
-    if ranks.rank == 0:
+    hp, notes, data, start = decide_on_rank_0(ranks, on_rank_0)
+    raise_anywhere(ranks, lacks_memory(hp, ranks.device))
+    log = logs[0] if logs else RunLog(hp, ranks.rank, start)
+    if start:
+        log.write(f"resumed: step {start['step']} at {datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}, on {ranks.world_size} rank(s) of {platform.node()} "
+                  f"with torch {torch.__version__}; saved on {start['ranks']} with torch {start['torch']}")
+    elif ranks.rank == 0:
         settings = [f"{name} = {value!r}" for name, value in dataclasses.asdict(hp).items()]
-        log.write("\n".join([*settings, SEPARATOR, *describe_environment(hp, ranks, data), SEPARATOR, source, SEPARATOR]), console=False)
-        log.write("\n".join([CLOCK_CONTRACT, *notes]))
+        log.write("\n".join([*settings, SEPARATOR, *describe_environment(hp, ranks, data), SEPARATOR, script, SEPARATOR]), console=False)
+        log.write(CLOCK_CONTRACT)
+    for note in notes:
+        log.write(note)
     try:
-        train(hp, ranks, data, log)
+        train(hp, ranks, data, log, start, saved)
     finally:
-        log.close_bar()
+        log.close()
+    if ranks.world_size > 1:
+        dist.barrier(ranks.control)  # rank 0 may still be writing, and a rank that ends takes the others with it
 
 def main():
-    error, everywhere, status = None, False, 2
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    rank, error, everywhere, status = os.environ.get("RANK", "0"), None, False, 2
     try:
         run(sys.argv[1:])
     except UserError as e:
-        error, everywhere = str(e), e.everywhere
+        error, everywhere, status = str(e), e.everywhere, e.status
     except torch.OutOfMemoryError as e:
-        error = (f"rank {os.environ.get('RANK', 0)} is out of GPU memory: lower --train_seq_len (and raise --micro_batches) or "
+        error = (f"rank {rank} is out of GPU memory: lower --train_seq_len (and raise --micro_batches) or "
                  f"--val_seq_len ({str(e).split('. ')[0]})")
     except KeyboardInterrupt:
-        error, everywhere, status = "interrupted; the log is kept", True, 130
-    except Exception:
-        error, status = f"rank {os.environ.get('RANK', 0)} met a defect of the script, please report it:\n{traceback.format_exc()}", 1
-    if error is None:
-        return dist.destroy_process_group() if dist.is_initialized() else None
-    if not everywhere or os.environ.get("RANK", "0") == "0":
+        error, everywhere, status = "interrupted before or after training; the log is kept", True, 130
+    except Exception as e:
+        lost = isinstance(e, dist.DistError) or "gloo" in str(e)
+        error, status = f"rank {rank} met a defect of the script, please report it:\n{traceback.format_exc()}", 1
+        if lost:
+            error = f"rank {rank} lost contact with another rank, whose own message is the reason ({str(e).splitlines()[0]})"
+    if error is not None and (rank == "0" or not everywhere):
         print(f"error: {error}", file=sys.stderr, flush=True)
     sys.stdout.flush()
-    os._exit(status)  # an orderly exit could wait for ranks that wait for this one
+    if error is not None or dist.is_initialized():  # an orderly exit could wait for ranks that wait for this one
+        os._exit(0 if error is None else status)
 
 if __name__ == "__main__":
     main()

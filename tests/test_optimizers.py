@@ -61,7 +61,7 @@ def test_agrees_with_the_muon_of_torch():
             p.grad.copy_(grad)
             q.grad = grad.clone()
         before = [p.detach().clone() for p in ours]
-        muon.reduce_gradients(1)
+        muon.reduce_gradients()
         muon.step(lr=0.05, momentum=0.9)
         oracle.step()
     for p, q, old in zip(ours, theirs, before):
@@ -76,8 +76,8 @@ def test_nesterov_momentum_by_hand(monkeypatch):
     average, want = 0.0, 0.0
     for step, g in enumerate([1.0, -2.0, 3.0]):
         momentum = 0.85 + 0.05 * step
-        p.grad.fill_(4 * g)
-        muon.reduce_gradients(4)
+        p.grad.fill_(g)
+        muon.reduce_gradients()
         muon.step(lr=0.1, momentum=momentum)
         average = momentum * average + (1 - momentum) * g
         want -= 0.1 * (momentum * average + (1 - momentum) * g)
@@ -145,8 +145,8 @@ def test_gathers_overlap_the_next_batch(monkeypatch):
     model, hp = tiny_model()
     matrices, groups = optimizer_groups(model, hp)
     muon, adam = Muon(matrices, 1, 3, torch.float32), Adam(groups, 3)
-    muon.reduce_gradients(3)
-    adam.reduce_gradients(3)
+    muon.reduce_gradients()
+    adam.reduce_gradients()
     muon.step(0.05, 0.9)
     adam.step_at(1.0)
     at = {event: i for i, event in enumerate(events)}

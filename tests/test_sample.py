@@ -1,5 +1,6 @@
 """Samples from saved runs: by bytes, by GPT-2's tokens, by token numbers; the command line and its errors."""
 
+import dataclasses
 import hashlib
 import os
 import subprocess
@@ -14,7 +15,7 @@ from test_data_vocab import write_vocabulary
 import train_gpt
 from data import vocab
 from records import sample
-from train_gpt import UserError, parse_flags, resolve, save_model
+from train_gpt import UserError, parse_flags, resolve, write_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def save_random_model(folder, *flags):
     for p in model.parameters():
         if not p.any():
             torch.nn.init.normal_(p, std=0.5)
-    save_model(folder, model, hp, 0)
+    write_checkpoint(folder / "model.pt", dict(step=0, hyperparameters=dataclasses.asdict(hp), model=model.state_dict()))
     return folder
 
 
@@ -194,15 +195,15 @@ def test_models_that_cannot_be_used_are_one_line(tmp_path, trained, run_sample):
         assert done.status == 2 and done.err.startswith("error: ") and done.err.count("\n") == 1 and done.out == ""
         return done.err
 
-    assert "no such model" in complaint(tmp_path / "nothing")
-    assert "no such model" in complaint(tmp_path / "nothing.log")
+    assert "holds no model.pt" in complaint(tmp_path / "nothing")
+    assert "holds no model.pt" in complaint(tmp_path / "nothing.log")
     payload = torch.load(trained / "model.pt", weights_only=True)
     settings = payload["hyperparameters"]
     for name, content in {"no model": [1, 2], "unknown flag": {**payload, "hyperparameters": {**settings, "num_experts": 8}},
                           "other shape": {**payload, "hyperparameters": {**settings, "model_dim": 48}}}.items():
         (tmp_path / name).mkdir()
         torch.save(content, tmp_path / name / "model.pt")
-        assert f"{name}/model.pt: is no model of this script" in complaint(tmp_path / name)
+        assert f"{name}/model.pt: is damaged, or no checkpoint" in complaint(tmp_path / name)
 
 
 @pytest.mark.parametrize("device", ["tpu9000", "meta", "cuda:99"])

@@ -70,7 +70,8 @@ def test_flag_forms():
     assert parse_flags(["--save=false", "--save"], "speedrun")[0].save
     assert parse_flags(["--adam_betas=0.7,0.9"], "speedrun")[0].adam_betas == (0.7, 0.9)
     assert parse_flags([], "demo")[0] == PRESETS["demo"]
-    assert parse_flags(["--check"], "demo")[1] and not parse_flags([], "demo")[1]
+    assert parse_flags(["--check"], "demo")[1].check and not parse_flags([], "demo")[1].check
+    assert [parse_flags(flags, "demo")[1].resume for flags in ([], ["--resume"], ["--resume=a/b"])] == [None, "", "a/b"]
 
 
 @pytest.mark.parametrize("flag, words", [
@@ -134,6 +135,8 @@ def test_preflight_accepts_and_reports(tiny):
     (dict(adam_betas=(0.8, 1.0)), "adam_betas"),
     (dict(window_quantum=0), "is not between 1 and inf"),
     (dict(epochs=0), "is not between 1 and inf"),
+    (dict(save_every=-1), "is not between 0 and inf"),
+    (dict(deterministic=True, micro_batches=6, num_iterations=1), "3 micro-batches a rank are no power of two; set --micro_batches to 2 times one"),
 ])
 def test_preflight_refuses_in_one_line(tiny, changes, words):
     with pytest.raises(UserError, match=words) as caught:
@@ -158,17 +161,22 @@ def test_damaged_shards_are_named_with_the_byte(tiny, damage, words):
 
 def test_old_torch_is_refused(tiny, monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
-    with pytest.raises(UserError, match="torch 2.9.1.* too old"):
+    with pytest.raises(UserError, match="torch 2.9.1.* not between 2.11"):
         preflight(tiny, 1)
 
 
 def test_resolve_says_every_fallback_aloud():
     hp, notes = resolve(HP, torch.device("cpu"))
-    assert not hp.use_fp8 and hp.seed >= 0 and hp.num_kv_heads == 6 and hp.dtype in ("bfloat16", "float32")
+    assert not hp.use_fp8 and hp.seed == -1 and hp.num_kv_heads == 6 and hp.dtype in ("bfloat16", "float32")
     assert any("no FP8" in n for n in notes) and any("block-sparse attention" in n for n in notes)
     assert any("float32" in n for n in notes) or hp.dtype == "bfloat16"
-    assert resolve(HP, torch.device("cpu"))[0].seed != hp.seed
-    assert resolve(with_(seed=5), torch.device("cpu"))[0].seed == 5
+
+
+def test_a_seed_is_drawn_where_none_is_given(tiny):
+    command, cpu = parse_flags([], "demo")[1], torch.device("cpu")
+    seeds = {train_gpt.prepare(tiny, command, 1, cpu, "script")[0].seed for _ in range(3)}
+    assert len(seeds) == 3 and min(seeds) >= 0
+    assert train_gpt.prepare(dataclasses.replace(tiny, seed=5), command, 1, cpu, "script")[0].seed == 5
 
 
 def test_importing_the_script_has_no_side_effect():
