@@ -72,6 +72,7 @@ done
 set -- ${arguments[@]+"${arguments[@]}"}
 if [ -n "$repeat" ]; then
   [[ "$repeat" =~ ^[1-9][0-9]*$ ]] || die "--repeat=$repeat is no number of runs; try --repeat=5"
+  case " $* " in *" --resume"*) die "--repeat starts runs anew; resume the unfinished one first, without --repeat" ;; esac
   case " $* " in *" --seed"*) die "--repeat draws a seed for every run; leave --seed out" ;; esac
 fi
 flags=(--preset="$mode" "$@")
