@@ -1186,10 +1186,12 @@ def differences(payload: dict, hp: Hyperparameters, facts: dict) -> list[str]:
         raise UserError(f"the checkpoint holds a model of another shape: {'; '.join(lines)}")
     return lines
 
-def load_model(folder, device="cpu") -> tuple[GPT, Hyperparameters]:
-    """The model of a run from its folder records/<name of the log>/, trained or as its newest checkpoint has it, in evaluation
-    mode, for use without a compiler."""
-    path = next((p for p in (Path(folder, "model.pt"), *checkpoints_in(Path(folder))) if p.exists()), None)
+def load_model(path, device="cpu") -> tuple[GPT, Hyperparameters]:
+    """The model of a checkpoint, or of a run's folder records/<name of the log>/: the trained one, else its newest checkpoint's; in
+    evaluation mode, for use without a compiler."""
+    folder, path = path, Path(path)
+    if path.suffix != ".pt":
+        path = next((p for p in (path / "model.pt", *checkpoints_in(path)) if p.exists()), None)
     require(path, f"{folder}: holds no model.pt and no checkpoint; name a run's folder, records/<name of the log>")
     payload = read_checkpoint(path)
     try:

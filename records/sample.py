@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Continue a prompt with the model of a finished run.
+"""Continue a prompt with the model of a run, or with the newest checkpoint of one that is not finished.
 
     python records/sample.py records/2026-01-31T12-00-00Z_demo --prompt "def main("
     python records/sample.py records/2026-01-31T12-00-00Z_demo.log --tokens 500 --temperature 1 --top_k 0 --seed 7
     python records/sample.py RUN --prompt "464 3290"     # GPT-2's vocabulary not at hand: token numbers
 
-The run is named by its folder, the model.pt in it, or its log. The text goes to stdout as it comes, up to --tokens or the
+The run is named by its folder, its log, or the model.pt or checkpoint to take. The text goes to stdout as it comes, up to --tokens or the
 model's end of text; bytes that are no UTF-8 show as U+FFFD. The same seed gives the same text on the same hardware.
 """
 
@@ -48,7 +48,7 @@ from_zero.__name__ = "number from 0 on"
 def arguments(description: str) -> common.ArgumentParser:
     """A parser with what every program that uses a saved model takes."""
     parser = common.ArgumentParser(description=description)
-    parser.add_argument("run", metavar="RUN", help="the run's folder, the model.pt in it, or its log")
+    parser.add_argument("run", metavar="RUN", help="the run's folder, its log, or the model.pt or checkpoint in it")
     parser.add_argument("--vocab_dir", metavar="DIR", help="folder with GPT-2's encoder.json and vocab.bpe; without it "
                         "tiktoken's copy or a download")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
@@ -57,11 +57,9 @@ def arguments(description: str) -> common.ArgumentParser:
 
 
 def load_run(run: str, device: str):
-    """The model of a run named by its folder, its model.pt or its log, and its hyperparameters."""
+    """The model of a run named by its folder, its log or a file of its, and its hyperparameters."""
     path = Path(run)
-    if path.name == "model.pt":
-        path = path.parent
-    elif path.suffix == ".log" and not path.is_dir():
+    if path.suffix == ".log" and not path.is_dir():
         path = path.with_suffix("")
     try:
         if torch.device(device).type not in ("cpu", "cuda"):
