@@ -1535,15 +1535,15 @@ def report(model: GPT, hp: Hyperparameters, ranks: Ranks, limit: tuple, seconds:
                   f"{floor:.2f} s at the {source})")
         log.write(f"data_wait: {1000 * wait_seconds / hp.num_iterations:.3f} ms a step")
     bits = f", {val_loss / math.log(2) * hp.val_tokens / text_bytes:.4f} bits per byte" if text_bytes else ""
+    if ranks.rank == 0 and hp.save and math.isfinite(val_loss):  # before the line that makes the run a finished one
+        path = log.path.with_suffix("") / "model.pt"
+        write_checkpoint(path, dict(step=hp.num_iterations, hyperparameters=dataclasses.asdict(hp), model=model.state_dict()))
+        log.write(f"model: saved as {path}")
     log.write(f"final_val_loss: {val_loss:.4f} nats per token{bits}, on {hp.val_tokens} tokens")
     if not math.isfinite(val_loss):
         raise UserError(f"the validation loss is {val_loss}; lower the learning rates; the log is kept", everywhere=True)
     if ranks.rank == 0:
         log.write(f"log: {log.path}")
-        if hp.save:
-            path = log.path.with_suffix("") / "model.pt"
-            write_checkpoint(path, dict(step=hp.num_iterations, hyperparameters=dataclasses.asdict(hp), model=model.state_dict()))
-            log.write(f"model: saved as {path}")
         if hp.sample_tokens:
             generator = torch.Generator().manual_seed(hp.seed)
             sample = generate(model, [hp.vocab_size - 1], hp.sample_tokens, window_tokens(hp.num_iterations, hp), generator=generator)

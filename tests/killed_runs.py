@@ -68,13 +68,17 @@ PLACES = {
 }
 
 
+AT_THE_END = "after the last validation, before the trained model is saved"
+LAST = {AT_THE_END: lambda: die_at_call(train_gpt, "train_flops", 1, after=True)}
+
+
 def attempt(flags: list[str], place: str | None, delay: float) -> int:
     """Status of a child that trains and is killed at the place, or after delay seconds."""
     child = os.fork()
     if child == 0:
         try:
             if place:
-                PLACES[place]()
+                (PLACES | LAST)[place]()
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             train_gpt.run(flags)
         except BaseException as e:
@@ -99,11 +103,13 @@ def main():
             for log in records.glob("*.log"):
                 log.unlink()
         status = attempt([*flags, *resume], place, delay=chance.uniform(0.05, 0.8))
-        if status == 0:
+        if status == 0 and place is None:
             break  # the run got to its end before a kill at random did
         assert status == -signal.SIGKILL, f"{place}: ended with {status}"
         kills[place or "at random"] += 1
     else:
+        assert attempt([*flags, "--resume"], AT_THE_END, delay=1e9) == -signal.SIGKILL
+        kills[AT_THE_END] += 1
         assert attempt([*flags, "--resume"], None, delay=1e9) == 0, "the last resumption"
     print(json.dumps(kills))
 
