@@ -1564,7 +1564,8 @@ def run(argv: list[str]):
     script = Path(__file__).read_text(encoding="utf-8")  # what runs now, whatever happens to the file later
     if command.check:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        _, notes, data, start = prepare(hp, command, int(os.environ.get("WORLD_SIZE", 1)), device, script)
+        hp, _, data, start = prepare(hp, command, int(os.environ.get("WORLD_SIZE", 1)), device, script)
+        raise_anywhere(Ranks(0, 1, device), lacks_memory(hp, device))
         print(f"checks passed: {len(data['train'])} training and {len(data['val'])} validation shard(s), "
               f"{sum(data['train_tokens'])} and {sum(data['val_tokens'])} tokens" + (f"; to resume at step {start['step']}" if start else ""))
         return
