@@ -1,0 +1,40 @@
+"""The CPU benchmark on the tests' text: a target that is reached, one that is not, a model that is too large."""
+
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+SMALL = ("--windows=SS --value_embeds=0. --attention=xx --model_dim=32 --num_heads=2 --head_dim=16 --train_seq_len=128 --val_seq_len=256 "
+         "--window_end=128 --micro_batches=2 --num_iterations=4 --val_loss_every=2 --seed=1").split()
+
+
+def bench(*argv):
+    return subprocess.run([sys.executable, str(ROOT / "tests" / "bench_cpu.py"), str(ROOT / "tests" / "text.txt"), *argv],
+                          capture_output=True, text=True, timeout=250)
+
+
+def test_reaches_an_easy_target_and_keeps_the_logs(tmp_path):
+    done = bench("--target=5.7", "--repeat=2", "--processes=2", f"--keep={tmp_path}", *SMALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[-1].startswith("reached 5.7 after ") and " s of training (median of " in lines[-1]
+    assert "GFLOP/s in float32" in done.stdout and "2 process(es)" in done.stdout
+    rows = [line.split() for line in lines if line.endswith(" s") and line.split()[0].isdigit()]
+    assert [row[:2] for row in rows] == 2 * [["0", "0"], ["2", "512"], ["4", "1024"]]
+    logs = [path.read_text() for path in tmp_path.glob("*.log")]
+    size = (ROOT / "tests" / "text.txt").stat().st_size
+    assert len(logs) == 2
+    for log in logs:  # the first 90 % of the bytes and the last 10 %, each behind an end-of-text token
+        assert f"train_train_000001.bin {size * 9 // 10 + 1} tokens" in log and f"on {size - size * 9 // 10} tokens" in log
+
+
+@pytest.mark.parametrize("argv, status, words", [
+    (["--target=0.001", "--processes=1"], 1, "error: 0.001 was not reached in 1 of 1 run(s)"),
+    (["--model_dim=512"], 2, "parameters are more than 850000; --any_size allows them"),
+    (["--no_such=1"], 2, "unrecognized arguments: --no_such=1"),
+])
+def test_says_in_one_line_what_is_wrong(argv, status, words):
+    done = bench(*SMALL, *argv)
+    assert done.returncode == status and done.stderr.count("\n") == 1 and words in done.stderr, done.stderr
