@@ -5,10 +5,10 @@
     python tests/bench_cpu.py book.txt --target=2 --num_iterations=500      flags of train_gpt.py go through to it
 
 The first 90 % of the file's bytes train, in fragments of 256 bytes in random order, the last 10 % validate, all of them; a
-byte is a token. It runs train_gpt.py
-itself, a process of one thread on each core, and reads its log: X in the last line, "reached 1.874 after X s of training",
-is what the script's own clock says at the first validation loss at or below the target. Without --any_size a model of more
-than 850,000 parameters is refused. Exit status: 0 reached, 1 not reached, 2 wrong usage.
+byte is a token. It runs train_gpt.py itself, a process of one thread on each core, and reads its log: X in the last line,
+"reached 1.874 after X s of training", is what the script's own clock says at the first validation loss at or below the
+target. Without --any_size a model of more than 850,000 parameters is refused. Exit status: 0 reached, 1 not reached, 2 wrong
+usage.
 """
 
 import argparse
@@ -69,10 +69,10 @@ def make_shards(text: bytes, folder: Path) -> list[str]:
 
 def train(flags: list[str], processes: int, target: float) -> float | None:
     """Seconds of training until the target, by one run; None where it was not reached. Prints a table as it goes."""
-    launch = [sys.executable, "-u", "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", str(ROOT / "train_gpt.py")]
+    launch = [sys.executable, "-u", "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "train_gpt.py"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     reached, said = None, []
-    with subprocess.Popen([*launch, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as process:
+    with subprocess.Popen([*launch, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=ROOT) as process:
         print(f"{'step':>6} {'tokens':>10} {'val loss':>9} {'train time':>11}")
         for line in process.stdout:
             said.append(line)
@@ -110,7 +110,7 @@ def main():
     float32, bfloat16 = (matrix_rate(dtype) / 1e9 for dtype in (torch.float32, torch.bfloat16))
     print(f"matrix products, one thread: {float32:.1f} GFLOP/s in float32, {bfloat16:.1f} in bfloat16; {processes} process(es)")
     with tempfile.TemporaryDirectory() as folder:
-        flags += [*make_shards(args.text.read_bytes(), Path(folder)), f"--records={args.keep or folder}"]
+        flags += [*make_shards(args.text.read_bytes(), Path(folder)), f"--records={os.path.relpath(args.keep, ROOT) if args.keep else folder}"]
         times = [train(flags, processes, args.target) for _ in range(args.repeat)]
     if None in times:
         print(f"error: {args.target} was not reached in {times.count(None)} of {args.repeat} run(s)", file=sys.stderr)

@@ -11,7 +11,7 @@ from train_gpt import (GPT, PRESETS, CastedLinear, Rotary, ValueEmbedding, block
                        optimizer_groups, train_flops)
 
 HP = dataclasses.replace(PRESETS["demo"], windows="LSSL", value_embeds="0..0", attention="xx.x", model_dim=32, num_heads=4,
-                         num_kv_heads=4, head_dim=16, train_seq_len=256, val_seq_len=512, vocab_size=257, use_fp8=False)
+                         num_kv_heads=4, head_dim=16, attention_scale=0.12, train_seq_len=256, val_seq_len=512, vocab_size=257, use_fp8=False)
 
 
 def tiny_model(seed=0, randomize=True, dtype=torch.float32, **changes):

@@ -185,7 +185,7 @@ def test_the_newest_unfinished_run_of_these_settings_is_taken(tmp_path, shards, 
 def test_what_differs_is_named_and_needs_resume_anyway(tmp_path, shards, monkeypatch):
     interrupted_run(tmp_path, shards, monkeypatch)
     resume = [*RUN, *shards, f"--records={tmp_path}", "--resume"]
-    with pytest.raises(UserError, match=r"--windows was LSSL and is LLSL; --muon_lr was 0.03 and is 0.04. .* --resume_anyway"):
+    with pytest.raises(UserError, match=r"--windows was LSSL and is LLSL; --muon_lr was 0.045 and is 0.04. .* --resume_anyway"):
         run([*resume, "--muon_lr=0.04", "--windows=LLSL"])
     with pytest.raises(UserError, match="a model of another shape: --model_dim was 32 and is 48"):
         run([*resume, "--model_dim=48", "--resume_anyway"])
@@ -203,7 +203,7 @@ def test_what_differs_is_named_and_needs_resume_anyway(tmp_path, shards, monkeyp
     assert "resumed" not in log.split(train_gpt.SEPARATOR)[-1], "nothing that was refused has touched the log"
     run([*resume, "--muon_lr=0.04", "--resume_anyway"])
     log = log_path(tmp_path).read_text()
-    assert "note: resumed although --muon_lr was 0.03 and is 0.04" in log and "step:12/12 val_loss" in log
+    assert "note: resumed although --muon_lr was 0.045 and is 0.04" in log and "step:12/12 val_loss" in log
 
 
 def test_resume_refuses_live_finished_and_missing_runs(tmp_path, shards, whole, monkeypatch):

@@ -99,7 +99,7 @@ def tiny(tmp_path):
     write_shard(tmp_path / "a_train_000001.bin", [256, *range(200)] * 50)
     write_shard(tmp_path / "a_val_000000.bin", [256, *range(200)] * 10)
     return dataclasses.replace(
-        PRESETS["demo"], train_files=f"{tmp_path}/a_train_*.bin", val_files=f"{tmp_path}/a_val_*.bin", val_tokens=2000,
+        PRESETS["demo"], windows="LSLSSL", value_embeds="01..01", attention="xxx.xx", num_heads=2, train_files=f"{tmp_path}/a_train_*.bin", val_files=f"{tmp_path}/a_val_*.bin", val_tokens=2000,
         train_seq_len=256, val_seq_len=512, num_iterations=9)
 
 
