@@ -95,6 +95,8 @@ class Hyperparameters:
     windows: str = flag("LSSSLSSLSSSL", "layer table: L long window, S short window (half of the long one)")
     value_embeds: str = flag("012......012", "layer table: number of the layer's value embedding, or . for none")
     attention: str = flag("xxxxxxx.xxxx", "layer table: x a layer with attention, . without")
+    smear: bool = flag(False, "add a learned share of the token before to each token's embedding")
+    pair_rows: int = flag(0, "rows in the embedding of pairs of tokens, which share rows by a hash; 0: no such embedding", 0)
     model_dim: int = flag(768, "width of the residual stream, a multiple of 16", 1)
     num_heads: int = flag(6, "query heads", 1)
     num_kv_heads: int = flag(0, "key and value heads (grouped-query attention); 0: as many as query heads", 0)
@@ -542,6 +544,8 @@ class GPT(nn.Module):
         self.hp, self.attend = hp, attend
         L, V = len(hp.windows), -(-hp.vocab_size // 64) * 64  # a padded vocabulary suits the matrix units
         self.embed = nn.Embedding(V, hp.model_dim, dtype=dtype)
+        self.pair_embed = nn.Embedding(hp.pair_rows, hp.model_dim, dtype=dtype) if hp.pair_rows else None
+        self.smear = nn.Parameter(torch.zeros(hp.model_dim)) if hp.smear else None
         self.value_embed = ValueEmbedding(hp.value_embeds, V, hp.num_kv_heads * hp.head_dim, dtype)
         self.rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len), hp.rope_base)
         self.blocks = nn.ModuleList(Block(hp, c == "x") for c in hp.attention)
@@ -551,13 +555,27 @@ class GPT(nn.Module):
         self.lm_head = CastedLinear(hp.model_dim, V, hp.use_fp8, hp.fp8_x_scale, hp.fp8_w_scale, hp.fp8_grad_scale)
         nn.init.zeros_(self.lm_head.weight)
 
+    def embedded(self, tokens_T: Tensor) -> Tensor:
+        """x_TD of the tokens; with what came right before them in their document, where the settings say so: the embedding
+        of both as a pair (modded-nanogpt's bigram hash embedding, 2026) and a share of the token before, learned for each
+        channel (after its smear gate, 2025)."""
+        eot, x_TD = self.hp.vocab_size - 1, self.embed(tokens_T)
+        if self.pair_embed is not None:
+            before_T = torch.where(tokens_T == eot, eot, F.pad(tokens_T[:-1], (1, 0), value=eot)).long()
+            x_TD = x_TD + self.pair_embed((before_T * 2654435761 + tokens_T) % self.hp.pair_rows)  # Knuth's factor spreads
+        x_TD = norm(x_TD)
+        if self.smear is not None:
+            share_TD = (tokens_T != eot)[:, None] * self.smear.type_as(x_TD)
+            x_TD = x_TD + share_TD * F.pad(x_TD[:-1], (0, 0, 1, 0))
+        return x_TD
+
     def features(self, tokens_T: Tensor, window: Tensor) -> Tensor:
         """x_TD as the head reads it."""
         masks = build_block_masks(tokens_T, self.hp.vocab_size - 1, window)
         attend = {c: self.attend(mask, self.hp.attention_scale) for c, mask in zip("LS", masks)}
         value_embeds = self.value_embed(tokens_T)
         mixes, value_mixes, skip_weights = self.residual_mix.unbind(), self.value_mix.unbind(), self.skip_weights.unbind()
-        x_TD = x0_TD = norm(self.embed(tokens_T))
+        x_TD = x0_TD = self.embedded(tokens_T)
         # U-Net: the first half's outputs are added to the inputs of the second half, the last to the first.
         L, skips = len(self.blocks), []
         for i, block in enumerate(self.blocks):
@@ -670,8 +688,8 @@ fp8_linear.register_autograd(fp8_autograd, setup_context=fp8_setup_context)
 def optimizer_groups(model: GPT, hp: Hyperparameters) -> tuple[list[nn.Parameter], list[dict]]:
     """Which optimizer owns which parameters: Muon's, and Adam's groups."""
     matrices = list(model.blocks.parameters())
-    embeddings = [model.embed.weight, *model.value_embed.parameters()]
-    scalars = [model.residual_mix, model.value_mix, model.skip_weights]
+    embeddings = [p for name, p in model.named_parameters() if "embed" in name]
+    scalars = [p for name, p in model.named_parameters() if name in ("smear", "residual_mix", "value_mix", "skip_weights")]
     adam = [  # params, peak learning rate, betas, epsilon                                            example shape
         dict(params=[model.lm_head.weight], peak_lr=hp.head_lr, betas=hp.adam_betas, eps=hp.adam_eps),  # [50304, 768]
         dict(params=embeddings, peak_lr=hp.embed_lr, betas=hp.adam_betas, eps=hp.adam_eps),             # [50304, 768]

@@ -11,7 +11,7 @@ from train_gpt import (GPT, PRESETS, CastedLinear, Rotary, ValueEmbedding, block
                        optimizer_groups, train_flops)
 
 HP = dataclasses.replace(PRESETS["demo"], windows="LSSL", value_embeds="0..0", attention="xx.x", model_dim=32, num_heads=4,
-                         num_kv_heads=4, head_dim=16, attention_scale=0.12, train_seq_len=256, val_seq_len=512, vocab_size=257, use_fp8=False)
+                         num_kv_heads=4, head_dim=16, attention_scale=0.12, smear=True, pair_rows=500, train_seq_len=256, val_seq_len=512, vocab_size=257, use_fp8=False)
 
 
 def tiny_model(seed=0, randomize=True, dtype=torch.float32, **changes):
@@ -95,6 +95,29 @@ def test_no_token_sees_the_future_or_another_document():
     assert touched.min() == 100 and touched.max() == 120 and len(touched) == 21
 
 
+def test_what_came_before_in_the_document_and_nothing_else_changes_a_token():
+    model, _ = tiny_model(model_dim=64)
+    tokens, _ = sequence(eots=(0, 100, 130))
+    expected = model.features(tokens, torch.tensor(512))
+    for changed, last in ((99, 99), (110, 129), (129, 129)):
+        other = tokens.clone()
+        other[changed] = (other[changed] + 1) % 256
+        differs = (model.features(other, torch.tensor(512)) != expected).any(1).nonzero().flatten()
+        assert differs.tolist() == list(range(changed, last + 1))
+
+
+def test_pairs_of_tokens_and_the_token_before_are_in_the_embedding():
+    model, hp = tiny_model()
+    tokens = torch.tensor([256, 5, 6, 256, 6, 5, 6], dtype=torch.int32)
+    rows = [(b * 2654435761 + t) % hp.pair_rows for b, t in ((256, 256), (256, 5), (5, 6), (256, 256), (256, 6), (6, 5), (5, 6))]
+    x = norm(model.embed(tokens) + model.pair_embed(torch.tensor(rows)))
+    before = torch.stack([torch.zeros(32), x[0], x[1], torch.zeros(32), *x[3:6]])  # nothing comes before a document
+    torch.testing.assert_close(model.embedded(tokens), x + model.smear * before)
+    plain, _ = tiny_model(smear=False, pair_rows=0)
+    torch.testing.assert_close(plain.embedded(tokens), norm(plain.embed(tokens)))
+    assert not {"smear", "pair_embed.weight"} & set(plain.state_dict())
+
+
 def test_rotary_turns_half_of_the_channels_by_relative_angles():
     rotary = Rotary(16, 100, 1024.0)
     q, k = torch.randn(1, 1, 16).expand(100, 1, 16), torch.randn(1, 1, 16).expand(100, 1, 16)
@@ -159,7 +182,7 @@ def test_forward_equals_the_definition_written_plainly():
         heads = [torch.where(seen, q[:, h] @ k[:, h].T * 0.12, -torch.inf).softmax(-1) @ v[:, h] for h in range(4)]
         return F.linear(torch.cat(heads, dim=1), layer.proj.weight)
 
-    x = x0 = norm(model.embed(tokens))
+    x = x0 = model.embedded(tokens)
     outputs = []
     for i, block in enumerate(model.blocks):
         if i >= 2:

@@ -28,7 +28,7 @@ def no_device_check(monkeypatch):
 FEW_LAYERS = dict(windows="LSSL", value_embeds="0..0", attention="xx.x")
 
 
-@pytest.mark.parametrize("changes", [dict(), dict(use_fp8=False, num_kv_heads=2, **FEW_LAYERS)], ids=["full size", "bf16 and grouped queries"])
+@pytest.mark.parametrize("changes", [dict(), dict(use_fp8=False, num_kv_heads=2, smear=True, pair_rows=5000, **FEW_LAYERS)], ids=["full size", "bf16 and grouped queries"])
 def test_training_step_and_validation_are_one_graph_each(changes):
     hp = dataclasses.replace(HP, **changes)
     graphs = []
