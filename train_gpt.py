@@ -1138,22 +1138,6 @@ def differences(payload: dict, hp: Hyperparameters, facts: dict) -> list[str]:
             f"the checkpoint holds a model of another shape: {'; '.join(lines)}")
     return lines
 
-def load_model(path, device="cpu") -> tuple[GPT, Hyperparameters]:
-    """The model of a checkpoint, or of a run's folder records/<name of the log>/: the trained one, else its newest checkpoint's; in
-    evaluation mode, for use without a compiler."""
-    folder, path = path, Path(path)
-    if path.suffix != ".pt":
-        path = next((p for p in (path / "model.pt", *checkpoints_in(path)) if p.exists()), None)
-    require(path, f"{folder}: holds no model.pt and no checkpoint; name a run's folder, records/<name of the log>")
-    payload = read_checkpoint(path)
-    try:
-        hp = Hyperparameters(**payload["hyperparameters"])
-        model = GPT(hp, block_sparse, payload["model"]["embed.weight"].dtype).to(device).eval()
-        model.load_state_dict(payload["model"])
-    except Exception as e:  # of another version of the script
-        raise UserError(f"{path}: does not fit this version of the script ({type(e).__name__})") from None
-    return model, hp
-
 # ----------------------------------------------------------------------------------------------------------------------
 # 10. Preflight checks: what can be known to go wrong is said before anything slow begins
 
