@@ -149,12 +149,9 @@ def pair(text: str) -> tuple[float, float]:
 
 def parse_flags(argv: list[str], default_preset: str) -> tuple[Hyperparameters, argparse.Namespace]:
     """The hyperparameters that the command line asks for, and what to do with them: check, resume, resume_anyway."""
-    def refuse(message: str):
-        raise UserError(f"{message}; --help lists the flags", everywhere=True)
-
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False,
                                      usage="%(prog)s [--preset=NAME] [--check] [--resume[=PATH]] [--field=value ...]")
-    parser.error = refuse
+    parser.error = lambda message: require(False, f"{message}; --help lists the flags", everywhere=True)
     parser.add_argument("--preset", default=default_preset, choices=PRESETS, metavar="NAME",
                         help=f"{' or '.join(PRESETS)} (default: speedrun where a CUDA GPU is present, demo elsewhere)")
     parser.add_argument("--check", action="store_true", help="check settings and data, then exit")
@@ -865,8 +862,8 @@ def self_test(ranks: Ranks, seconds: float = 60):
         dist.monitored_barrier(ranks.control, timedelta(seconds=seconds), wait_all_ranks=True)
     except RuntimeError as e:
         missing = re.search(r"Ranks ([\d, ]+) failed|$", str(e))[1] or "0"
-        raise UserError(f"rank {ranks.rank} waited {seconds:.0f} s in vain for rank(s) {missing}: look at what they printed and at "
-                        "the network between the machines (GLOO_SOCKET_IFNAME names its interface)") from None
+        raise UserError(f"rank {ranks.rank} waited {seconds:.0f} s in vain for rank(s) {missing}: look at what they printed and "
+                        "at the network between the machines (GLOO_SOCKET_IFNAME names its interface)") from None
 
     def add_up():
         x, deadline = torch.full((1024,), float(ranks.rank), device=ranks.device), time.monotonic() + seconds
@@ -1068,8 +1065,8 @@ def training_state(params: dict, muon: Muon, adam: Adam) -> dict:
 def save_checkpoint(state: dict, facts: dict, step: int, hp: Hyperparameters, ranks: Ranks, log: RunLog):
     """All that decides the rest of the run, in one file for any number of ranks; the two newest files are kept."""
     began = time.perf_counter()
-    finite = all(p.isfinite().all() for p in state["model"].values())
-    require(finite, f"step {step}: a weight is no longer finite; {LOWER_RATES}; the checkpoint before it is kept", everywhere=True)
+    require(all(p.isfinite().all() for p in state["model"].values()), f"step {step}: a weight is no longer finite; "
+            f"{LOWER_RATES}; the checkpoint before it is kept", everywhere=True)
 
     def write() -> Path:
         os.fsync(log.file.fileno())
@@ -1256,10 +1253,9 @@ def prepare(hp: Hyperparameters, command: argparse.Namespace, world_size: int, d
 # ----------------------------------------------------------------------------------------------------------------------
 # 11. Main: build, warm up, restore, train
 
-PEAK_TFLOPS = {  # dense bf16 and FP8 with float32 sums, from the makers' data sheets
-    "H200": (989, 1979), "H100 80GB HBM3": (989, 1979), "H100 PCIe": (756, 1513), "A100": (312, 312), "L40S": (362, 733),
-    "RTX 4090": (165, 330),
-}
+# Dense bf16 and FP8 with float32 sums, from the makers' data sheets
+PEAK_TFLOPS = {"H200": (989, 1979), "H100 80GB HBM3": (989, 1979), "H100 PCIe": (756, 1513), "A100": (312, 312),
+               "L40S": (362, 733), "RTX 4090": (165, 330)}
 
 def hardware_limit(device: torch.device, dtype: torch.dtype) -> tuple[float, float, str]:
     """(FLOP/s of a rank in the main type, in FP8, where the figures come from)"""
@@ -1278,14 +1274,12 @@ def hardware_limit(device: torch.device, dtype: torch.dtype) -> tuple[float, flo
 def train_flops(model: GPT, hp: Hyperparameters) -> tuple[float, float]:
     """(FLOPs a token in the blocks, in the head), forward and backward, averaged over the steps' windows. Attention counts
     what window and diagonal leave visible; document borders, which hide more, are not subtracted."""
-    N, steps = hp.train_seq_len // BLOCK, range(0, max(1, hp.num_iterations), max(1, hp.num_iterations // 50))
-
-    def keys(blocks: int) -> float:
-        return sum(min(blocks, i + 1) * BLOCK - (BLOCK - 1) / 2 for i in range(N)) / N
-
-    windows = [-(-window_tokens(step, hp) // BLOCK) for step in steps]
-    seen = sum(keys(long if layer == "L" else max(1, long // 2))
-               for long in windows for layer, kind in zip(hp.windows, hp.attention) if kind == "x") / len(windows)
+    sampled = range(0, max(1, hp.num_iterations), max(1, hp.num_iterations // 50))
+    long = np.array([-(-window_tokens(step, hp) // BLOCK) for step in sampled])
+    block = np.arange(1, hp.train_seq_len // BLOCK + 1)
+    keys = {layer: np.minimum.outer(window, block).mean() * BLOCK - (BLOCK - 1) / 2
+            for layer, window in (("L", long), ("S", np.maximum(1, long // 2)))}
+    seen = sum(keys[layer] for layer, has_attention in zip(hp.windows, hp.attention) if has_attention == "x")
     blocks = 6 * sum(p.numel() for p in model.blocks.parameters()) + 12 * hp.num_heads * hp.head_dim * seen
     return blocks, 6 * model.lm_head.weight.numel()
 
@@ -1372,10 +1366,10 @@ def train(hp: Hyperparameters, ranks: Ranks, data: dict, log: RunLog, start: dic
     torch.manual_seed(hp.seed)
     model = GPT(hp, flex if cuda else block_sparse, dtype).to(device)
     compiled = torch.compile(model, dynamic=False, fullgraph=True) if cuda else model
-    params, (matrices, adam_groups) = dict(model.named_parameters()), optimizer_groups(model, hp)
+    params, first = dict(model.named_parameters()), start.get("step", 0)
+    matrices, adam_groups = optimizer_groups(model, hp)
     muon = Muon(matrices, ranks.rank, ranks.world_size, dtype, hp.deterministic)
     adam = Adam(adam_groups, ranks.world_size, hp.deterministic)
-    first = start.get("step", 0)
     loader = TrainLoader(data["train"], data["spans"], hp, ranks.rank, ranks.world_size, device, first)
     val_sequences, text_bytes = load_validation(data["val"], data["val_tokens"], hp, ranks.rank, ranks.world_size, device)
     limit = hardware_limit(device, dtype)
@@ -1404,8 +1398,8 @@ def train(hp: Hyperparameters, ranks: Ranks, data: dict, log: RunLog, start: dic
             step, shared, when = unread.pop(0)
             loss, stopping = float(shared[0]) / hp.micro_batches, stopping or shared[1] > 0  # any rank may have had the signal
             log.step_line(step, "train_loss", loss, when(), hp)
-            require(math.isfinite(loss), f"step {step}: the training loss is {loss}; {LOWER_RATES} or look at the data; the log and "
-                                         "earlier checkpoints are kept", everywhere=True)
+            require(math.isfinite(loss), f"step {step}: the training loss is {loss}; {LOWER_RATES} or look at the data; the log "
+                                         "and earlier checkpoints are kept", everywhere=True)
 
     clock, stop = Clock(device, start.get("seconds", 0.0)), Stop()
     clock.start()
