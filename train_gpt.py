@@ -808,8 +808,8 @@ def start_ranks() -> Ranks:
         count = torch.cuda.device_count()
         require(local_rank < count, f"rank {rank} has no GPU: {count} on this machine; lower --nproc_per_node")
         device = torch.device("cuda", local_rank)
-        allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # the variable's name before torch 2.9
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", allocator)  # read at CUDA's first allocation
+        if "PYTORCH_ALLOC_CONF" not in os.environ:
+            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # read at CUDA's first allocation
         torch.cuda.set_device(device)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(target=end_with_launcher, daemon=True).start()
