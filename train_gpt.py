@@ -27,7 +27,6 @@ import hashlib
 import math
 import os
 import platform
-import random
 import re
 import resource
 import shutil
@@ -37,7 +36,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
@@ -65,11 +63,15 @@ class UserError(Exception):
         super().__init__(message)
         self.everywhere, self.status = everywhere, status
 
+def require(condition, message: str, everywhere: bool = False):
+    if not condition:
+        raise UserError(message, everywhere)
+
 # ----------------------------------------------------------------------------------------------------------------------
 # 1. Hyperparameters and presets
 
-def flag(default, help: str, least: float = -math.inf, most: float = math.inf):
-    return field(default=default, metadata={"help": help, "range": (least, most)})
+def flag(default, help: str, least: float = -math.inf, most: float = math.inf, multiple: int = 0):
+    return field(default=default, metadata={"help": help, "range": (least, most, multiple)})
 
 @dataclass(frozen=True)
 class Hyperparameters:
@@ -86,8 +88,8 @@ class Hyperparameters:
     train_files: str = flag("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
     val_files: str = flag("data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
     vocab_size: int = flag(50257, "tokens in the vocabulary; the last one is the end-of-text token", 2, 65536)
-    train_seq_len: int = flag(48 * 1024, "tokens in a training sequence, a multiple of 128", 1)
-    val_seq_len: int = flag(256 * 1024, "tokens in a validation sequence, a multiple of 128", 1)
+    train_seq_len: int = flag(48 * 1024, "tokens in a training sequence, a multiple of 128", 1, multiple=BLOCK)
+    val_seq_len: int = flag(256 * 1024, "tokens in a validation sequence, a multiple of 128", 1, multiple=BLOCK)
     val_tokens: int = flag(10485760, "tokens to validate on; 0 takes all", 0)
     micro_batches: int = flag(8, "training sequences in a step, shared out to the ranks", 1)
     epochs: int = flag(1, "passes over the training shards that the run may use", 1)
@@ -97,10 +99,10 @@ class Hyperparameters:
     attention: str = flag("xxxxxxx.xxxx", "layer table: x a layer with attention, . without")
     smear: bool = flag(False, "add a learned share of the token before to each token's embedding")
     pair_rows: int = flag(0, "rows in the embedding of pairs of tokens, which share rows by a hash; 0: no such embedding", 0)
-    model_dim: int = flag(768, "width of the residual stream, a multiple of 16", 1)
+    model_dim: int = flag(768, "width of the residual stream, a multiple of 16", 1, multiple=16)
     num_heads: int = flag(6, "query heads", 1)
     num_kv_heads: int = flag(0, "key and value heads (grouped-query attention); 0: as many as query heads", 0)
-    head_dim: int = flag(128, "width of a head, a multiple of 16", 1)
+    head_dim: int = flag(128, "width of a head, a multiple of 16", 1, multiple=16)
     attention_scale: float = flag(0.12, "factor on the attention scores")
     rope_base: float = flag(1024.0, "base of the rotary frequencies", 1)
     lm_head_softcap: float = flag(15.0, "cap c of the logits: 2c * sigmoid(2 * logit / c)", 1e-6)
@@ -134,9 +136,9 @@ PRESETS = {
     "speedrun": Hyperparameters(),
     "demo": Hyperparameters(
         name="demo", train_files="data/demo/demo_train_*.bin", val_files="data/demo/demo_val_*.bin", vocab_size=257,
-        train_seq_len=1024, val_seq_len=2048, val_tokens=131072, micro_batches=4, windows="LSSL", value_embeds="0..0", attention="xx.x",
-        model_dim=128, num_heads=4, head_dim=32, attention_scale=0.3, window_end=256, num_iterations=500, muon_lr=0.045,
-        muon_momentum_end=0.9, muon_momentum_steps=0, embed_lr=0.3, val_loss_every=125, sample_tokens=300, save_every=125,
+        train_seq_len=1024, val_seq_len=2048, val_tokens=131072, micro_batches=4, windows="LSSL", value_embeds="0..0",
+        attention="xx.x", model_dim=128, num_heads=4, head_dim=32, attention_scale=0.3, window_end=256, num_iterations=500,
+        muon_lr=0.045, muon_momentum_end=0.9, muon_momentum_steps=0, embed_lr=0.3, sample_tokens=300, save_every=125,
     ),
 }
 
@@ -147,29 +149,27 @@ def pair(text: str) -> tuple[float, float]:
     first, second = text.split(",")
     return float(first), float(second)
 
-class FlagParser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise UserError(f"{message}; --help lists the flags", everywhere=True)
-
 def parse_flags(argv: list[str], default_preset: str) -> tuple[Hyperparameters, argparse.Namespace]:
     """The hyperparameters that the command line asks for, and what to do with them: check, resume, resume_anyway."""
-    parser = FlagParser(description=__doc__.split("\n\n")[0], allow_abbrev=False, argument_default=argparse.SUPPRESS,
-                        usage="%(prog)s [--preset=NAME] [--check] [--resume[=PATH]] [--field=value ...]")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False,
+                                     usage="%(prog)s [--preset=NAME] [--check] [--resume[=PATH]] [--field=value ...]")
+    parser.error = lambda message: require(False, f"{message}; --help lists the flags", everywhere=True)
     parser.add_argument("--preset", default=default_preset, choices=PRESETS, metavar="NAME",
                         help=f"{' or '.join(PRESETS)} (default: speedrun where a CUDA GPU is present, demo elsewhere)")
-    parser.add_argument("--check", action="store_true", default=False, help="check settings and data, then exit")
-    parser.add_argument("--resume", nargs="?", const="", default=None, metavar="PATH", help="go on with the newest unfinished run of these "
+    parser.add_argument("--check", action="store_true", help="check settings and data, then exit")
+    parser.add_argument("--resume", nargs="?", const="", metavar="PATH", help="go on with the newest unfinished run of these "
                         "settings, or with the one whose log, folder or checkpoint PATH is")
-    parser.add_argument("--resume_anyway", action="store_true", default=False, help="resume although settings, script or data differ")
-    for f in dataclasses.fields(Hyperparameters):
+    parser.add_argument("--resume_anyway", action="store_true", help="resume although settings, script or data differ")
+    fields = dataclasses.fields(Hyperparameters)
+    for f in fields:
         kind = {bool: boolean, tuple: pair}.get(type(f.default), type(f.default))
+        optional = dict(nargs="?", const=True) if kind is boolean else {}
         defaults = dict.fromkeys(str(getattr(preset, f.name)) for preset in PRESETS.values())
-        parser.add_argument(f"--{f.name}", type=kind, metavar=kind.__name__, **(dict(nargs="?", const=True) if kind is boolean else {}),
+        parser.add_argument(f"--{f.name}", type=kind, metavar=kind.__name__, default=argparse.SUPPRESS, **optional,
                             help=f"{f.metadata['help']} (default: {', demo: '.join(defaults)})")
-    flags = vars(parser.parse_args(argv))
-    preset = flags.pop("preset")
-    command = argparse.Namespace(**{name: flags.pop(name) for name in ("check", "resume", "resume_anyway")})
-    return dataclasses.replace(PRESETS[preset], **flags), command
+    command = parser.parse_args(argv)
+    given = {f.name: getattr(command, f.name) for f in fields if f.name in command}
+    return dataclasses.replace(PRESETS[command.preset], **given), command
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 2. Schedules: pure functions of the step
@@ -199,54 +199,38 @@ def muon_momentum(step: int, hp: Hyperparameters) -> float:
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_INTS = 20240520, 1, 256
 SHARD_HEADER_BYTES = 4 * SHARD_HEADER_INTS
 
-def read_shard_header(path) -> int:
-    """The number of tokens in a shard, once its header and its size on disk agree. Raises UserError naming the defect
-    and its byte offset."""
+def check_shard(path, vocab_size: int) -> int:
+    """The number of tokens in a shard, once its header, its size on disk and every token are right. Raises UserError
+    naming the defect and its byte offset."""
     try:
-        size = os.path.getsize(path)
-        with open(path, "rb") as f:
-            header = np.frombuffer(f.read(SHARD_HEADER_BYTES).ljust(SHARD_HEADER_BYTES, b"\0"), dtype="<i4")
+        size, header = os.path.getsize(path), np.fromfile(path, dtype="<i4", count=3)
     except OSError as e:
         raise UserError(f"{path}: cannot be read ({e.strerror})") from None
-    if size < SHARD_HEADER_BYTES:
-        raise UserError(f"{path}: {size} bytes, shorter than the {SHARD_HEADER_BYTES}-byte header; make the shard again")
-    if header[0] != SHARD_MAGIC:
-        raise UserError(f"{path}: magic number {header[0]} at byte 0, expected {SHARD_MAGIC}; not a token shard")
-    if header[1] != SHARD_VERSION:
-        raise UserError(f"{path}: version {header[1]} at byte 4, expected {SHARD_VERSION}; make the shard again")
-    num_tokens, held = int(header[2]), (size - SHARD_HEADER_BYTES) / 2
-    if num_tokens <= 0:
-        raise UserError(f"{path}: token count {num_tokens} at byte 8; the shard is empty, make it again")
-    if held != num_tokens:
-        raise UserError(f"{path}: the header at byte 8 promises {num_tokens} tokens, the file holds {held:g}; "
-                        "it is damaged or was cut off, fetch or make it again")
-    return num_tokens
-
-def check_shard(path, vocab_size: int) -> int:
-    """read_shard_header, and every token below vocab_size. Reads the whole file."""
-    num_tokens = read_shard_header(path)
-    tokens = np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=(num_tokens,))
-    for start in range(0, num_tokens, 1 << 24):
-        piece = tokens[start:start + (1 << 24)]
-        if piece.max() >= vocab_size:
-            at = start + int(np.argmax(piece >= vocab_size))
-            raise UserError(f"{path}: token {tokens[at]} at byte {SHARD_HEADER_BYTES + 2 * at} is not below the "
-                            f"vocabulary size {vocab_size}; wrong tokenizer or damaged file")
+    require(size >= SHARD_HEADER_BYTES, f"{path}: {size} bytes, shorter than the {SHARD_HEADER_BYTES}-byte header; make it again")
+    magic, version, num_tokens = header.tolist()
+    held = (size - SHARD_HEADER_BYTES) / 2
+    require(magic == SHARD_MAGIC, f"{path}: magic number {magic} at byte 0, expected {SHARD_MAGIC}; not a token shard")
+    require(version == SHARD_VERSION, f"{path}: version {version} at byte 4, expected {SHARD_VERSION}; make the shard again")
+    require(num_tokens > 0, f"{path}: token count {num_tokens} at byte 8; the shard is empty, make it again")
+    require(held == num_tokens, f"{path}: the header at byte 8 promises {num_tokens} tokens, the file holds {held:g}; it is "
+                                "damaged or was cut off, fetch or make it again")
+    tokens = np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES)
+    if tokens.max() >= vocab_size:
+        at = int(np.argmax(tokens >= vocab_size))
+        raise UserError(f"{path}: token {tokens[at]} at byte {SHARD_HEADER_BYTES + 2 * at} is not below the vocabulary size "
+                        f"{vocab_size}; wrong tokenizer or damaged file")
     return num_tokens
 
 def read_tokens(path, num_tokens: int, start: int = 0, pin: bool = False) -> Tensor:
     """num_tokens uint16 tokens of a shard, read straight into (pinned) memory."""
     tokens = torch.empty(num_tokens, dtype=torch.uint16, pin_memory=pin)
     try:
-        with open(path, "rb", buffering=0) as f:
+        with open(path, "rb") as f:
             f.seek(SHARD_HEADER_BYTES + 2 * start)
-            view, got = memoryview(tokens.numpy()).cast("B"), 0
-            while got < len(view) and (n := f.readinto(view[got:])):
-                got += n
+            got = f.readinto(tokens.numpy())
     except OSError as e:
         raise UserError(f"{path}: cannot be read any more ({e.strerror}); put the shard back and start again") from None
-    if got != len(view):
-        raise UserError(f"{path}: became shorter while the run was using it; put the shard back and start again")
+    require(got == tokens.nbytes, f"{path}: became shorter while the run was using it; put the shard back and start again")
     return tokens
 
 @dataclass(frozen=True)
@@ -280,9 +264,7 @@ def count_cut_documents(tokens: Tensor, eot: int, seq_len: int) -> tuple[int, in
 
 class TrainLoader:
     """The steps' tokens for one rank, from step first on: its contiguous share of the micro-batches, (inputs_T int32,
-    targets_T int64) each.
-
-    The next shard is read ahead in a thread; the copy to the device is asynchronous."""
+    targets_T int64) each. The next shard is read ahead in a thread; the copy to the device is asynchronous."""
 
     def __init__(self, files: list, spans: list[Span], hp: Hyperparameters, rank: int, world_size: int, device, first: int = 0):
         self.files, self.spans, self.seq_len, self.eot = files, spans, hp.train_seq_len, hp.vocab_size - 1
@@ -290,10 +272,9 @@ class TrainLoader:
         self.mine = hp.micro_batches // world_size  # micro-batches of a step that are this rank's
         self.skip = rank * self.mine * hp.train_seq_len
         self.device, self.wait_seconds, self.news = device, 0.0, []
-        if device.type == "cuda":  # pinning stalls the device: fill PyTorch's cache before the clock starts (now, ahead, in flight)
+        if device.type == "cuda":  # pinning stalls the device: fill PyTorch's cache before the clock starts
             longest = max(span.steps for span in spans) * self.step_tokens + 1
-            spare = [torch.empty(longest, dtype=torch.uint16, pin_memory=True) for _ in range(3)]
-            del spare
+            [torch.empty(longest, dtype=torch.uint16, pin_memory=True) for _ in ("now", "ahead", "in flight")]
         self.thread = ThreadPoolExecutor(1)
         span = 0
         while span < len(spans) - 1 and first >= spans[span].steps:
@@ -307,8 +288,7 @@ class TrainLoader:
         if index == len(self.spans):
             return None
         span = self.spans[index]
-        tokens = read_tokens(self.files[span.shard], span.steps * self.step_tokens + 1, span.start,
-                             pin=self.device.type == "cuda")
+        tokens = read_tokens(self.files[span.shard], span.steps * self.step_tokens + 1, span.start, self.device.type == "cuda")
         documents, cut = count_cut_documents(tokens[:-1], self.eot, self.seq_len)
         line = (f"data: pass {span.epoch + 1}, {Path(self.files[span.shard]).name}, {span.steps} steps from token "
                 f"{span.start}, {documents} documents, {100 * cut / max(1, documents):.1f} % cut by sequence borders")
@@ -343,8 +323,6 @@ def load_validation(files: list, shard_tokens: list[int], hp: Hyperparameters, r
     for path, tokens in zip(files, shard_tokens):
         pieces.append(read_tokens(path, min(tokens, want)).to(torch.int32))
         want -= len(pieces[-1])
-        if not want:
-            break
     stream = torch.cat(pieces)
     inputs, targets = stream[:-1], stream[1:].long()
     text_bytes = int((targets < 256).sum()) if hp.vocab_size == 257 else 0
@@ -845,8 +823,8 @@ def start_ranks() -> Ranks:
     rank, world_size, local_rank = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
-            raise UserError(f"rank {rank} has no GPU: {torch.cuda.device_count()} on this machine; lower --nproc_per_node")
+        count = torch.cuda.device_count()
+        require(local_rank < count, f"rank {rank} has no GPU: {count} on this machine; lower --nproc_per_node")
         device = torch.device("cuda", local_rank)
         if "PYTORCH_ALLOC_CONF" not in os.environ:
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # read at CUDA's first allocation
@@ -855,12 +833,10 @@ def start_ranks() -> Ranks:
         threading.Thread(target=end_with_launcher, daemon=True).start()
     if world_size == 1:
         return Ranks(rank, world_size, device)
-    if device.type == "cuda":
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
-    threading.Thread(target=end_with_neighbour, args=(rank, world_size, dist.new_group(backend="gloo", timeout=timedelta(days=365))),
-                     daemon=True).start()
+    on_gpu = device.type == "cuda"
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    silence = dist.new_group(backend="gloo", timeout=timedelta(days=365))
+    threading.Thread(target=end_with_neighbour, args=(rank, world_size, silence), daemon=True).start()
     return Ranks(rank, world_size, device, dist.new_group(backend="gloo", timeout=timedelta(hours=1)))
 
 def end_with_launcher():
@@ -878,38 +854,46 @@ def end_with_neighbour(rank: int, world_size: int, channel: dist.ProcessGroup):
         dist.recv(torch.empty(1), src=(rank + 1) % world_size, group=channel)
     except Exception:
         time.sleep(5)  # where all end for one reason each says so itself
-        print(f"error: rank {rank} ends, since rank {(rank + 1) % world_size} has; the first error that a rank printed, on whichever "
-              "machine, is the reason", file=sys.stderr, flush=True)
+        print(f"error: rank {rank} ends, since rank {(rank + 1) % world_size} has; the first error that a rank printed, on "
+              "whichever machine, is the reason", file=sys.stderr, flush=True)
         os._exit(1)
 
-def raise_anywhere(ranks: Ranks, complaint: str | None):
-    """Every rank raises the first complaint that any rank has."""
-    complaints = [complaint]
+def agree(ranks: Ranks, function, everyone: bool = False):
+    """function()'s result on rank 0, on every rank. It runs on rank 0 alone, or on everyone; a UserError is raised on all."""
+    result, complaint = None, None
+    try:
+        if everyone or ranks.rank == 0:
+            result = function()
+    except UserError as e:
+        complaint = f"rank {ranks.rank} on {platform.node()}: {e}" if everyone and ranks.world_size > 1 else str(e)
+    answers = [(result, complaint)] * ranks.world_size
     if ranks.world_size > 1:
-        complaints = [None] * ranks.world_size
-        dist.all_gather_object(complaints, complaint and f"rank {ranks.rank} on {platform.node()}: {complaint}", group=ranks.control)
-    for complaint in filter(None, complaints):
-        raise UserError(complaint, everywhere=True)
+        dist.all_gather_object(answers, (result, complaint), group=ranks.control)
+    for _, complaint in answers:
+        if complaint:
+            raise UserError(complaint, everywhere=True)
+    return answers[0][0]
 
 def self_test(ranks: Ranks, seconds: float = 60):
     """Refuse to start where a rank is missing, or collectives hang or give wrong sums."""
-    if ranks.world_size == 1:
-        return
     try:
         dist.monitored_barrier(ranks.control, timedelta(seconds=seconds), wait_all_ranks=True)
     except RuntimeError as e:
-        missing = re.search(r"Ranks ([\d, ]+) failed", str(e))
-        raise UserError(f"rank {ranks.rank} waited {seconds:.0f} s in vain for rank(s) {missing[1] if missing else '0'}: look at what they printed "
-                        "and at the network between the machines (GLOO_SOCKET_IFNAME names its interface)") from None
-    x, complaint = torch.full((1024,), float(ranks.rank), device=ranks.device), None
-    work, deadline = dist.all_reduce(x, async_op=True), time.monotonic() + seconds
-    while not work.is_completed() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    if not work.is_completed():
-        complaint = f"an all_reduce did not end within {seconds:.0f} s; look at NCCL_SOCKET_IFNAME and run with NCCL_DEBUG=INFO"
-    elif not (x == sum(range(ranks.world_size))).all():
-        complaint = "an all_reduce gave a wrong sum; its GPU, its driver or the network is at fault"
-    raise_anywhere(ranks, complaint)
+        missing = re.search(r"Ranks ([\d, ]+) failed|$", str(e))[1] or "0"
+        raise UserError(f"rank {ranks.rank} waited {seconds:.0f} s in vain for rank(s) {missing}: look at what they printed and "
+                        "at the network between the machines (GLOO_SOCKET_IFNAME names its interface)") from None
+
+    def add_up():
+        x, deadline = torch.full((1024,), float(ranks.rank), device=ranks.device), time.monotonic() + seconds
+        work = dist.all_reduce(x, async_op=True)
+        while not work.is_completed() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        require(work.is_completed(), f"an all_reduce did not end within {seconds:.0f} s; look at NCCL_SOCKET_IFNAME and run with "
+                                     "NCCL_DEBUG=INFO")
+        require((x == sum(range(ranks.world_size))).all(),
+                "an all_reduce gave a wrong sum; its GPU, its driver or the network is at fault")
+
+    agree(ranks, add_up, everyone=True)
 
 # torch 2.13 renamed both collectives and warns of the old names, which torch 2.11 needs.
 reduce_scatter = partial(getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor, async_op=True)
@@ -931,58 +915,43 @@ def tree_reduce_scatter(out: Tensor, parts: Tensor):
     dist.all_to_all_single(received, parts)
     out.copy_(tree_sum([part] for part in received.view(-1, *out.shape))[0])
 
-def decide_on_rank_0(ranks: Ranks, function):
-    """function()'s result on rank 0, on every rank; a UserError there is raised on every rank."""
-    result = [None, None]
-    if ranks.rank == 0:
-        try:
-            result[0] = function()
-        except UserError as e:
-            result[1] = str(e)
-    if ranks.world_size > 1:
-        dist.broadcast_object_list(result, src=0, group=ranks.control)
-    if result[1] is not None:
-        raise UserError(result[1], everywhere=True)
-    return result[0]
-
 # ----------------------------------------------------------------------------------------------------------------------
 # 9. Run log and checkpoints
 
-SEPARATOR = "=" * 100
-CLOCK_CONTRACT = ("clock: train_time counts everything from the first step on, except validation; compiling, a warmup on "
-                  "dummy data that is undone, and reading the first shard come before it")
+SEPARATOR, CHECKPOINT_FORMAT, STATE = "=" * 100, 2, ("model", "momentum", "exp_avg", "exp_avg_sq")
+LOWER_RATES = "lower the learning rates (--muon_lr, --embed_lr, --head_lr)"
 
 def lock(file) -> bool:
     """Whether this process now holds the lock on a log, which a run keeps to its end, however it ends."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass  # a file system without locks
+    except OSError as e:
+        return not isinstance(e, BlockingIOError)  # any other error: a file system without locks
     return True
 
 class RunLog:
-    """Rank 0's log file and console; on other ranks every call does nothing. start: the checkpoint that is resumed, whose
-    log is cut back to where it was then."""
+    """Rank 0's log file and console. On other ranks, which never begin one, every call does nothing."""
 
-    def __init__(self, hp: Hyperparameters, rank: int, start: dict):
-        self.file, self.bar = None, None
-        if rank == 0:
-            self.path = Path(start["log"] if start else f"{hp.records}/{datetime.now(timezone.utc):%Y-%m-%dT%H-%M-%SZ}_{hp.name}.log")
-            try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                if not start and self.path.exists():  # another run began in the same second
-                    self.path = self.path.with_stem(f"{self.path.stem}_{os.getpid()}")
-                self.file = open(self.path, "a" if start else "x", encoding="utf-8")
-                require(lock(self.file), f"{self.path}: another process is writing this run; wait for its end or stop it")
-                if start:
-                    for path in checkpoints_in(self.path.with_suffix("")):
-                        if path.name > f"step{start['step']:08}.pt":  # damaged, or of a future that is given up
-                            path.rename(path.with_suffix(".set_aside"))
-                    self.file.truncate(start["log_bytes"])
-            except OSError as e:
-                raise UserError(f"{self.path}: the log cannot be written ({e.strerror}); choose another --records") from None
+    file = bar = None
+
+    def begin(self, hp: Hyperparameters, start: dict):
+        """start: the checkpoint that is resumed, whose log is cut back to where it was then."""
+        self.path = Path(start["log"] if start else f"{hp.records}/{datetime.now(timezone.utc):%Y-%m-%dT%H-%M-%SZ}_{hp.name}.log")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if not start and self.path.exists():  # another run began in the same second
+                self.path = self.path.with_stem(f"{self.path.stem}_{os.getpid()}")
+            self.file, self.folder = open(self.path, "a" if start else "x", encoding="utf-8"), self.path.with_suffix("")
+            require(lock(self.file), f"{self.path}: this run is alive; wait for its end or stop it")
+            if start:
+                for path in checkpoints_in(self.folder):
+                    if path.name > f"step{start['step']:08}.pt":  # damaged, or of a future that is given up
+                        path.rename(path.with_suffix(".set_aside"))
+                self.file.truncate(start["log_bytes"])
+        except OSError as e:
+            raise UserError(f"{self.path}: the log cannot be written ({e.strerror}); choose another --records") from None
+        if sys.stdout.isatty():
+            self.bar = tqdm(total=hp.num_iterations, unit="step", dynamic_ncols=True)
 
     def write(self, text: str, console: bool = True):
         if self.file is None:
@@ -998,10 +967,6 @@ class RunLog:
         except OSError as e:
             raise UserError(f"{self.path}: the log cannot be written ({e.strerror}); free space and start again") from None
 
-    def start_bar(self, steps: int):
-        if self.file is not None and sys.stdout.isatty():
-            self.bar = tqdm(total=steps, unit="step", dynamic_ncols=True)
-
     def step_line(self, step: int, kind: str, loss: float, seconds: float, hp: Hyperparameters):
         schedule = step if kind == "val_loss" else step - 1  # training step n runs on the schedules' values at n - 1
         average = f"{1000 * seconds / step:.2f}" if step else "nan"
@@ -1013,15 +978,10 @@ class RunLog:
             self.bar.update(step - self.bar.n)
             self.bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
 
-    def bytes_on_disk(self) -> int:
-        os.fsync(self.file.fileno())
-        return os.fstat(self.file.fileno()).st_size
-
     def close(self):
-        if self.bar is not None:
-            self.bar.close()
-        if self.file is not None:
-            self.file.close()
+        for what in (self.bar, self.file):
+            if what is not None:
+                what.close()
 
 class Clock:
     """Training time in seconds: the sum of the stretches between start and stop, each begun and ended with an idle device."""
@@ -1058,12 +1018,9 @@ def shell(*command: str) -> str:
 
 def fingerprint(path: str) -> str:
     """A shard's path, size and a hash of its first and last megabyte."""
-    size = os.path.getsize(path)
-    with open(path, "rb") as f:
-        digest = hashlib.sha256(f.read(1 << 20))
-        f.seek(max(0, size - (1 << 20)))
-        digest.update(f.read())
-    return f"{path} {(size - SHARD_HEADER_BYTES) // 2} tokens sha256 {digest.hexdigest()[:16]}"
+    content = np.memmap(path, dtype=np.uint8, mode="r")
+    digest = hashlib.sha256(content[:1 << 20].tobytes() + content[-1 << 20:].tobytes()).hexdigest()
+    return f"{path} {(len(content) - SHARD_HEADER_BYTES) // 2} tokens sha256 {digest[:16]}"
 
 def describe_environment(hp: Hyperparameters, ranks: Ranks, data: dict) -> list[str]:
     """The environment as `key: value` lines."""
@@ -1076,14 +1033,11 @@ def describe_environment(hp: Hyperparameters, ranks: Ranks, data: dict) -> list[
                   f"nccl: {'.'.join(map(str, torch.cuda.nccl.version()))}",
                   *(f"gpu: {line}" for line in shell("nvidia-smi", f"--query-gpu={query}", "--format=csv").splitlines())]
     else:
-        cpuinfo = Path("/proc/cpuinfo")
-        names = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line] if cpuinfo.exists() else []
-        lines += [f"cpu: {os.cpu_count()} x {names[0] if names else platform.machine()}", f"threads: {torch.get_num_threads()} a rank"]
+        model = shell("grep", "-m1", "model name", "/proc/cpuinfo").partition(": ")[2] or platform.machine()
+        lines += [f"cpu: {os.cpu_count()} x {model}", f"threads: {torch.get_num_threads()} a rank"]
     if commit := shell("git", "rev-parse", "HEAD"):
         lines.append(f"git: {commit}{' with uncommitted changes' if shell('git', 'status', '--porcelain', '-uno') else ''}")
     return lines + [f"data: {line}" for line in data["fingerprints"]]
-
-CHECKPOINT_FORMAT = 2
 
 def write_checkpoint(path: Path, payload: dict):
     """payload, then the sha256 of it; under its final name only once it is whole on the disk."""
@@ -1100,16 +1054,15 @@ def write_checkpoint(path: Path, payload: dict):
     except (OSError, RuntimeError) as e:
         unfinished.unlink(missing_ok=True)
         reason = e.strerror if isinstance(e, OSError) else str(e).splitlines()[0]
-        raise UserError(f"{path}: cannot be saved ({reason}); free space, then go on with --resume; what was saved before is whole") from None
+        raise UserError(f"{path}: cannot be saved ({reason}); free space, then go on with --resume; what was saved before is "
+                        "whole") from None
 
 def read_checkpoint(path: Path) -> dict:
     try:
         content = np.memmap(path, dtype=np.uint8, mode="r")
-        if hashlib.sha256(content[:-32]).digest() != content[-32:].tobytes():
-            raise ValueError("its checksum is wrong")
+        require(hashlib.sha256(content[:-32]).digest() == content[-32:].tobytes(), "its checksum is wrong")
         payload = torch.load(path, map_location="cpu", weights_only=True)
-        if payload["format"] != CHECKPOINT_FORMAT:
-            raise ValueError("another version of this script wrote it")
+        require(payload["format"] == CHECKPOINT_FORMAT, "another version of this script wrote it")
     except Exception as e:
         raise UserError(f"{path}: is damaged, or no checkpoint of this script ({str(e).splitlines()[0]})") from None
     return payload
@@ -1118,66 +1071,61 @@ def checkpoints_in(folder: Path) -> list[Path]:
     """Newest first."""
     return sorted(folder.glob("step*.pt"), reverse=True)
 
-def training_state(model: GPT, muon: Muon, adam: Adam) -> dict:
-    """{model, momentum, exp_avg, exp_avg_sq: {parameter's name: tensor}}, whole, on every rank."""
-    momenta, state = muon.momenta(), {"model": {}, "momentum": {}, "exp_avg": {}, "exp_avg_sq": {}}
-    for name, p in model.named_parameters():
-        own = {"momentum": momenta[p]} if p in momenta else {kind: adam.state[p][kind] for kind in ("exp_avg", "exp_avg_sq")}
-        for kind, tensor in {"model": p.detach(), **own}.items():
-            state[kind][name] = tensor
+def training_state(params: dict, muon: Muon, adam: Adam) -> dict:
+    """{each of STATE: {parameter's name: tensor}}, whole, on every rank."""
+    momenta, state = muon.momenta(), {kind: {} for kind in STATE}
+    for name, p in params.items():
+        own = {"model": p.detach(), **({"momentum": momenta[p]} if p in momenta else adam.state.get(p, {}))}
+        for kind in own.keys() & state.keys():
+            state[kind][name] = own[kind]
     return state
 
 def save_checkpoint(state: dict, facts: dict, step: int, hp: Hyperparameters, ranks: Ranks, log: RunLog):
     """All that decides the rest of the run, in one file for any number of ranks; the two newest files are kept."""
     began = time.perf_counter()
-    if not all(p.isfinite().all() for p in state["model"].values()):
-        raise UserError(f"step {step}: a weight is no longer finite; lower the learning rates (--muon_lr, --embed_lr, --head_lr); the "
-                        "checkpoint before it is kept", everywhere=True)
+    require(all(p.isfinite().all() for p in state["model"].values()), f"step {step}: a weight is no longer finite; "
+            f"{LOWER_RATES}; the checkpoint before it is kept", everywhere=True)
 
-    def write():
-        path = log.path.with_suffix("") / f"step{step:08}.pt"
-        write_checkpoint(path, dict(state, **facts, step=step, hyperparameters=dataclasses.asdict(hp), ranks=ranks.world_size,
-                                    torch=str(torch.__version__), generator=torch.get_rng_state(), log_bytes=log.bytes_on_disk()))
+    def write() -> Path:
+        os.fsync(log.file.fileno())
+        path = log.folder / f"step{step:08}.pt"
+        write_checkpoint(path, dict(
+            state, **facts, step=step, hyperparameters=dataclasses.asdict(hp), ranks=ranks.world_size,
+            torch=str(torch.__version__), generator=torch.get_rng_state(), log_bytes=os.path.getsize(log.path)))
         for old in checkpoints_in(path.parent)[2:]:
             old.unlink()
         return path
 
-    path = decide_on_rank_0(ranks, write)
+    path = agree(ranks, write)
     log.write(f"checkpoint: {path}, saved in {time.perf_counter() - began:.2f} s, untimed")
 
 @torch.no_grad()
-def restore(saved: dict, start: dict, model: GPT, muon: Muon, adam: Adam, ranks: Ranks):
-    """Give every rank what rank 0 has read, whatever the number of ranks that saved it."""
-    state = training_state(model, muon, adam)
+def restore(saved: dict, step: int, params: dict, muon: Muon, adam: Adam, ranks: Ranks):
+    """Give every rank the state that rank 0 has, whatever the number of ranks that saved it; zeros for what it lacks."""
+    state = training_state(params, muon, adam)
     for kind, tensors in state.items():
         for name, tensor in tensors.items():
-            if ranks.rank == 0:
-                tensor.copy_(saved[kind][name])
+            tensor.copy_(saved[kind][name]) if kind in saved else tensor.zero_()
             if ranks.world_size > 1:
                 dist.broadcast(tensor, src=0)
-    muon.set_momenta({p: state["momentum"][name] for name, p in model.named_parameters() if name in state["momentum"]})
+    muon.set_momenta({params[name]: momentum for name, momentum in state["momentum"].items()})
     for values in adam.state.values():
-        values["step"].fill_(start["step"])
-    torch.set_rng_state(start["generator"])
+        values["step"].fill_(step)
 
 def find_checkpoint(hp: Hyperparameters, command: argparse.Namespace, facts: dict) -> tuple[dict, list[str]]:
     """The checkpoint that --resume asks for, with its log's path, and lines about what was passed over to get to it."""
-    asked, notes, refusals, what = command.resume, [], [], f"a run named {hp.name} in {hp.records}"
-    if asked:
-        path, what = Path(asked), asked
-        folders = [path.parent if path.suffix == ".pt" else path.with_suffix("") if path.suffix == ".log" else path]
+    asked, notes, refusals, what = Path(command.resume), [], [], command.resume
+    if what:
+        folder = asked.parent if asked.suffix == ".pt" else asked
+        logs = [asked if asked.suffix == ".log" else folder.with_name(f"{folder.name}.log")]
     else:
-        of_this_name = re.compile(rf"[\dT-]+Z_{re.escape(hp.name)}(_\d+)?")
-        logs = sorted(Path(hp.records).glob("*.log"), reverse=True)
-        folders = [log.with_suffix("") for log in logs if of_this_name.fullmatch(log.stem)]
-    for folder in folders:
-        log = folder.with_name(f"{folder.name}.log")
+        what, of_this_name = f"a run named {hp.name} in {hp.records}", re.compile(rf"[\dT-]+Z_{re.escape(hp.name)}(_\d+)?")
+        logs = [log for log in sorted(Path(hp.records).glob("*.log"), reverse=True) if of_this_name.fullmatch(log.stem)]
+    for log in logs:
         if not log.exists() or "\nfinal_val_loss: " in log.read_text(encoding="utf-8", errors="replace"):
             continue
-        with open(log, "rb") as file:
-            require(lock(file), f"{log}: this run is alive; wait for its end or stop it")
-        for path in checkpoints_in(folder):
-            if path.name > Path(asked).name and asked.endswith(".pt"):
+        for path in checkpoints_in(log.with_suffix("")):
+            if asked.suffix == ".pt" and path.name > asked.name:
                 continue
             try:
                 payload = read_checkpoint(path)
@@ -1186,11 +1134,12 @@ def find_checkpoint(hp: Hyperparameters, command: argparse.Namespace, facts: dic
                 notes.append(f"note: {e}; going on from the checkpoint before it")
                 continue
             differ = differences(payload, hp, facts)
-            if differ and not command.resume_anyway:
-                refusals.append(f"{path}: {'; '.join(differ)}. Give the run its own settings back, or add --resume_anyway")
-                break
-            return dict(payload, log=str(log)), notes + [f"note: resumed although {line}" for line in differ]
-    raise UserError("; ".join(refusals[:1] or [*notes, f"--resume: {what} is not there, is finished or has no checkpoint to go on from"]))
+            if command.resume_anyway or not differ:
+                return dict(payload, log=str(log)), notes + [f"note: resumed although {line}" for line in differ]
+            refusals.append(f"{path}: {'; '.join(differ)}. Give the run its own settings back, or add --resume_anyway")
+            break
+    nothing = f"--resume: {what} is not there, is finished or has no checkpoint to go on from"
+    raise UserError("; ".join(refusals[:1] or [*notes, nothing]))
 
 def differences(payload: dict, hp: Hyperparameters, facts: dict) -> list[str]:
     """What would make the rest of a run differ from what it began as. A seed of -1 takes the run's own."""
@@ -1200,44 +1149,25 @@ def differences(payload: dict, hp: Hyperparameters, facts: dict) -> list[str]:
     lines += ["this script is not the one in the log"] if payload["script"] != facts["script"] else []
     lines += [f"the data was {was} and is {now}" for was, now in zip_longest(payload["data"], facts["data"]) if was != now][:1]
     shapes = {name: p.shape for name, p in meta_model(hp).named_parameters()}
-    if {name: p.shape for name, p in payload["model"].items()} != shapes:
-        raise UserError(f"the checkpoint holds a model of another shape: {'; '.join(lines)}")
+    require({name: p.shape for name, p in payload["model"].items()} == shapes,
+            f"the checkpoint holds a model of another shape: {'; '.join(lines)}")
     return lines
-
-def load_model(path, device="cpu") -> tuple[GPT, Hyperparameters]:
-    """The model of a checkpoint, or of a run's folder records/<name of the log>/: the trained one, else its newest checkpoint's; in
-    evaluation mode, for use without a compiler."""
-    folder, path = path, Path(path)
-    if path.suffix != ".pt":
-        path = next((p for p in (path / "model.pt", *checkpoints_in(path)) if p.exists()), None)
-    require(path, f"{folder}: holds no model.pt and no checkpoint; name a run's folder, records/<name of the log>")
-    payload = read_checkpoint(path)
-    try:
-        hp = Hyperparameters(**payload["hyperparameters"])
-        model = GPT(hp, block_sparse, payload["model"]["embed.weight"].dtype).to(device).eval()
-        model.load_state_dict(payload["model"])
-    except Exception as e:  # of another version of the script
-        raise UserError(f"{path}: does not fit this version of the script ({type(e).__name__})") from None
-    return model, hp
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 10. Preflight checks: what can be known to go wrong is said before anything slow begins
 
-def require(condition, message: str):
-    if not condition:
-        raise UserError(message)
-
 def check_settings(hp: Hyperparameters, world_size: int):
     """Refuse settings that contradict themselves or each other."""
     version = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2])
-    require((2, 11) <= version < (3, 0), f"torch {torch.__version__} is not between 2.11 and 3.0; install the one in requirements.txt")
+    require((2, 11) <= version < (3, 0), f"torch {torch.__version__} is not between 2.11 and 3.0; requirements.txt has one")
     require(hp.name and all(c.isalnum() or c in "._-" for c in hp.name), f"--name={hp.name}: use letters, digits and ._- only")
     require(hp.dtype in ("auto", "bfloat16", "float32"), f"--dtype={hp.dtype} is not auto, bfloat16 or float32")
     for f in dataclasses.fields(hp):
-        value, (least, most) = getattr(hp, f.name), f.metadata["range"]
-        for number in value if isinstance(value, tuple) else [value]:
-            require(isinstance(number, str) or (math.isfinite(number) and least <= number <= most),
+        value, (least, most, multiple) = getattr(hp, f.name), f.metadata["range"]
+        for number in value if isinstance(value, tuple) else [] if isinstance(value, str) else [value]:
+            require(math.isfinite(number) and least <= number <= most,
                     f"--{f.name}={value} is not between {least} and {most}: {f.metadata['help']}")
+            require(not multiple or number % multiple == 0, f"--{f.name}={value} is not a multiple of {multiple}")
     require(hp.window_start <= hp.window_end, f"--window_start={hp.window_start} is above --window_end={hp.window_end}")
     table = f"--windows={hp.windows} --value_embeds={hp.value_embeds} --attention={hp.attention}"
     require(len(hp.windows) == len(hp.value_embeds) == len(hp.attention) > 0, f"{table}: each needs one character a layer")
@@ -1247,17 +1177,14 @@ def check_settings(hp: Hyperparameters, world_size: int):
     require("x" in hp.attention, f"--attention={hp.attention} has no layer with attention")
     lost = [i for i, (a, v) in enumerate(zip(hp.attention, hp.value_embeds)) if a == "." != v]
     require(not lost, f"{table}: layer {lost and lost[0]} has a value embedding but no attention")
-    for name in ("model_dim", "head_dim"):
-        require(getattr(hp, name) % 16 == 0, f"--{name}={getattr(hp, name)} is not a multiple of 16, which the matrix units need")
-    require(hp.num_heads % (hp.num_kv_heads or 1) == 0, f"--num_kv_heads={hp.num_kv_heads} does not divide --num_heads={hp.num_heads}")
-    for name in ("train_seq_len", "val_seq_len"):
-        require(getattr(hp, name) % BLOCK == 0, f"--{name}={getattr(hp, name)} is not a multiple of {BLOCK}")
+    fits = hp.num_heads % (hp.num_kv_heads or 1) == 0
+    require(fits, f"--num_kv_heads={hp.num_kv_heads} does not divide --num_heads={hp.num_heads}")
     fits = [str(n) for n in range(1, hp.micro_batches + 1) if hp.micro_batches % n == 0]
-    require(str(world_size) in fits, f"{world_size} ranks do not divide {hp.micro_batches} micro-batches: start {', '.join(fits)} "
-                                     f"ranks, or set --micro_batches to a multiple of {world_size}")
+    require(str(world_size) in fits, f"{world_size} ranks do not divide {hp.micro_batches} micro-batches: start "
+                                     f"{', '.join(fits)} ranks, or set --micro_batches to a multiple of {world_size}")
     share = hp.micro_batches // world_size
-    require(not hp.deterministic or world_size == 1 or share & (share - 1) == 0, f"--deterministic sums in pairs: {share} micro-batches a "
-            f"rank are no power of two; set --micro_batches to {world_size} times one")
+    require(not hp.deterministic or world_size == 1 or share & (share - 1) == 0, "--deterministic sums in pairs: "
+            f"{share} micro-batches a rank are no power of two; set --micro_batches to {world_size} times one")
 
 def meta_model(hp: Hyperparameters) -> GPT:
     """The model without its numbers: names, shapes and types."""
@@ -1271,20 +1198,19 @@ def state_bytes(hp: Hyperparameters) -> tuple[int, int]:
 
 def check_disk(hp: Hyperparameters):
     """Refuse a disk without room for the trained model, the two checkpoints that are kept and the one being written."""
-    folder, (model, state) = Path(hp.records).absolute(), state_bytes(hp)
-    while not folder.exists():
-        folder = folder.parent
+    records, (model, state) = Path(hp.records).absolute(), state_bytes(hp)
+    folder = next(path for path in (records, *records.parents) if path.exists())
     free, need = shutil.disk_usage(folder).free >> 20, (hp.save * model + (3 if hp.save_every else 1) * state) >> 20
     require(free > need, f"{folder}: {free} MiB free, checkpoints take {need} MiB; free some, or choose another --records")
 
-def lacks_memory(hp: Hyperparameters, device: torch.device) -> str | None:
-    """What to say where the GPU's free memory is less than a lower bound of what training takes."""
-    if device.type != "cuda":
-        return None
-    activations = hp.train_seq_len * (2 if hp.dtype == "bfloat16" else 4) * (10 * len(hp.windows) * hp.model_dim + hp.vocab_size)
-    (free, total), need = torch.cuda.mem_get_info(device), sum(state_bytes(hp)) + activations  # gradients take what weights do
-    return None if free > need else (f"{free >> 20} of {total >> 20} MiB of GPU memory are free, training takes more than {need >> 20}: end "
-                                     "other processes, or lower --train_seq_len and raise --micro_batches")
+def check_memory(hp: Hyperparameters, device: torch.device):
+    """Refuse a GPU whose free memory is less than a lower bound of what training takes."""
+    if device.type == "cuda":
+        a_token = (2 if hp.dtype == "bfloat16" else 4) * (10 * len(hp.windows) * hp.model_dim + hp.vocab_size)  # activations
+        need = sum(state_bytes(hp)) + hp.train_seq_len * a_token  # gradients take what weights do
+        free, total = torch.cuda.mem_get_info(device)
+        require(free > need, f"{free >> 20} of {total >> 20} MiB of GPU memory are free, training takes more than {need >> 20}: "
+                             "end other processes, or lower --train_seq_len and raise --micro_batches")
 
 def check_data(hp: Hyperparameters) -> dict:
     """Check the shards; {train, val: paths, train_tokens, val_tokens: how many each holds, spans: what each step reads}."""
@@ -1316,18 +1242,16 @@ def fast_bf16(device: torch.device) -> bool:
 
 def resolve(hp: Hyperparameters, device: torch.device) -> tuple[Hyperparameters, list[str]]:
     """What was left open, decided: the number of key heads, what the hardware can do; and lines that say so."""
-    cuda, notes = device.type == "cuda", []
-    hp = dataclasses.replace(hp, num_kv_heads=hp.num_kv_heads or hp.num_heads)
-    if hp.dtype == "auto":
-        hp = dataclasses.replace(hp, dtype="bfloat16" if fast_bf16(device) else "float32")
-        if hp.dtype == "float32":
-            notes.append("note: activations in float32, since this hardware has no fast bfloat16")
-    if hp.use_fp8 and not (cuda and torch.cuda.get_device_capability(device) >= (8, 9)):
-        hp = dataclasses.replace(hp, use_fp8=False)
-        notes.append(f"note: the head trains in {hp.dtype}, since this hardware has no FP8 (GPUs of compute capability 8.9 on have it)")
-    if not cuda:
-        notes.append("note: block-sparse attention in plain PyTorch and no compiler, since there is no CUDA GPU")
-    return hp, notes
+    cuda = device.type == "cuda"
+    use_fp8 = hp.use_fp8 and cuda and torch.cuda.get_device_capability(device) >= (8, 9)
+    dtype = hp.dtype if hp.dtype != "auto" else "bfloat16" if fast_bf16(device) else "float32"
+    fallbacks = (
+        (dtype != hp.dtype and dtype == "float32", "activations in float32, since this hardware has no fast bfloat16"),
+        (use_fp8 != hp.use_fp8, f"the head trains in {dtype}, since this hardware has no FP8 (GPUs of compute capability 8.9 on "
+                                "have it)"),
+        (not cuda, "block-sparse attention in plain PyTorch and no compiler, since there is no CUDA GPU"))
+    notes = [f"note: {note}" for chosen, note in fallbacks if chosen]
+    return dataclasses.replace(hp, dtype=dtype, use_fp8=use_fp8, num_kv_heads=hp.num_kv_heads or hp.num_heads), notes
 
 def prepare(hp: Hyperparameters, command: argparse.Namespace, world_size: int, device: torch.device, script: str):
     """Every check that one process can do: (hyperparameters with nothing left open, lines, data, the checkpoint to resume)."""
@@ -1337,19 +1261,19 @@ def prepare(hp: Hyperparameters, command: argparse.Namespace, world_size: int, d
     check_disk(hp)
     facts = dict(script=hashlib.sha256(script.encode()).hexdigest(), data=data["fingerprints"])
     if command.resume is not None:
-        start, more = find_checkpoint(hp, command, facts)
-        notes += more
+        start, passed_over = find_checkpoint(hp, command, facts)
+        notes += passed_over
     if hp.seed < 0:
-        hp = dataclasses.replace(hp, seed=start["hyperparameters"]["seed"] if start else random.SystemRandom().randrange(2**31))
+        drawn = int(np.random.default_rng().integers(2**31))
+        hp = dataclasses.replace(hp, seed=start["hyperparameters"]["seed"] if start else drawn)
     return hp, notes, dict(data, facts=facts), start
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 11. Main: build, warm up, restore, train
 
-PEAK_TFLOPS = {  # dense bf16 and FP8 with float32 sums, from the makers' data sheets
-    "H200": (989, 1979), "H100 80GB HBM3": (989, 1979), "H100 PCIe": (756, 1513), "A100": (312, 312), "L40S": (362, 733),
-    "RTX 4090": (165, 330),
-}
+# Dense bf16 and FP8 with float32 sums, from the makers' data sheets
+PEAK_TFLOPS = {"H200": (989, 1979), "H100 80GB HBM3": (989, 1979), "H100 PCIe": (756, 1513), "A100": (312, 312),
+               "L40S": (362, 733), "RTX 4090": (165, 330)}
 
 def hardware_limit(device: torch.device, dtype: torch.dtype) -> tuple[float, float, str]:
     """(FLOP/s of a rank in the main type, in FP8, where the figures come from)"""
@@ -1368,25 +1292,22 @@ def hardware_limit(device: torch.device, dtype: torch.dtype) -> tuple[float, flo
 def train_flops(model: GPT, hp: Hyperparameters) -> tuple[float, float]:
     """(FLOPs a token in the blocks, in the head), forward and backward, averaged over the steps' windows. Attention counts
     what window and diagonal leave visible; document borders, which hide more, are not subtracted."""
-    N, steps = hp.train_seq_len // BLOCK, range(0, max(1, hp.num_iterations), max(1, hp.num_iterations // 50))
-
-    def keys(blocks: int) -> float:
-        return sum(min(blocks, i + 1) * BLOCK - (BLOCK - 1) / 2 for i in range(N)) / N
-
-    seen = 0.0
-    for long in (-(-window_tokens(step, hp) // BLOCK) for step in steps):
-        layer = {"L": keys(long), "S": keys(max(1, long // 2))}
-        seen += sum(layer[w] for w, a in zip(hp.windows, hp.attention) if a == "x") / len(steps)
+    sampled = range(0, max(1, hp.num_iterations), max(1, hp.num_iterations // 50))
+    long = np.array([-(-window_tokens(step, hp) // BLOCK) for step in sampled])
+    block = np.arange(1, hp.train_seq_len // BLOCK + 1)
+    keys = {layer: np.minimum.outer(window, block).mean() * BLOCK - (BLOCK - 1) / 2
+            for layer, window in (("L", long), ("S", np.maximum(1, long // 2)))}
+    seen = sum(keys[layer] for layer, has_attention in zip(hp.windows, hp.attention) if has_attention == "x")
     blocks = 6 * sum(p.numel() for p in model.blocks.parameters()) + 12 * hp.num_heads * hp.head_dim * seen
     return blocks, 6 * model.lm_head.weight.numel()
 
+@torch.no_grad()
 def evaluate(model, sequences: list, window: Tensor, hp: Hyperparameters, ranks: Ranks) -> float:
     """Mean loss in nats over exactly the validation tokens of all ranks."""
     model.eval()
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
-    with torch.no_grad():
-        for inputs, targets in sequences:
-            total += model(inputs, targets, window).double() * len(inputs)  # a sum, whatever share of the targets is padding
+    for inputs, targets in sequences:
+        total += model(inputs, targets, window).double() * len(inputs)  # a sum, whatever share of the targets is padding
     model.train()
     if ranks.world_size > 1:
         dist.all_reduce(total)
@@ -1395,13 +1316,12 @@ def evaluate(model, sequences: list, window: Tensor, hp: Hyperparameters, ranks:
 def train_step(model, batches: list, window: Tensor, muon: Muon, adam: Adam, step: int, hp: Hyperparameters) -> Tensor:
     """One step on this rank's micro-batches; returns the sum of their losses. It only launches work: nothing here waits for
     the device, and ranks talk after the last micro-batch only."""
-    buffers, loss_sum = [*(group["grads"] for group in muon.groups), *adam.grads], 0.0
+    buffers, losses = [*(group["grads"] for group in muon.groups), *adam.grads], []
 
     def accumulate(inputs: Tensor, targets: Tensor):
-        nonlocal loss_sum
         loss = model(inputs, targets, window)
         loss.backward()
-        loss_sum = loss_sum + loss.detach().double()  # in float64 this sum is exact in any order
+        losses.append(loss.detach().double())
 
     if hp.deterministic:
         def alone(batch) -> list[Tensor]:
@@ -1419,11 +1339,11 @@ def train_step(model, batches: list, window: Tensor, muon: Muon, adam: Adam, ste
     adam.reduce_gradients()
     muon.step(hp.muon_lr * lr_scale(step, hp), muon_momentum(step, hp))
     adam.step_at(lr_scale(step, hp))
-    return loss_sum
+    return sum(losses)  # exact in float64, in any order
 
 def warm_up(model, params: dict, muon: Muon, adam: Adam, hp: Hyperparameters, ranks: Ranks):
-    """Compile and allocate by a step and a validation on random tokens, then undo all of it."""
-    saved, reached, generator = {name: p.detach().clone() for name, p in params.items()}, set(), torch.Generator().manual_seed(0)
+    """Compile and allocate by a step and a validation on random tokens, of which restore leaves no trace."""
+    reached, generator = set(), torch.Generator().manual_seed(0)
     hooks = [p.register_post_accumulate_grad_hook(lambda _, name=name: reached.add(name)) for name, p in params.items()]
     window = torch.tensor(hp.window_start, dtype=torch.int32).to(ranks.device)
 
@@ -1437,11 +1357,6 @@ def warm_up(model, params: dict, muon: Muon, adam: Adam, hp: Hyperparameters, ra
         hook.remove()
     unreached = {name for name, p in params.items() if p.numel()} - reached  # one layer has no skip weights
     assert not unreached, f"no gradient reaches {sorted(unreached)}"
-    with torch.no_grad():
-        for name, p in params.items():
-            p.copy_(saved[name])
-        for state in [*(group["momentum"] for group in muon.groups), *(t for s in adam.state.values() for t in s.values())]:
-            state.zero_()
     assert all(not p.grad.any() for p in params.values()), "a step left a gradient behind"
 
 class Stop:
@@ -1468,45 +1383,43 @@ def train(hp: Hyperparameters, ranks: Ranks, data: dict, log: RunLog, start: dic
         torch.use_deterministic_algorithms(True, warn_only=True)
     torch.manual_seed(hp.seed)
     model = GPT(hp, flex if cuda else block_sparse, dtype).to(device)
-    if ranks.world_size > 1:
-        for p in model.parameters():
-            dist.broadcast(p.detach(), src=0)  # one seed can still draw other last bits on another kind of CPU
     compiled = torch.compile(model, dynamic=False, fullgraph=True) if cuda else model
+    params, first = dict(model.named_parameters()), start.get("step", 0)
     matrices, adam_groups = optimizer_groups(model, hp)
     muon = Muon(matrices, ranks.rank, ranks.world_size, dtype, hp.deterministic)
     adam = Adam(adam_groups, ranks.world_size, hp.deterministic)
-    first = start.get("step", 0)
     loader = TrainLoader(data["train"], data["spans"], hp, ranks.rank, ranks.world_size, device, first)
     val_sequences, text_bytes = load_validation(data["val"], data["val_tokens"], hp, ranks.rank, ranks.world_size, device)
     limit = hardware_limit(device, dtype)
-    log.write(f"model: {sum(p.numel() for p in model.parameters())} parameters, {sum(p.numel() for p in matrices)} of them in the "
+    log.write(f"model: {sum(p.numel() for p in params.values())} parameters, {sum(p.numel() for p in matrices)} of them in the "
               f"blocks; {hp.micro_batches} x {hp.train_seq_len} tokens a step on {ranks.world_size} rank(s); seed {hp.seed}")
 
     began = time.perf_counter()
-    warm_up(compiled, dict(model.named_parameters()), muon, adam, hp, ranks)
+    saved.setdefault("model", {name: p.detach().clone() for name, p in params.items()})
+    warm_up(compiled, params, muon, adam, hp, ranks)
+    # What was resumed or, the warmup undone, rank 0's first weights: one seed can draw other last bits on another kind of CPU.
+    restore(saved, first, params, muon, adam, ranks)
+    saved.clear()
     if start:
-        restore(saved, start, model, muon, adam, ranks)
-        saved.clear()
+        torch.set_rng_state(start["generator"])
     if cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         torch.compiler.set_stance("fail_on_recompile")  # a recompile under the clock is an error, not a mystery
     log.write(f"warmup: {time.perf_counter() - began:.1f} s, untimed")
 
-    unread, stopping = deque(), False  # losses are read two steps late, when reading them no longer waits for the device
+    unread, stopping = [], False  # losses are read two steps late, when reading them no longer waits for the device
 
     def read_losses(keep: int):
         nonlocal stopping
         while len(unread) > keep:
-            step, shared, when = unread.popleft()
+            step, shared, when = unread.pop(0)
             loss, stopping = float(shared[0]) / hp.micro_batches, stopping or shared[1] > 0  # any rank may have had the signal
             log.step_line(step, "train_loss", loss, when(), hp)
-            if not math.isfinite(loss):
-                raise UserError(f"step {step}: the training loss is {loss}; lower the learning rates (--muon_lr, --embed_lr, --head_lr) or "
-                                "look at the data; the log and earlier checkpoints are kept", everywhere=True)
+            require(math.isfinite(loss), f"step {step}: the training loss is {loss}; {LOWER_RATES} or look at the data; the log "
+                                         "and earlier checkpoints are kept", everywhere=True)
 
     clock, stop = Clock(device, start.get("seconds", 0.0)), Stop()
-    log.start_bar(hp.num_iterations)
     clock.start()
     for step in range(first, hp.num_iterations + 1):
         last = step == hp.num_iterations
@@ -1518,11 +1431,11 @@ def train(hp: Hyperparameters, ranks: Ranks, data: dict, log: RunLog, start: dic
             read_losses(keep=0)
             if save or stopping:
                 facts = dict(data["facts"], seconds=clock.elapsed, position=loader.position)
-                save_checkpoint(training_state(model, muon, adam), facts, step, hp, ranks, log)
+                save_checkpoint(training_state(params, muon, adam), facts, step, hp, ranks, log)
             if stopping:
                 number = stop.signal or signal.SIGTERM
-                raise UserError(f"stopped by {signal.Signals(number).name}; step {step} is saved, the same command with --resume goes on",
-                                everywhere=True, status=128 + number)
+                raise UserError(f"stopped by {signal.Signals(number).name}; step {step} is saved, the same command with "
+                                "--resume goes on", everywhere=True, status=128 + number)
             if validate:
                 val_loss = evaluate(compiled, val_sequences, window, hp, ranks)
                 log.step_line(step, "val_loss", val_loss, clock.elapsed, hp)
@@ -1542,30 +1455,30 @@ def train(hp: Hyperparameters, ranks: Ranks, data: dict, log: RunLog, start: dic
 def report(model: GPT, hp: Hyperparameters, ranks: Ranks, limit: tuple, seconds: float, wait_seconds: float, val_loss: float,
            text_bytes: int, log: RunLog):
     """The last lines of the log, the saved model and a sample of its text."""
-    cuda, tokens = ranks.device.type == "cuda", hp.num_iterations * hp.micro_batches * hp.train_seq_len
-    peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    tokens, (in_blocks, in_head) = hp.num_iterations * hp.micro_batches * hp.train_seq_len, train_flops(model, hp)
+    if ranks.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated()
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     log.write(f"peak_memory: {peak / 2**20:.0f} MiB on rank 0")
     if tokens:
         rate, fp8_rate, source = limit
-        in_blocks, in_head = train_flops(model, hp)
         floor = tokens * (in_blocks / rate + in_head / (fp8_rate if hp.use_fp8 else rate)) / ranks.world_size
-        log.write(f"throughput: {tokens / seconds:.0f} tokens/s")
-        log.write(f"hardware: {100 * floor / seconds:.1f} % of the limit ({(in_blocks + in_head) / 1e6:.1f} MFLOP a token would take "
-                  f"{floor:.2f} s at the {source})")
-        log.write(f"data_wait: {1000 * wait_seconds / hp.num_iterations:.3f} ms a step")
-    bits = f", {val_loss / math.log(2) * hp.val_tokens / text_bytes:.4f} bits per byte" if text_bytes else ""
+        log.write(f"throughput: {tokens / seconds:.0f} tokens/s\nhardware: {100 * floor / seconds:.1f} % of the limit "
+                  f"({(in_blocks + in_head) / 1e6:.1f} MFLOP a token would take {floor:.2f} s at the {source})\n"
+                  f"data_wait: {1000 * wait_seconds / hp.num_iterations:.3f} ms a step")
     if ranks.rank == 0 and hp.save and math.isfinite(val_loss):  # before the line that makes the run a finished one
-        path = log.path.with_suffix("") / "model.pt"
+        path = log.folder / "model.pt"
         write_checkpoint(path, dict(step=hp.num_iterations, hyperparameters=dataclasses.asdict(hp), model=model.state_dict()))
         log.write(f"model: saved as {path}")
+    bits = f", {val_loss / math.log(2) * hp.val_tokens / text_bytes:.4f} bits per byte" if text_bytes else ""
     log.write(f"final_val_loss: {val_loss:.4f} nats per token{bits}, on {hp.val_tokens} tokens")
-    if not math.isfinite(val_loss):
-        raise UserError(f"the validation loss is {val_loss}; lower the learning rates; the log is kept", everywhere=True)
+    require(math.isfinite(val_loss), f"the validation loss is {val_loss}; {LOWER_RATES}; the log is kept", everywhere=True)
     if ranks.rank == 0:
         log.write(f"log: {log.path}")
         if hp.sample_tokens:
-            generator = torch.Generator().manual_seed(hp.seed)
-            sample = generate(model, [hp.vocab_size - 1], hp.sample_tokens, window_tokens(hp.num_iterations, hp), generator=generator)
+            generator, window = torch.Generator().manual_seed(hp.seed), window_tokens(hp.num_iterations, hp)
+            sample = generate(model, [hp.vocab_size - 1], hp.sample_tokens, window, generator=generator)
             log.write("sample:\n" + decode(sample[1:], hp.vocab_size))  # last, since it may look like anything
 
 def decode(tokens: list[int], vocab_size: int) -> str:
@@ -1579,34 +1492,36 @@ def decode(tokens: list[int], vocab_size: int) -> str:
         return f"{tokens} (in numbers, since GPT-2's vocabulary is not at hand: {type(e).__name__})"
 
 def run(argv: list[str]):
-    hp, command = parse_flags(argv, "speedrun" if torch.cuda.is_available() else "demo")
-    script = Path(__file__).read_text(encoding="utf-8")  # what runs now, whatever happens to the file later
+    cuda, script = torch.cuda.is_available(), Path(__file__).read_text(encoding="utf-8")  # what runs, whatever the file becomes
+    hp, command = parse_flags(argv, "speedrun" if cuda else "demo")
+    ranks = Ranks(0, 1, torch.device("cuda" if cuda else "cpu")) if command.check else start_ranks()
+    if ranks.world_size > 1:
+        self_test(ranks)
+    saved, log = {}, RunLog()
+
+    def settle():
+        *settled, start = prepare(hp, command, int(os.environ.get("WORLD_SIZE", 1)), ranks.device, script)
+        saved.update({kind: start.pop(kind) for kind in STATE if start})  # too large to send so
+        return *settled, start
+
+    hp, notes, data, start = agree(ranks, settle)
+    agree(ranks, lambda: check_memory(hp, ranks.device), everyone=True)
     if command.check:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        hp, _, data, start = prepare(hp, command, int(os.environ.get("WORLD_SIZE", 1)), device, script)
-        raise_anywhere(Ranks(0, 1, device), lacks_memory(hp, device))
-        print(f"checks passed: {len(data['train'])} training and {len(data['val'])} validation shard(s), "
-              f"{sum(data['train_tokens'])} and {sum(data['val_tokens'])} tokens" + (f"; to resume at step {start['step']}" if start else ""))
+        shards = f"{len(data['train'])} training and {len(data['val'])} validation shard(s)"
+        tokens = f"{sum(data['train_tokens'])} and {sum(data['val_tokens'])} tokens"
+        print(f"checks passed: {shards}, {tokens}" + (f"; to resume at step {start['step']}" if start else ""))
         return
-    ranks, saved, logs = start_ranks(), {}, []
-    self_test(ranks)
-
-    def on_rank_0():
-        settled, notes, data, start = prepare(hp, command, ranks.world_size, ranks.device, script)
-        saved.update({kind: start.pop(kind) for kind in ("model", "momentum", "exp_avg", "exp_avg_sq") if start})  # too large to send so
-        logs.append(RunLog(settled, 0, start))
-        return settled, notes, data, start
-
-    hp, notes, data, start = decide_on_rank_0(ranks, on_rank_0)
-    raise_anywhere(ranks, lacks_memory(hp, ranks.device))
-    log = logs[0] if logs else RunLog(hp, ranks.rank, start)
+    agree(ranks, lambda: log.begin(hp, start))
     if start:
-        log.write(f"resumed: step {start['step']} at {datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}, on {ranks.world_size} rank(s) of {platform.node()} "
-                  f"with torch {torch.__version__}; saved on {start['ranks']} with torch {start['torch']}")
+        now = f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}, on {ranks.world_size} rank(s) of {platform.node()}"
+        log.write(f"resumed: step {start['step']} at {now} with torch {torch.__version__}; saved on {start['ranks']} with torch "
+                  f"{start['torch']}")
     elif ranks.rank == 0:
         settings = [f"{name} = {value!r}" for name, value in dataclasses.asdict(hp).items()]
-        log.write("\n".join([*settings, SEPARATOR, *describe_environment(hp, ranks, data), SEPARATOR, script, SEPARATOR]), console=False)
-        log.write(CLOCK_CONTRACT)
+        environment = describe_environment(hp, ranks, data)
+        log.write("\n".join([*settings, SEPARATOR, *environment, SEPARATOR, script, SEPARATOR]), console=False)
+        log.write("clock: train_time counts everything from the first step on, except validation; compiling, a warmup on "
+                  "dummy data that is undone, and reading the first shard come before it")
     for note in notes:
         log.write(note)
     try:
@@ -1618,26 +1533,27 @@ def run(argv: list[str]):
 
 def main():
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    rank, error, everywhere, status = os.environ.get("RANK", "0"), None, False, 2
+    rank, error = os.environ.get("RANK", "0"), None
     try:
         run(sys.argv[1:])
     except UserError as e:
-        error, everywhere, status = str(e), e.everywhere, e.status
+        error = e
     except torch.OutOfMemoryError as e:
-        error = (f"rank {rank} is out of GPU memory: lower --train_seq_len (and raise --micro_batches) or "
-                 f"--val_seq_len ({str(e).split('. ')[0]})")
+        error = UserError(f"rank {rank} is out of GPU memory: lower --train_seq_len (and raise --micro_batches) or --val_seq_len "
+                          f"({str(e).split('. ')[0]})")
     except KeyboardInterrupt:
-        error, everywhere, status = "interrupted before or after training; the log is kept", True, 130
+        error = UserError("interrupted before or after training; the log is kept", everywhere=True, status=130)
     except Exception as e:
-        lost = isinstance(e, dist.DistError) or "gloo" in str(e)
-        error, status = f"rank {rank} met a defect of the script, please report it:\n{traceback.format_exc()}", 1
-        if lost:
-            error = f"rank {rank} lost contact with another rank, whose own message is the reason ({str(e).splitlines()[0]})"
-    if error is not None and (rank == "0" or not everywhere):
+        if isinstance(e, dist.DistError) or "gloo" in str(e):
+            said = f"lost contact with another rank, whose own message is the reason ({str(e).splitlines()[0]})"
+        else:
+            said = f"met a defect of the script, please report it:\n{traceback.format_exc()}"
+        error = UserError(f"rank {rank} {said}", status=1)
+    if error and (rank == "0" or not error.everywhere):
         print(f"error: {error}", file=sys.stderr, flush=True)
     sys.stdout.flush()
-    if error is not None or dist.is_initialized():  # an orderly exit could wait for ranks that wait for this one
-        os._exit(0 if error is None else status)
+    if error or dist.is_initialized():  # an orderly exit could wait for ranks that wait for this one
+        os._exit(error.status if error else 0)
 
 if __name__ == "__main__":
     main()

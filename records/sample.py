@@ -19,7 +19,8 @@ import torch
 
 from data import common
 from data.vocab import TOKENIZERS, load_tokenizer
-from train_gpt import BLOCK, Rotary, UserError, fast_bf16, generate, load_model, window_tokens
+from train_gpt import (BLOCK, GPT, Hyperparameters, Rotary, UserError, block_sparse, checkpoints_in, fast_bf16, generate, read_checkpoint,
+                       require, window_tokens)
 
 
 def note(line: str):
@@ -54,6 +55,23 @@ def arguments(description: str) -> common.ArgumentParser:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
                         help="cpu or cuda; default: cuda where there is one, else cpu")
     return parser
+
+
+def load_model(path, device="cpu") -> tuple[GPT, Hyperparameters]:
+    """The model of a checkpoint, or of a run's folder records/<name of the log>/: the trained one, else its newest checkpoint's; in
+    evaluation mode, for use without a compiler."""
+    folder, path = path, Path(path)
+    if path.suffix != ".pt":
+        path = next((p for p in (path / "model.pt", *checkpoints_in(path)) if p.exists()), None)
+    require(path, f"{folder}: holds no model.pt and no checkpoint; name a run's folder, records/<name of the log>")
+    payload = read_checkpoint(path)
+    try:
+        hp = Hyperparameters(**payload["hyperparameters"])
+        model = GPT(hp, block_sparse, payload["model"]["embed.weight"].dtype).to(device).eval()
+        model.load_state_dict(payload["model"])
+    except Exception as e:  # of another version of the script
+        raise UserError(f"{path}: does not fit this version of the script ({type(e).__name__})") from None
+    return model, hp
 
 
 def load_run(run: str, device: str):

@@ -11,7 +11,7 @@ from test_sample import gpt2_run, run_sample, save_random_model, trained, vocab_
 import train_gpt
 from data.vocab import GPT2Tokenizer, gpt2_merge_ranks, load_tokenizer
 from records import hellaswag
-from records.sample import reach
+from records.sample import load_model, reach
 from train_gpt import BLOCK, UserError
 
 TINY_FILE = ROOT / "tests" / "fixtures" / "hellaswag_tiny.jsonl"
@@ -39,7 +39,7 @@ def plain_losses(model, item, window: int) -> list[float]:
 
 
 def load(folder):
-    model, hp = train_gpt.load_model(folder)
+    model, hp = load_model(folder)
     return model.float(), train_gpt.window_tokens(hp.num_iterations, hp)
 
 

@@ -509,9 +509,10 @@ def test_a_disk_or_gpu_without_room_is_refused_before_the_start(tmp_path, shards
     train_gpt.check_disk(hp)
     gpu = SimpleNamespace(type="cuda")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * 2**30, 80 * 2**30))
-    assert "10240 of 81920 MiB of GPU memory are free" in train_gpt.lacks_memory(hp, gpu)
+    with pytest.raises(UserError, match="10240 of 81920 MiB of GPU memory are free"):
+        train_gpt.check_memory(hp, gpu)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * 2**30, 80 * 2**30))
-    assert train_gpt.lacks_memory(hp, gpu) is None and train_gpt.lacks_memory(hp, torch.device("cpu")) is None
+    assert train_gpt.check_memory(hp, gpu) is None and train_gpt.check_memory(hp, torch.device("cpu")) is None
 
 
 def test_a_full_disk_leaves_earlier_work_whole(tmp_path, shards, whole):

@@ -75,7 +75,7 @@ def offline(monkeypatch):
 
 def generated(folder, prompt: list[int], num_tokens: int, seed: int) -> list[int]:
     """What train_gpt.generate makes of it in one call, without the prompt and the end of text."""
-    model, hp = train_gpt.load_model(folder)
+    model, hp = sample.load_model(folder)
     tokens = train_gpt.generate(model.float(), [hp.vocab_size - 1, *prompt], num_tokens, train_gpt.window_tokens(hp.num_iterations, hp),
                                 generator=torch.Generator().manual_seed(seed))[1 + len(prompt):]
     return tokens[:-1] if tokens[-1] == hp.vocab_size - 1 else tokens

@@ -12,7 +12,8 @@ import torch
 from conftest import ROOT, TINY, launch, losses, write_shard
 
 import train_gpt
-from train_gpt import SEPARATOR, UserError, load_model, run
+from records.sample import load_model
+from train_gpt import SEPARATOR, UserError, run
 
 
 @pytest.fixture(autouse=True)
