@@ -127,7 +127,13 @@ else
 fi
 
 # 4. Every check of the settings and the data, before anything slow
-WORLD_SIZE=$((ranks * nodes)) "$python" train_gpt.py --check "${flags[@]}"
+checked=("${flags[@]}")
+if [ "${NODE_RANK:-0}" != 0 ]; then  # the first machine alone has the records that --resume reads
+  checked=()
+  for flag in "${flags[@]}"; do [[ "$flag" == --resume* ]] || checked+=("$flag"); done
+fi
+WORLD_SIZE=$((ranks * nodes)) "$python" train_gpt.py --check "${checked[@]}"
+case " $* " in *" --check "*) exit 0 ;; esac
 
 # 5. Train
 if [ "$nodes" -gt 1 ]; then

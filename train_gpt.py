@@ -63,6 +63,12 @@ class UserError(Exception):
         super().__init__(message)
         self.everywhere, self.status = everywhere, status
 
+def say_error(text: str):
+    try:
+        os.write(2, f"{text}\n".encode())  # unlike print, this may be done in a signal's handler
+    except OSError:
+        pass  # whoever read the console has gone
+
 def require(condition, message: str, everywhere: bool = False):
     if not condition:
         raise UserError(message, everywhere)
@@ -106,8 +112,8 @@ class Hyperparameters:
     attention_scale: float = flag(0.12, "factor on the attention scores")
     rope_base: float = flag(1024.0, "base of the rotary frequencies", 1)
     lm_head_softcap: float = flag(15.0, "cap c of the logits: 2c * sigmoid(2 * logit / c)", 1e-6)
-    window_start: int = flag(128, "tokens in the long window at the first step", 1)
-    window_end: int = flag(1792, "tokens in the long window at the last step", 1)
+    window_start: int = flag(128, "tokens in the long window at the first step", 1, 2**30)
+    window_end: int = flag(1792, "tokens in the long window at the last step", 1, 2**30)
     window_quantum: int = flag(128, "tokens by which the long window grows at a time", 1)
     # FP8 head: powers of two that each operand is multiplied by before its cast, set for a loss that is a mean
     use_fp8: bool = flag(True, "train the head in FP8 where the hardware has it")
@@ -833,11 +839,24 @@ def start_ranks() -> Ranks:
         threading.Thread(target=end_with_launcher, daemon=True).start()
     if world_size == 1:
         return Ranks(rank, world_size, device)
+
+    def give_up():
+        say_error(f"error: rank {rank} on {platform.node()} reached no common start with the other ranks in two minutes: look at what "
+                  "they printed and at the network between the machines (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name its "
+                  "interface, NCCL_DEBUG=INFO tells more)")
+        os._exit(2)
+
+    alarm = threading.Timer(120, give_up)  # connecting can hang where no exception and no signal gets through
+    alarm.daemon = True
+    alarm.start()
     on_gpu = device.type == "cuda"
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     silence = dist.new_group(backend="gloo", timeout=timedelta(days=365))
     threading.Thread(target=end_with_neighbour, args=(rank, world_size, silence), daemon=True).start()
-    return Ranks(rank, world_size, device, dist.new_group(backend="gloo", timeout=timedelta(hours=1)))
+    ranks = Ranks(rank, world_size, device, dist.new_group(backend="gloo", timeout=timedelta(hours=1)))
+    self_test(ranks)
+    alarm.cancel()
+    return ranks
 
 def end_with_launcher():
     """A thread: torchrun's workers live in sessions of their own and would outlive a launcher that was killed."""
@@ -854,8 +873,8 @@ def end_with_neighbour(rank: int, world_size: int, channel: dist.ProcessGroup):
         dist.recv(torch.empty(1), src=(rank + 1) % world_size, group=channel)
     except Exception:
         time.sleep(5)  # where all end for one reason each says so itself
-        print(f"error: rank {rank} ends, since rank {(rank + 1) % world_size} has; the first error that a rank printed, on "
-              "whichever machine, is the reason", file=sys.stderr, flush=True)
+        say_error(f"error: rank {rank} ends, since rank {(rank + 1) % world_size} has; the first error that a rank printed, on "
+                  "whichever machine, is the reason")
         os._exit(1)
 
 def agree(ranks: Ranks, function, everyone: bool = False):
@@ -875,7 +894,7 @@ def agree(ranks: Ranks, function, everyone: bool = False):
     return answers[0][0]
 
 def self_test(ranks: Ranks, seconds: float = 60):
-    """Refuse to start where a rank is missing, or collectives hang or give wrong sums."""
+    """Refuse to start where a rank is missing or a collective gives a wrong sum."""
     try:
         dist.monitored_barrier(ranks.control, timedelta(seconds=seconds), wait_all_ranks=True)
     except RuntimeError as e:
@@ -884,12 +903,8 @@ def self_test(ranks: Ranks, seconds: float = 60):
                         "at the network between the machines (GLOO_SOCKET_IFNAME names its interface)") from None
 
     def add_up():
-        x, deadline = torch.full((1024,), float(ranks.rank), device=ranks.device), time.monotonic() + seconds
-        work = dist.all_reduce(x, async_op=True)
-        while not work.is_completed() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        require(work.is_completed(), f"an all_reduce did not end within {seconds:.0f} s; look at NCCL_SOCKET_IFNAME and run with "
-                                     "NCCL_DEBUG=INFO")
+        x = torch.full((1024,), float(ranks.rank), device=ranks.device)
+        dist.all_reduce(x)
         require((x == sum(range(ranks.world_size))).all(),
                 "an all_reduce gave a wrong sum; its GPU, its driver or the network is at fault")
 
@@ -1113,33 +1128,53 @@ def restore(saved: dict, step: int, params: dict, muon: Muon, adam: Adam, ranks:
         values["step"].fill_(step)
 
 def find_checkpoint(hp: Hyperparameters, command: argparse.Namespace, facts: dict) -> tuple[dict, list[str]]:
-    """The checkpoint that --resume asks for, with its log's path, and lines about what was passed over to get to it."""
-    asked, notes, refusals, what = Path(command.resume), [], [], command.resume
+    """The checkpoint that --resume asks for, with its log's path, and lines about what was passed over to get to it. Without a
+    path that is the newest unfinished run's of this name and these settings; one without a checkpoint is not passed over."""
+    asked, notes, refusals, what = Path(command.resume).absolute(), [], [], command.resume
     if what:
         folder = asked.parent if asked.suffix == ".pt" else asked
         logs = [asked if asked.suffix == ".log" else folder.with_name(f"{folder.name}.log")]
+        require(asked.suffix != ".pt" or asked.exists(), f"--resume: {what} is not there")
     else:
         what, of_this_name = f"a run named {hp.name} in {hp.records}", re.compile(rf"[\dT-]+Z_{re.escape(hp.name)}(_\d+)?")
         logs = [log for log in sorted(Path(hp.records).glob("*.log"), reverse=True) if of_this_name.fullmatch(log.stem)]
     for log in logs:
-        if not log.exists() or "\nfinal_val_loss: " in log.read_text(encoding="utf-8", errors="replace"):
+        text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        if not text or "\nfinal_val_loss: " in text:
             continue
+        payload = None
         for path in checkpoints_in(log.with_suffix("")):
             if asked.suffix == ".pt" and path.name > asked.name:
                 continue
             try:
                 payload = read_checkpoint(path)
                 require(log.stat().st_size >= payload["log_bytes"], f"{log}: was cut to before {path.name}")
+                break
             except UserError as e:
                 notes.append(f"note: {e}; going on from the checkpoint before it")
-                continue
-            differ = differences(payload, hp, facts)
-            if command.resume_anyway or not differ:
-                return dict(payload, log=str(log)), notes + [f"note: resumed although {line}" for line in differ]
+                payload = None
+        if payload is None:  # of these settings, as the log's first lines tell?
+            mine = [f"{name} = {value!r}\n" in text for name, value in dataclasses.asdict(hp).items() if name not in NOT_COMPARED]
+            require(command.resume or not all(mine), f"{log}: this run has no whole checkpoint to go on from; start it anew, or name an "
+                    "older run with --resume=PATH")
+            continue
+        differ = differences(payload, hp, facts)
+        if not command.resume and payload["hyperparameters"]["name"] != hp.name:
+            continue
+        if differ and not command.resume_anyway:
             refusals.append(f"{path}: {'; '.join(differ)}. Give the run its own settings back, or add --resume_anyway")
-            break
+            continue
+        with open(log, "rb") as file:
+            require(lock(file), f"{log}: this run is alive; wait for its end or stop it")
+        shapes = {name: p.shape for name, p in meta_model(hp).named_parameters()}
+        require({name: p.shape for name, p in payload["model"].items()} == shapes,
+                f"{path}: the checkpoint holds a model of another shape: {'; '.join(differ)}")
+        require(payload["step"] <= hp.num_iterations, f"{path} is past --num_iterations={hp.num_iterations}")
+        return dict(payload, log=os.path.relpath(log)), notes + [f"note: resumed although {line}" for line in differ]
     nothing = f"--resume: {what} is not there, is finished or has no checkpoint to go on from"
     raise UserError("; ".join(refusals[:1] or [*notes, nothing]))
+
+NOT_COMPARED = ("records", "save_every", "seed")  # may differ from the checkpoint's, a drawn seed at least
 
 def differences(payload: dict, hp: Hyperparameters, facts: dict) -> list[str]:
     """What would make the rest of a run differ from what it began as. A seed of -1 takes the run's own."""
@@ -1148,9 +1183,6 @@ def differences(payload: dict, hp: Hyperparameters, facts: dict) -> list[str]:
              if then.get(name) != value and name not in ("records", "save_every") and (name, value) != ("seed", -1)]
     lines += ["this script is not the one in the log"] if payload["script"] != facts["script"] else []
     lines += [f"the data was {was} and is {now}" for was, now in zip_longest(payload["data"], facts["data"]) if was != now][:1]
-    shapes = {name: p.shape for name, p in meta_model(hp).named_parameters()}
-    require({name: p.shape for name, p in payload["model"].items()} == shapes,
-            f"the checkpoint holds a model of another shape: {'; '.join(lines)}")
     return lines
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1196,11 +1228,14 @@ def state_bytes(hp: Hyperparameters) -> tuple[int, int]:
     sizes = {name: p.nbytes for name, p in meta_model(hp).named_parameters()}
     return sum(sizes.values()), sum(n * (2 if name.startswith("blocks.") else 3) for name, n in sizes.items())
 
-def check_disk(hp: Hyperparameters):
-    """Refuse a disk without room for the trained model, the two checkpoints that are kept and the one being written."""
+def check_disk(hp: Hyperparameters, start: dict):
+    """Refuse a disk without room for the trained model, the two checkpoints that are kept and the one being written; of those a
+    resumed run has some."""
     records, (model, state) = Path(hp.records).absolute(), state_bytes(hp)
-    folder = next(path for path in (records, *records.parents) if path.exists())
-    free, need = shutil.disk_usage(folder).free >> 20, (hp.save * model + (3 if hp.save_every else 1) * state) >> 20
+    folder = next(path for path in (records, *records.parents) if os.path.exists(path))
+    held = len(checkpoints_in(Path(start["log"]).with_suffix(""))) if start else 0
+    states = max(1, (3 if hp.save_every else 1) - held)
+    free, need = shutil.disk_usage(folder).free >> 20, (hp.save * model + states * state) >> 20
     require(free > need, f"{folder}: {free} MiB free, checkpoints take {need} MiB; free some, or choose another --records")
 
 def check_memory(hp: Hyperparameters, device: torch.device):
@@ -1258,11 +1293,11 @@ def prepare(hp: Hyperparameters, command: argparse.Namespace, world_size: int, d
     check_settings(hp, world_size)
     (hp, notes), data, start = resolve(hp, device), check_data(hp), {}
     hp = dataclasses.replace(hp, val_tokens=hp.val_tokens or sum(data["val_tokens"]) - 1)
-    check_disk(hp)
     facts = dict(script=hashlib.sha256(script.encode()).hexdigest(), data=data["fingerprints"])
     if command.resume is not None:
         start, passed_over = find_checkpoint(hp, command, facts)
         notes += passed_over
+    check_disk(hp, start)
     if hp.seed < 0:
         drawn = int(np.random.default_rng().integers(2**31))
         hp = dataclasses.replace(hp, seed=start["hyperparameters"]["seed"] if start else drawn)
@@ -1302,16 +1337,19 @@ def train_flops(model: GPT, hp: Hyperparameters) -> tuple[float, float]:
     return blocks, 6 * model.lm_head.weight.numel()
 
 @torch.no_grad()
-def evaluate(model, sequences: list, window: Tensor, hp: Hyperparameters, ranks: Ranks) -> float:
-    """Mean loss in nats over exactly the validation tokens of all ranks."""
+def evaluate(model, sequences: list, window: Tensor, hp: Hyperparameters, ranks: Ranks, stop=None) -> tuple[float, bool]:
+    """(mean loss in nats over exactly the validation tokens of all ranks, whether a signal cut this short on one)"""
     model.eval()
-    total = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    total = torch.zeros(2, dtype=torch.float64, device=ranks.device)
     for inputs, targets in sequences:
-        total += model(inputs, targets, window).double() * len(inputs)  # a sum, whatever share of the targets is padding
+        if stop and stop.signal:
+            total[1] = 1
+            break
+        total[0] += model(inputs, targets, window).double() * len(inputs)  # a sum, whatever share of the targets is padding
     model.train()
     if ranks.world_size > 1:
         dist.all_reduce(total)
-    return float(total) / hp.val_tokens
+    return float(total[0]) / hp.val_tokens, bool(total[1] > 0)
 
 def train_step(model, batches: list, window: Tensor, muon: Muon, adam: Adam, step: int, hp: Hyperparameters) -> Tensor:
     """One step on this rank's micro-batches; returns the sum of their losses. It only launches work: nothing here waits for
@@ -1369,11 +1407,11 @@ class Stop:
                 signal.signal(number, self)
 
     def __call__(self, number, frame):
-        if self.signal and time.monotonic() - self.when > 0.3:  # closer ones are one, sent to the launcher and by the launcher
+        if self.signal and time.monotonic() - self.when > 1:  # closer ones are one, sent to the launcher and by the launcher
             os._exit(128 + number)
         self.signal, self.when = number, time.monotonic()
         if os.environ.get("RANK", "0") == "0":
-            os.write(2, f"{signal.Signals(number).name}: saving; a second signal ends at once\n".encode())
+            say_error(f"{signal.Signals(number).name}: saving; a second signal ends at once")
 
 def train(hp: Hyperparameters, ranks: Ranks, data: dict, log: RunLog, start: dict, saved: dict):
     device, cuda, dtype = ranks.device, ranks.device.type == "cuda", getattr(torch, hp.dtype)
@@ -1414,10 +1452,15 @@ def train(hp: Hyperparameters, ranks: Ranks, data: dict, log: RunLog, start: dic
         nonlocal stopping
         while len(unread) > keep:
             step, shared, when = unread.pop(0)
-            loss, stopping = float(shared[0]) / hp.micro_batches, stopping or shared[1] > 0  # any rank may have had the signal
-            log.step_line(step, "train_loss", loss, when(), hp)
+            seconds = when()  # before this returns, what shared holds has not arrived
+            loss, stopping = float(shared[0]) / hp.micro_batches, stopping or bool(shared[1] > 0)  # any rank may have the signal
+            log.step_line(step, "train_loss", loss, seconds, hp)
             require(math.isfinite(loss), f"step {step}: the training loss is {loss}; {LOWER_RATES} or look at the data; the log "
                                          "and earlier checkpoints are kept", everywhere=True)
+
+    def keep_state():
+        facts = dict(data["facts"], seconds=clock.elapsed, position=loader.position)
+        save_checkpoint(training_state(params, muon, adam), facts, step, hp, ranks, log)
 
     clock, stop = Clock(device, start.get("seconds", 0.0)), Stop()
     clock.start()
@@ -1430,15 +1473,17 @@ def train(hp: Hyperparameters, ranks: Ranks, data: dict, log: RunLog, start: dic
             clock.stop()
             read_losses(keep=0)
             if save or stopping:
-                facts = dict(data["facts"], seconds=clock.elapsed, position=loader.position)
-                save_checkpoint(training_state(params, muon, adam), facts, step, hp, ranks, log)
+                keep_state()
+            if validate and not stopping:
+                val_loss, stopping = evaluate(compiled, val_sequences, window, hp, ranks, stop)
+                if stopping:
+                    keep_state()
+                else:
+                    log.step_line(step, "val_loss", val_loss, clock.elapsed, hp)
             if stopping:
                 number = stop.signal or signal.SIGTERM
                 raise UserError(f"stopped by {signal.Signals(number).name}; step {step} is saved, the same command with "
                                 "--resume goes on", everywhere=True, status=128 + number)
-            if validate:
-                val_loss = evaluate(compiled, val_sequences, window, hp, ranks)
-                log.step_line(step, "val_loss", val_loss, clock.elapsed, hp)
             if last:
                 break
             clock.start()
@@ -1450,12 +1495,13 @@ def train(hp: Hyperparameters, ranks: Ranks, data: dict, log: RunLog, start: dic
         while loader.news:
             log.write(loader.news.pop(0))
         read_losses(keep=2 if cuda else 0)
-    report(model, hp, ranks, limit, clock.elapsed, loader.wait_seconds, val_loss, text_bytes, log)
+    report(model, hp, ranks, limit, first, clock.elapsed - start.get("seconds", 0.0), loader.wait_seconds, val_loss, text_bytes, log)
 
-def report(model: GPT, hp: Hyperparameters, ranks: Ranks, limit: tuple, seconds: float, wait_seconds: float, val_loss: float,
-           text_bytes: int, log: RunLog):
-    """The last lines of the log, the saved model and a sample of its text."""
-    tokens, (in_blocks, in_head) = hp.num_iterations * hp.micro_batches * hp.train_seq_len, train_flops(model, hp)
+def report(model: GPT, hp: Hyperparameters, ranks: Ranks, limit: tuple, first: int, seconds: float, wait_seconds: float,
+           val_loss: float, text_bytes: int, log: RunLog):
+    """The last lines of the log, the saved model and a sample of its text. seconds: the training from step first on."""
+    steps, (in_blocks, in_head) = hp.num_iterations - first, train_flops(model, hp)
+    tokens, since = steps * hp.micro_batches * hp.train_seq_len, f", since step {first}" if first else ""
     if ranks.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated()
     else:
@@ -1464,16 +1510,16 @@ def report(model: GPT, hp: Hyperparameters, ranks: Ranks, limit: tuple, seconds:
     if tokens:
         rate, fp8_rate, source = limit
         floor = tokens * (in_blocks / rate + in_head / (fp8_rate if hp.use_fp8 else rate)) / ranks.world_size
-        log.write(f"throughput: {tokens / seconds:.0f} tokens/s\nhardware: {100 * floor / seconds:.1f} % of the limit "
-                  f"({(in_blocks + in_head) / 1e6:.1f} MFLOP a token would take {floor:.2f} s at the {source})\n"
-                  f"data_wait: {1000 * wait_seconds / hp.num_iterations:.3f} ms a step")
-    if ranks.rank == 0 and hp.save and math.isfinite(val_loss):  # before the line that makes the run a finished one
+        log.write(f"throughput: {tokens / seconds:.0f} tokens/s{since}\nhardware: {100 * floor / seconds:.1f} % of the limit "
+                  f"({(in_blocks + in_head) / 1e6:.1f} MFLOP a token would take {floor:.2f} s at the {source}){since}\n"
+                  f"data_wait: {1000 * wait_seconds / steps:.3f} ms a step{since}")
+    require(math.isfinite(val_loss), f"the validation loss is {val_loss}; {LOWER_RATES}; the log is kept", everywhere=True)
+    if ranks.rank == 0 and hp.save:  # before the line that makes the run a finished one
         path = log.folder / "model.pt"
         write_checkpoint(path, dict(step=hp.num_iterations, hyperparameters=dataclasses.asdict(hp), model=model.state_dict()))
         log.write(f"model: saved as {path}")
     bits = f", {val_loss / math.log(2) * hp.val_tokens / text_bytes:.4f} bits per byte" if text_bytes else ""
     log.write(f"final_val_loss: {val_loss:.4f} nats per token{bits}, on {hp.val_tokens} tokens")
-    require(math.isfinite(val_loss), f"the validation loss is {val_loss}; {LOWER_RATES}; the log is kept", everywhere=True)
     if ranks.rank == 0:
         log.write(f"log: {log.path}")
         if hp.sample_tokens:
@@ -1495,8 +1541,6 @@ def run(argv: list[str]):
     cuda, script = torch.cuda.is_available(), Path(__file__).read_text(encoding="utf-8")  # what runs, whatever the file becomes
     hp, command = parse_flags(argv, "speedrun" if cuda else "demo")
     ranks = Ranks(0, 1, torch.device("cuda" if cuda else "cpu")) if command.check else start_ranks()
-    if ranks.world_size > 1:
-        self_test(ranks)
     saved, log = {}, RunLog()
 
     def settle():
@@ -1545,13 +1589,13 @@ def main():
         error = UserError("interrupted before or after training; the log is kept", everywhere=True, status=130)
     except Exception as e:
         if isinstance(e, dist.DistError) or "gloo" in str(e):
-            said = f"lost contact with another rank, whose own message is the reason ({str(e).splitlines()[0]})"
+            said = ("lost contact with another rank; the reason is what that one printed or, at the start, a wrong "
+                    f"GLOO_SOCKET_IFNAME ({str(e).splitlines()[0]})")
         else:
             said = f"met a defect of the script, please report it:\n{traceback.format_exc()}"
         error = UserError(f"rank {rank} {said}", status=1)
     if error and (rank == "0" or not error.everywhere):
-        print(f"error: {error}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
+        say_error(f"error: {error}")
     if error or dist.is_initialized():  # an orderly exit could wait for ranks that wait for this one
         os._exit(error.status if error else 0)
 

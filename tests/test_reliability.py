@@ -182,6 +182,50 @@ def test_the_newest_unfinished_run_of_these_settings_is_taken(tmp_path, shards, 
     assert finished == ["2026-01-01T00-01-00Z_demo.log"]
 
 
+def test_a_newer_run_is_not_passed_over_unless_its_settings_differ(tmp_path, shards, whole, monkeypatch):
+    interrupted_run(tmp_path, shards, monkeypatch)
+    resume, old = [*RUN, *shards, f"--records={tmp_path}", "--resume"], log_path(tmp_path)
+    newer = old.with_name("2999-01-01T00-00-00Z_demo.log")  # ended before its first checkpoint
+    newer.write_text(old.read_text())
+    with pytest.raises(UserError, match=f"{newer}: this run has no whole checkpoint to go on from; start it anew, or name an older"):
+        run(resume)
+    newer.write_text(old.read_text().replace("muon_lr = 0.045\n", "muon_lr = 0.02\n", 1))
+    with open(newer) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # another run, and alive
+        run(resume)
+    newer.unlink()
+    assert_same_run(tmp_path, whole)
+
+
+def test_a_checkpoint_that_is_not_there_or_past_the_end_is_refused(tmp_path, shards, monkeypatch):
+    interrupted_run(tmp_path, shards, monkeypatch)
+    resume, folder = [*RUN, *shards, f"--records={tmp_path}"], log_path(tmp_path).with_suffix("")
+    with pytest.raises(UserError, match="step00000099.pt is not there"):
+        run([*resume, f"--resume={folder}/step00000099.pt"])
+    with pytest.raises(UserError, match="step00000007.pt is past --num_iterations=5"):
+        run([*resume, "--resume", "--resume_anyway", "--num_iterations=5"])
+    monkeypatch.chdir(folder)
+    with pytest.raises(UserError, match="past --num_iterations=5"):
+        run([*resume, "--resume=.", "--resume_anyway", "--num_iterations=5"])
+
+
+def test_a_signal_during_a_validation_saves_at_once(tmp_path, shards, whole, monkeypatch):
+    evaluate = train_gpt.evaluate
+
+    def interrupted(*args):
+        if len(args) == 6:  # the warmup's has no signal to look at
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpt, "evaluate", interrupted)
+        with pytest.raises(UserError, match="stopped by SIGTERM; step 0 is saved"):
+            run([*RUN, *shards, f"--records={tmp_path}"])
+    assert not steps(tmp_path) and checkpoints(tmp_path) == ["step00000000.pt"]
+    run([*RUN, *shards, f"--records={tmp_path}", "--resume"])
+    assert_same_run(tmp_path, whole)
+
+
 def test_what_differs_is_named_and_needs_resume_anyway(tmp_path, shards, monkeypatch):
     interrupted_run(tmp_path, shards, monkeypatch)
     resume = [*RUN, *shards, f"--records={tmp_path}", "--resume"]
@@ -224,6 +268,18 @@ def test_resume_refuses_live_finished_and_missing_runs(tmp_path, shards, whole, 
     os.truncate(log, 1000)
     with pytest.raises(UserError, match="was cut to before step00000007.pt"):
         run([*RUN, *shards, f"--records={tmp_path}", "--resume"])
+
+
+def test_a_signal_saves_although_nobody_reads_the_console_any_more(tmp_path, shards):
+    with subprocess.Popen([sys.executable, "-u", ROOT / "train_gpt.py", *RUN, *shards, f"--records={tmp_path}", "--num_iterations=100000",
+                           "--epochs=1000000"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT) as process:
+        while not process.stdout.readline().startswith("step:3/"):
+            assert process.poll() is None
+        process.stdout.close()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 128 + signal.SIGINT
+    last = steps(tmp_path)[-1].split("/")[0].removeprefix("step:")
+    assert checkpoints(tmp_path)[-1] == f"step{int(last):08}.pt"
 
 
 def test_a_run_holds_the_lock_on_its_log(tmp_path, shards, monkeypatch):
@@ -445,7 +501,7 @@ def test_a_signal_to_the_launcher_saves_and_a_second_one_ends_at_once(tmp_path, 
     os.kill(alone.pid, signal.SIGTERM)
     os.kill(alone.pid, signal.SIGCONT)
     alone.stderr.readline()
-    time.sleep(0.4)
+    time.sleep(1.1)
     os.kill(alone.pid, signal.SIGINT)
     assert alone.wait(timeout=60) in (130, 143)
 
@@ -477,8 +533,7 @@ if case == "late" and ranks.rank == 1:
     time.sleep(8)
 if case == "wrong" and ranks.rank == 1:
     all_reduce = dist.all_reduce
-    dist.all_reduce = lambda x, **kwargs: (all_reduce(x, **kwargs).wait(), x.add_(1), SimpleNamespace(is_completed=lambda: True))[2]
-from types import SimpleNamespace
+    dist.all_reduce = lambda x: (all_reduce(x), x.add_(1))
 try:
     self_test(ranks, seconds=2)
     print(f"rank {{ranks.rank}} is content", flush=True)
@@ -504,9 +559,16 @@ def test_a_disk_or_gpu_without_room_is_refused_before_the_start(tmp_path, shards
     assert abs(model - (4 * matrices + 2 * embeddings + 4 * head)) < 1000 and abs(state - (8 * matrices + 6 * embeddings + 12 * head)) < 3000
     monkeypatch.setattr(train_gpt.shutil, "disk_usage", lambda path: SimpleNamespace(free=model + 3 * state - 2**20))
     with pytest.raises(UserError, match=rf"{tmp_path}: \d+ MiB free, checkpoints take \d+ MiB; free some"):
-        train_gpt.check_disk(hp)
+        train_gpt.check_disk(hp, {})
+    for number in (1, 2):  # a resumed run has some of them
+        (tmp_path / "run").mkdir(exist_ok=True)
+        (tmp_path / "run" / f"step{number:08}.pt").touch()
+        monkeypatch.setattr(train_gpt.shutil, "disk_usage", lambda path: SimpleNamespace(free=model + (3 - number) * state + 2**21))
+        train_gpt.check_disk(hp, {"log": f"{tmp_path}/run.log"})
+        with pytest.raises(UserError, match="free some"):
+            train_gpt.check_disk(hp, {})
     monkeypatch.setattr(train_gpt.shutil, "disk_usage", lambda path: SimpleNamespace(free=model + 3 * state + 2**21))
-    train_gpt.check_disk(hp)
+    train_gpt.check_disk(hp, {})
     gpu = SimpleNamespace(type="cuda")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * 2**30, 80 * 2**30))
     with pytest.raises(UserError, match="10240 of 81920 MiB of GPU memory are free"):

@@ -21,6 +21,12 @@ def test_trains_on_two_processes_and_says_each_decision(tmp_path, shards):
     assert sys.executable in said[0]
 
 
+def test_check_starts_nothing(tmp_path, shards):
+    """On the second of two machines, which has no records to resume from."""
+    done = run_sh("demo", *TINY[1:], *shards, "--check", "--resume", f"--records={tmp_path}", NNODES="2", NODE_RANK="1", NPROC="1")
+    assert done.returncode == 0 and done.stdout.count("checks passed") == 1 and "starting" not in done.stdout, done.stdout + done.stderr
+
+
 def test_repeats_with_fresh_seeds_and_ends_with_the_table(tmp_path, shards):
     flags = [flag for flag in TINY[1:] if not flag.startswith("--seed")]
     done = run_sh("--repeat=2", *flags, *shards, "--num_iterations=1", "--micro_batches=1", f"--records={tmp_path}")
