@@ -34,8 +34,8 @@ from torch.autograd import DeviceType
 
 from data import common
 from train_gpt import (BLOCK, GPT, PEAK_TFLOPS, SHARD_HEADER_INTS, SHARD_MAGIC, SHARD_VERSION, Adam, Hyperparameters, Muon, TrainLoader,
-                       UserError, block_sparse, check_settings, check_shard, evaluate, flex, fp8_matmul, norm, optimizer_groups, parse_flags,
-                       plan_spans, read_tokens, resolve, start_ranks, to_fp8, train_flops, train_step, warm_up, window_tokens)
+                       UserError, block_sparse, check_settings, check_shard, evaluate, flex, fp8_matmul, norm, optimizer_groups,
+                       parse_flags, plan_spans, read_tokens, resolve, start_ranks, to_fp8, train_flops, train_step, warm_up, window_tokens)
 
 MATMUL = r"gemm|gemv|nvjet|cutlass|splitk|_scaled_mm|aten::(mm|bmm|addmm|baddbmm)$"
 RULES = [  # what was run, pattern of a kernel's name, its part of the step: the first that fits
@@ -128,8 +128,9 @@ def profiled(function, device) -> list[tuple[str, float]]:
         function()
         if kind == "CUDA":
             torch.cuda.synchronize()
-    return [(event.name, (event.time_range.elapsed_us() if kind == "CUDA" else event.self_cpu_time_total) / 1e6) for event in profiler.events()
-            if event.device_type == getattr(DeviceType, kind) and not event.is_user_annotation and not NO_KERNEL.fullmatch(event.name)]
+    events = [event for event in profiler.events() if event.device_type == getattr(DeviceType, kind)
+              and not event.is_user_annotation and not NO_KERNEL.fullmatch(event.name)]
+    return [(event.name, (event.time_range.elapsed_us() if kind == "CUDA" else event.self_cpu_time_total) / 1e6) for event in events]
 
 
 def ceilings(hp: Hyperparameters, device, repeat: int, report: Report) -> tuple[float, float]:
@@ -147,7 +148,8 @@ def ceilings(hp: Hyperparameters, device, repeat: int, report: Report) -> tuple[
             best[name] = max(best.get(name, 0), rate)
     source = torch.randn(2**28 if cuda else 2**16, device=device)
     target = torch.empty_like(source)
-    report.add("copies on the device, read and written", 2 * source.nbytes / timed(lambda: target.copy_(source), device, 2 * repeat, 3) / 1e9, "GB/s")
+    seconds = timed(lambda: target.copy_(source), device, 2 * repeat, warmup=3)
+    report.add("copies on the device, read and written", 2 * source.nbytes / seconds / 1e9, "GB/s")
     return best[hp.dtype], best["FP8"] if hp.use_fp8 else best[hp.dtype]
 
 
@@ -257,7 +259,8 @@ def measure_parts(training: Training, window: int, repeat: int, report: Report):
     hp, device, tokens = training.hp, training.device, training.hp.micro_batches * training.hp.train_seq_len
     training.set_window(window)
     wall = timed(training.run_step, device, repeat)
-    for name, function in (("data", training.run_data), ("optimizer", training.run_optimizer), ("head and loss of a micro-batch", training.run_head)):
+    for name, function in (("data", training.run_data), ("optimizer", training.run_optimizer),
+                           ("head and loss of a micro-batch", training.run_head)):
         report.add(f"alone: {name}", 1000 * timed(function, device, repeat), "ms")
     training.run_optimizer()  # clears the head's gradient
     data, model, optimizer, head = (profiled(function, device) for function in (
@@ -265,7 +268,8 @@ def measure_parts(training: Training, window: int, repeat: int, report: Report):
     report.add(f"parts: step, window {window}", 1000 * wall, "ms")
     if not model or not optimizer:
         return report.save("the profiler saw no kernels on this machine: no time by part")
-    parts = split(wall, by_part("model", model), by_part("model", head * hp.micro_batches), by_part("optimizer", optimizer), by_part("data", data))
+    parts = split(wall, by_part("model", model), by_part("model", head * hp.micro_batches), by_part("optimizer", optimizer),
+                  by_part("data", data))
     for part, seconds in sorted(parts.items(), key=lambda item: -item[1]):
         report.add(f"part: {part}", 1000 * seconds, "ms")
     report.add("kernels in a step", len(data + model + optimizer), "launches")
@@ -293,8 +297,8 @@ def cast_shares(x: Tensor, scale: float, dtype: torch.dtype) -> tuple[float, flo
     """Shares of values that a cast to FP8 saturates, that it flushes to zero, and of the absolute sum that the latter held."""
     x, cast = x.float(), to_fp8(x, scale, dtype).float()
     size, flushed = x.abs(), (cast == 0) & (x != 0)
-    return tuple(float(share) for share in ((size * scale > torch.finfo(dtype).max).float().mean(), flushed.sum() / (x != 0).sum().clamp(min=1),
-                                            size[flushed].sum() / size.sum().clamp(min=1e-30)))
+    saturated = (size * scale > torch.finfo(dtype).max).float().mean()
+    return float(saturated), float(flushed.sum() / (x != 0).sum().clamp(min=1)), float(size[flushed].sum() / size.sum().clamp(min=1e-30))
 
 
 def measure_casts(training: Training, report: Report):
@@ -331,7 +335,8 @@ def find_data(hp: Hyperparameters, real: bool, folder: str, steps: int) -> tuple
     spans = [dataclasses.replace(span, start=span.start + first * step_tokens, steps=min(READ_STEPS, span.steps - first))
              for span in plan_spans(tokens, step_tokens, hp.train_seq_len, 1) for first in range(0, span.steps, READ_STEPS)]
     if not spans or tokens[0] <= hp.val_seq_len:
-        raise UserError(f"--train_files={hp.train_files}: too few tokens for a step of {step_tokens} and a validation sequence of {hp.val_seq_len}")
+        raise UserError(f"--train_files={hp.train_files}: too few tokens for a step of {step_tokens} and for a validation sequence "
+                        f"of {hp.val_seq_len}; name larger shards")
     return files, spans * -(-steps // sum(span.steps for span in spans))
 
 
@@ -346,7 +351,8 @@ def measure(hp: Hyperparameters, ranks, windows: list[int], rates: tuple, real: 
 
     loader.wait_seconds = 0.0
     measure_memory("training", device, lambda: measure_steps(training, windows, repeat, rates, report), report)
-    report.add(f"waiting for data, shards read {READ_STEPS} steps at a time", 1000 * loader.wait_seconds / len(windows) / (repeat + 1), "ms/step")
+    steps = len(windows) * (repeat + 1)
+    report.add(f"waiting for data, shards read {READ_STEPS} steps at a time", 1000 * loader.wait_seconds / steps, "ms/step")
     report.save("steps")
 
     stream = read_tokens(files[0], hp.val_seq_len + 1).to(torch.int32)
