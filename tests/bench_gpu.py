@@ -124,7 +124,10 @@ def timed(function, device, repeat: int, warmup: int = 1) -> float:
 def profiled(function, device) -> list[tuple[str, float]]:
     """(name, seconds) of each kernel that a call runs; on a CPU, of each operator without those that it calls."""
     kind = device.type.upper()
-    with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, kind)]) as profiler:
+    activity = getattr(torch.profiler.ProfilerActivity, kind)
+    if activity not in torch.profiler.supported_activities():
+        return []
+    with torch.profiler.profile(activities=[activity]) as profiler:
         function()
         if kind == "CUDA":
             torch.cuda.synchronize()
