@@ -99,7 +99,8 @@ def test_a_whole_training_step_of_the_model():
     a.backward()
     b.backward()
     for (name, p), q in zip(plain.named_parameters(), with_fp8.parameters()):
-        assert relative_error(q.grad, p.grad) < 0.25, name
+        if p.numel() > 100:  # a scalar's gradient is a sum over all tokens that may cancel: no bound on its relative error
+            assert relative_error(q.grad, p.grad) < 0.1, name
 
 
 def test_traces_into_one_graph_with_the_right_shapes():
