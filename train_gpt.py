@@ -263,8 +263,9 @@ def plan_spans(shard_tokens: list[int], step_tokens: int, seq_len: int, epochs: 
 
 def count_cut_documents(tokens: Tensor, eot: int, seq_len: int) -> tuple[int, int]:
     """(documents that begin in tokens, those of them that a border between sequences of seq_len tokens cuts)."""
-    begins = (tokens == eot).nonzero().flatten()
-    ends = torch.cat([begins[1:], torch.tensor([len(tokens)])]) if len(begins) else begins
+    tokens = tokens.numpy()  # torch would start OpenMP threads for the loader, and more threads than cores slow all of them down
+    begins = np.flatnonzero(tokens == eot)
+    ends = np.append(begins[1:], len(tokens)) if len(begins) else begins
     cut = (begins // seq_len) != ((ends - 1) // seq_len)
     return len(begins), int(cut.sum())
 
@@ -556,7 +557,7 @@ class GPT(nn.Module):
     def features(self, tokens_T: Tensor, window: Tensor) -> Tensor:
         """x_TD as the head reads it."""
         masks = build_block_masks(tokens_T, self.hp.vocab_size - 1, window)
-        attend = {c: self.attend(mask, self.hp.attention_scale) for c, mask in zip("LS", masks)}
+        attend = {c: self.attend(mask, self.hp.attention_scale) for c, mask in zip("LS", masks) if c in self.hp.windows}
         value_embeds = self.value_embed(tokens_T)
         mixes, value_mixes, skip_weights = self.residual_mix.unbind(), self.value_mix.unbind(), self.skip_weights.unbind()
         x_TD = x0_TD = self.embedded(tokens_T)
