@@ -1198,7 +1198,7 @@ def check_settings(hp: Hyperparameters, world_size: int):
     for f in dataclasses.fields(hp):
         value, (least, most, multiple) = getattr(hp, f.name), f.metadata["range"]
         for number in value if isinstance(value, tuple) else [] if isinstance(value, str) else [value]:
-            require(math.isfinite(number) and least <= number <= most,
+            require(least <= number <= most and abs(number) < 2**63,
                     f"--{f.name}={value} is not between {least} and {most}: {f.metadata['help']}")
             require(not multiple or number % multiple == 0, f"--{f.name}={value} is not a multiple of {multiple}")
     require(hp.window_start <= hp.window_end, f"--window_start={hp.window_start} is above --window_end={hp.window_end}")
@@ -1591,7 +1591,7 @@ def main():
     except Exception as e:
         if isinstance(e, dist.DistError) or "gloo" in str(e):
             said = ("lost contact with another rank; the reason is what that one printed or, at the start, a wrong "
-                    f"GLOO_SOCKET_IFNAME ({str(e).splitlines()[0]})")
+                    f"GLOO_SOCKET_IFNAME ({str(e).partition(os.linesep)[0]})")
         else:
             said = f"met a defect of the script, please report it:\n{traceback.format_exc()}"
         error = UserError(f"rank {rank} {said}", status=1)

@@ -134,6 +134,8 @@ def test_preflight_accepts_and_reports(tiny):
     (dict(cooldown_frac=1.5), "cooldown_frac"),
     (dict(adam_betas=(0.8, 1.0)), "adam_betas"),
     (dict(window_quantum=0), "is not between 1 and inf"),
+    (dict(epochs=10**400), "is not between 1 and inf"),
+    (dict(muon_lr=float("inf")), "--muon_lr=inf is not between"),
     (dict(epochs=0), "is not between 1 and inf"),
     (dict(save_every=-1), "is not between 0 and inf"),
     (dict(deterministic=True, micro_batches=6, num_iterations=1), "3 micro-batches a rank are no power of two; set --micro_batches to 2 times one"),
