@@ -98,7 +98,7 @@ if [ -z "${NPROC:-}" ]; then
   while [ "$ranks" -gt 1 ] && [ $(( micro_batches % (ranks * nodes) )) -ne 0 ]; do ranks=$(( ranks - 1 )); done
 fi
 if [ "$gpus" -eq 0 ]; then
-  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # at the demo's size a second thread costs more than it brings
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # processes of one thread are as fast as threads of one process
 fi
 say "preset $mode on $gpus CUDA GPU(s) and $cores core(s): $ranks process(es) on each of $nodes machine(s)"
 if [ "$gpus" -gt "$ranks" ]; then say "$(( gpus - ranks )) GPU(s) idle: $micro_batches micro-batches do not divide by more ranks (--micro_batches)"; fi

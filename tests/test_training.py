@@ -30,7 +30,8 @@ def log_of(folder) -> str:
     return path.read_text()
 
 
-METHOD = ["--attention_scale=0.12", "--embed_lr=0.6", "--muon_momentum_end=0.95", "--muon_momentum_steps=100"]  # whatever the preset is
+METHOD = ["--attention_scale=0.12", "--embed_lr=0.6", "--muon_momentum_end=0.95", "--muon_momentum_steps=100",
+          "--smear=false", "--pair_rows=0"]  # whatever the preset is
 GOLDEN = [*TINY, *METHOD, "--muon_lr=0.05",
           "--num_iterations=30", "--val_loss_every=10", "--micro_batches=4", "--val_tokens=0"]
 
