@@ -1198,7 +1198,7 @@ def check_settings(hp: Hyperparameters, world_size: int):
     for f in dataclasses.fields(hp):
         value, (least, most, multiple) = getattr(hp, f.name), f.metadata["range"]
         for number in value if isinstance(value, tuple) else [] if isinstance(value, str) else [value]:
-            require(least <= number <= most and abs(number) < 2**63,
+            require(least <= number <= most and abs(number) < (math.inf if type(number) is float else 2**63),
                     f"--{f.name}={value} is not between {least} and {most}: {f.metadata['help']}")
             require(not multiple or number % multiple == 0, f"--{f.name}={value} is not a multiple of {multiple}")
     require(hp.window_start <= hp.window_end, f"--window_start={hp.window_start} is above --window_end={hp.window_end}")

@@ -594,7 +594,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, shards, monkeypat
     def poisoned(*args):
         loss = train_step(*args)
         if args[5] == 4:
-            next(args[0].parameters()).data[0, 0] = float("nan")
+            args[0].embed.weight.data[0, 0] = float("nan")
         return loss
 
     monkeypatch.setattr(train_gpt, "train_step", poisoned)
