@@ -143,8 +143,9 @@ PRESETS = {
     "demo": Hyperparameters(
         name="demo", train_files="data/demo/demo_train_*.bin", val_files="data/demo/demo_val_*.bin", vocab_size=257,
         train_seq_len=1024, val_seq_len=2048, val_tokens=131072, micro_batches=4, windows="LSSL", value_embeds="0..0",
-        attention="xx.x", smear=True, pair_rows=8192, model_dim=128, num_heads=4, head_dim=32, attention_scale=0.3, window_end=256, num_iterations=500,
-        muon_lr=0.045, muon_momentum_end=0.9, muon_momentum_steps=0, embed_lr=0.3, sample_tokens=300, save_every=125,
+        attention="xx.x", smear=True, pair_rows=8192, model_dim=128, num_heads=4, head_dim=32, attention_scale=0.3,
+        window_end=256, num_iterations=500, muon_lr=0.045, muon_momentum_end=0.9, muon_momentum_steps=0, embed_lr=0.3,
+        sample_tokens=300, save_every=125,
     ),
 }
 
