@@ -102,6 +102,8 @@ def main():
     parser.add_argument("--fragment", type=int, default=256, metavar="BYTES", help="of training text that stay together (256)")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="folder for the logs")
     args, more = parser.parse_known_args()
+    if min(args.repeat, args.processes, args.threads or 1, args.fragment) < 1:
+        raise UserError("--repeat, --processes, --threads and --fragment count from 1")
     flags = [*COMMON.split(), *RECIPE.split(), *more]
     hp, _ = parse_flags(flags, "demo")
     processes, threads = args.processes, args.threads or max(1, min(4, (os.cpu_count() or 1) // args.processes))
@@ -114,7 +116,8 @@ def main():
     float32, bfloat16 = (matrix_rate(dtype) / 1e9 for dtype in (torch.float32, torch.bfloat16))
     print(f"matrix products: {float32:.1f} GFLOP/s in float32, {bfloat16:.1f} in bfloat16; {processes} process(es) of {threads} thread(s)")
     with tempfile.TemporaryDirectory() as folder:
-        flags += [*make_shards(args.text.read_bytes(), Path(folder), args.fragment), f"--records={os.path.relpath(args.keep, ROOT) if args.keep else folder}"]
+        records = os.path.relpath(args.keep, ROOT) if args.keep else folder
+        flags += [*make_shards(args.text.read_bytes(), Path(folder), args.fragment), f"--records={records}"]
         times = [train(flags, processes, threads, args.target) for _ in range(args.repeat)]
     if None in times:
         print(f"error: {args.target} was not reached in {times.count(None)} of {args.repeat} run(s)", file=sys.stderr)
