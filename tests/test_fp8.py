@@ -98,9 +98,11 @@ def test_a_whole_training_step_of_the_model():
     assert a.item() != b.item() and a.item() == pytest.approx(b.item(), abs=0.02)
     a.backward()
     b.backward()
+    mixing = ("residual_mix", "value_mix", "skip_weights")  # each number's gradient is a sum that may cancel: judged together
+    together = [torch.cat([getattr(model, name).grad.flatten() for name in mixing]) for model in (with_fp8, plain)]
+    assert relative_error(*together) < 0.25
     for (name, p), q in zip(plain.named_parameters(), with_fp8.parameters()):
-        if p.numel() > 100:  # a scalar's gradient is a sum over all tokens that may cancel: no bound on its relative error
-            assert relative_error(q.grad, p.grad) < 0.1, name
+        assert name in mixing or relative_error(q.grad, p.grad) < 0.1, name
 
 
 def test_traces_into_one_graph_with_the_right_shapes():
