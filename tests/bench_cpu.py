@@ -2,12 +2,13 @@
 """How long a plain CPU trains to a validation loss, from nothing but a text file.
 
     python tests/bench_cpu.py shakespeare.txt --target=1.874 --repeat=3     three runs and their median
+    python tests/bench_cpu.py shakespeare.txt --target=1.4697 --recipe=low  as low as five minutes bring it, by a larger model
     python tests/bench_cpu.py book.txt --target=2 --num_iterations=500      flags of train_gpt.py go through to it
 
-The first 90 % of the file's bytes train, in fragments of 256 bytes in random order, the last 10 % validate, all of them; a
-byte is a token. It runs train_gpt.py itself, one process on up to four cores, and reads its log: X in the last line,
+The first 90 % of the file's bytes train, in fragments in random order, the last 10 % validate, all of them; a byte is a
+token. It runs train_gpt.py itself, one process on up to four cores, and reads its log: X in the last line,
 "reached 1.874 after X s of training", is what the script's own clock says at the first validation loss at or below the
-target. Without --any_size a model of more than 850,000 parameters is refused. Exit status: 0 reached, 1 not reached, 2 wrong
+target. The recipe "fast" refuses a model of more than 850,000 parameters unless --any_size is given. Exit status: 0 reached, 1 not reached, 2 wrong
 usage.
 """
 
@@ -30,10 +31,18 @@ from train_gpt import GPT, UserError, block_sparse, check_settings, parse_flags,
 
 MOST_PARAMETERS = 850_000
 COMMON = "--preset=demo --name=bench_cpu --val_tokens=0 --epochs=1000 --sample_tokens=0 --save=false --save_every=0"
-RECIPE = ("--windows=LL --value_embeds=.0 --attention=.x --window_end=128 --model_dim=64 --num_heads=3 --head_dim=32 --attention_scale=0.3 "
-          "--rope_base=20 --smear --pair_rows=8192 --micro_batches=1 --train_seq_len=1024 --val_seq_len=1024 --num_iterations=210 "
-          "--val_loss_every=0 --cooldown_frac=0.7 --embed_lr=0.4 --head_lr=0.012 --scalar_lr=0.1 --muon_lr=0.05 --muon_momentum_steps=0 "
-          "--muon_momentum_end=0.9 --adam_betas=0.9,0.95")
+RECIPES = {  # bytes in a fragment, flags
+    "fast": (256,
+        "--windows=LL --value_embeds=.0 --attention=.x --window_end=128 --model_dim=64 --num_heads=3 --head_dim=32 --attention_scale=0.3 "
+        "--rope_base=20 --smear --pair_rows=8192 --micro_batches=1 --train_seq_len=1024 --val_seq_len=1024 --num_iterations=210 "
+        "--val_loss_every=0 --cooldown_frac=0.7 --embed_lr=0.4 --head_lr=0.012 --scalar_lr=0.1 --muon_lr=0.05 --muon_momentum_steps=0 "
+        "--muon_momentum_end=0.9 --adam_betas=0.9,0.95"),
+    "low": (2048,
+        "--windows=LLLL --value_embeds=.0.1 --attention=.x.x --window_end=256 --model_dim=128 --num_heads=4 --head_dim=32 "
+        "--attention_scale=0.3 --rope_base=20 --smear --pair_rows=8192 --micro_batches=2 --train_seq_len=1024 --val_seq_len=16384 "
+        "--num_iterations=1900 --val_loss_every=950 --cooldown_frac=0.7 --lr_floor=0 --embed_lr=0.04 --head_lr=0.004 --scalar_lr=0.1 "
+        "--muon_lr=0.025 --muon_momentum_steps=0 --muon_momentum_end=0.9 --adam_betas=0.9,0.95"),
+}
 VAL_LINE = re.compile(r"^step:(\d+)/\d+ val_loss:(\S+) train_time:(\d+)ms .*tokens:(\d+)", re.M)
 
 
@@ -95,21 +104,24 @@ def main():
     parser = common.ArgumentParser(description=__doc__)
     parser.add_argument("text", type=Path, metavar="TEXT_FILE")
     parser.add_argument("--target", type=float, default=1.874, help="validation loss in nats per byte (1.874)")
-    parser.add_argument("--any_size", action="store_true", help=f"allow more than {MOST_PARAMETERS} parameters")
+    parser.add_argument("--recipe", choices=RECIPES, default="fast", help="settings to start from (fast)")
+    parser.add_argument("--any_size", action="store_true", help=f"allow more than {MOST_PARAMETERS} parameters in the recipe fast")
     parser.add_argument("--repeat", type=int, default=1, help="runs, each with a seed of its own; the last line has their median (1)")
     parser.add_argument("--processes", type=int, default=1, help="ranks of torchrun (1)")
     parser.add_argument("--threads", type=int, help="of each process (as many as it has cores, up to 4)")
-    parser.add_argument("--fragment", type=int, default=256, metavar="BYTES", help="of training text that stay together (256)")
+    parser.add_argument("--fragment", type=int, metavar="BYTES", help="of training text that stay together (256, recipe low: 2048)")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="folder for the logs")
     args, more = parser.parse_known_args()
-    if min(args.repeat, args.processes, args.threads or 1, args.fragment) < 1:
+    fragment, recipe = RECIPES[args.recipe]
+    fragment = fragment if args.fragment is None else args.fragment
+    if min(args.repeat, args.processes, 1 if args.threads is None else args.threads, fragment) < 1:
         raise UserError("--repeat, --processes, --threads and --fragment count from 1")
-    flags = [*COMMON.split(), *RECIPE.split(), *more]
+    flags = [*COMMON.split(), *recipe.split(), *more]
     hp, _ = parse_flags(flags, "demo")
     processes, threads = args.processes, args.threads or max(1, min(4, (os.cpu_count() or 1) // args.processes))
     check_settings(hp, processes)
     parameters = count_parameters(flags)
-    if parameters > MOST_PARAMETERS and not args.any_size:
+    if parameters > MOST_PARAMETERS and args.recipe == "fast" and not args.any_size:
         raise UserError(f"{parameters} parameters are more than {MOST_PARAMETERS}; --any_size allows them")
     print(f"settings: {' '.join(flags)}")
     torch.set_num_threads(threads)
@@ -117,7 +129,7 @@ def main():
     print(f"matrix products: {float32:.1f} GFLOP/s in float32, {bfloat16:.1f} in bfloat16; {processes} process(es) of {threads} thread(s)")
     with tempfile.TemporaryDirectory() as folder:
         records = os.path.relpath(args.keep, ROOT) if args.keep else folder
-        flags += [*make_shards(args.text.read_bytes(), Path(folder), args.fragment), f"--records={records}"]
+        flags += [*make_shards(args.text.read_bytes(), Path(folder), fragment), f"--records={records}"]
         times = [train(flags, processes, threads, args.target) for _ in range(args.repeat)]
     if None in times:
         print(f"error: {args.target} was not reached in {times.count(None)} of {args.repeat} run(s)", file=sys.stderr)

@@ -32,8 +32,9 @@ def test_reaches_an_easy_target_and_keeps_the_logs(tmp_path):
 
 
 @pytest.mark.parametrize("argv, status, words", [
-    (["--target=0.001", "--processes=1"], 1, "error: 0.001 was not reached in 1 of 1 run(s)"),
+    (["--target=0.001", "--processes=1", "--recipe=low"], 1, "error: 0.001 was not reached in 1 of 1 run(s)"),
     (["--model_dim=512"], 2, "parameters are more than 850000; --any_size allows them"),
+    (["--recipe=high"], 2, "error: argument --recipe: invalid choice"),
     (["--processes=0"], 2, "error: --repeat, --processes, --threads and --fragment count from 1"),
     (["--no_such=1"], 2, "unrecognized arguments: --no_such=1"),
 ])
