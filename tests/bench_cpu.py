@@ -6,10 +6,10 @@
     python tests/bench_cpu.py book.txt --target=2 --num_iterations=500      flags of train_gpt.py go through to it
 
 The first 90 % of the file's bytes train, in fragments in random order, the last 10 % validate, all of them; a byte is a
-token. It runs train_gpt.py itself, one process on up to four cores, and reads its log: X in the last line,
-"reached 1.874 after X s of training", is what the script's own clock says at the first validation loss at or below the
-target. The recipe "fast" refuses a model of more than 850,000 parameters unless --any_size is given. Exit status: 0 reached, 1 not reached, 2 wrong
-usage.
+token. It runs train_gpt.py itself, one process on up to four cores, and reads its log: X in the last line, "reached 1.874
+after X s of training", is what the script's own clock says at the first validation loss at or below the target. The recipe
+"fast" refuses a model of more than 850,000 parameters unless --any_size is given. Exit status: 0 reached, 1 not reached,
+2 wrong usage.
 """
 
 import argparse
@@ -40,7 +40,7 @@ RECIPES = {  # bytes in a fragment, flags
     "low": (2048,
         "--windows=LLLL --value_embeds=.0.1 --attention=.x.x --window_end=256 --model_dim=128 --num_heads=4 --head_dim=32 "
         "--attention_scale=0.3 --rope_base=20 --smear --pair_rows=8192 --micro_batches=2 --train_seq_len=1024 --val_seq_len=16384 "
-        "--num_iterations=1850 --val_loss_every=925 --cooldown_frac=0.7 --lr_floor=0 --embed_lr=0.04 --head_lr=0.004 --scalar_lr=0.1 "
+        "--num_iterations=1580 --val_loss_every=790 --cooldown_frac=0.7 --lr_floor=0 --embed_lr=0.04 --head_lr=0.004 --scalar_lr=0.1 "
         "--muon_lr=0.025 --weight_decay=0.1 --muon_momentum_steps=0 --muon_momentum_end=0.9 --adam_betas=0.9,0.95"),
 }
 VAL_LINE = re.compile(r"^step:(\d+)/\d+ val_loss:(\S+) train_time:(\d+)ms .*tokens:(\d+)", re.M)
