@@ -2,7 +2,7 @@
 """How long a plain CPU trains to a validation loss, from nothing but a text file.
 
     python tests/bench_cpu.py shakespeare.txt --target=1.874 --repeat=3     three runs and their median
-    python tests/bench_cpu.py shakespeare.txt --target=1.4697 --recipe=low  as low as five minutes bring it, by a larger model
+    python tests/bench_cpu.py shakespeare.txt --target=1.4697 --recipe=low  a low loss: a larger model, about six minutes
     python tests/bench_cpu.py book.txt --target=2 --num_iterations=500      flags of train_gpt.py go through to it
 
 The first 90 % of the file's bytes train, in fragments in random order, the last 10 % validate, all of them; a byte is a
