@@ -344,14 +344,14 @@ def load_validation(files: list, shard_tokens: list[int], hp: Hyperparameters, r
 # ----------------------------------------------------------------------------------------------------------------------
 # 4. Block masks and attention
 
-def build_block_masks(tokens_T: Tensor, eot: int, window: Tensor) -> tuple[BlockMask, BlockMask]:
+def build_block_masks(tokens_T: Tensor, eot: int, window: Tensor, queries_of_keys: bool = True) -> tuple[BlockMask, BlockMask]:
     """The long and the short mask: a token sees itself and what came before it in its document, within the window.
 
     window is the long window in tokens, an int tensor on the tokens' device, so that it can grow without a recompile.
     Windows count in blocks: the long one is rounded up, the short one is half of its blocks, at least one, and a query
     block with a window of n blocks sees keys in itself and the n - 1 blocks before. A block that is visible as a whole
     goes to the full list, which needs no masking; a block that a document border or the diagonal crosses goes to the
-    partial list.
+    partial list. queries_of_keys adds the same lists the other way round, which FlexAttention's backward reads.
     """
     (T,) = tokens_T.shape
     assert T % BLOCK == 0, f"{T} tokens are not whole blocks of {BLOCK}"
@@ -383,7 +383,7 @@ def build_block_masks(tokens_T: Tensor, eot: int, window: Tensor) -> tuple[Block
         full_N = torch.where(single_N, full_N, 0)
         return BlockMask.from_kv_blocks(partial_N.int()[None, None], partial_NN.int()[None, None],
                                         full_N.int()[None, None], full_NN.int()[None, None],
-                                        BLOCK_SIZE=BLOCK, mask_mod=sees)
+                                        BLOCK_SIZE=BLOCK, mask_mod=sees, compute_q_blocks=queries_of_keys)
 
     long_blocks = (window + BLOCK - 1) // BLOCK
     return mask(long_blocks), mask((long_blocks // 2).clamp(min=1))
@@ -476,8 +476,8 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x_TD: Tensor, value_embed, value_mix: Tensor, rotary: Rotary, attend) -> Tensor:
         T = len(x_TD)
-        q, k, v = self.qkv(x_TD).view(T, -1, self.K).split((self.H, self.G, self.G), dim=1)
-        q, k = rotary(norm(q)), rotary(norm(k))
+        qk, v = self.qkv(x_TD).view(T, -1, self.K).split((self.H + self.G, self.G), dim=1)
+        q, k = rotary(norm(qk)).split((self.H, self.G), dim=1)
         v = value_mix[0] * v
         if value_embed is not None:
             v = v + value_mix[1] * value_embed.view_as(v)
@@ -558,7 +558,7 @@ class GPT(nn.Module):
 
     def features(self, tokens_T: Tensor, window: Tensor) -> Tensor:
         """x_TD as the head reads it."""
-        masks = build_block_masks(tokens_T, self.hp.vocab_size - 1, window)
+        masks = build_block_masks(tokens_T, self.hp.vocab_size - 1, window, queries_of_keys=self.attend is flex)
         attend = {c: self.attend(mask, self.hp.attention_scale) for c, mask in zip("LS", masks) if c in self.hp.windows}
         value_embeds = self.value_embed(tokens_T)
         mixes, value_mixes, skip_weights = self.residual_mix.unbind(), self.value_mix.unbind(), self.skip_weights.unbind()
@@ -1132,14 +1132,29 @@ def restore(saved: dict, step: int, params: dict, muon: Muon, adam: Adam, ranks:
     for values in adam.state.values():
         values["step"].fill_(step)
 
+def newest_checkpoint(log: Path, last: str) -> tuple[Path | None, dict, list[str]]:
+    """The newest whole checkpoint of a log's run, no newer than the file name last: its path, its content, and a line about
+    each one that was passed over."""
+    notes = []
+    for path in checkpoints_in(log.with_suffix("")):
+        if path.name <= last:
+            try:
+                payload = read_checkpoint(path)
+                require(log.stat().st_size >= payload["log_bytes"], f"{log}: was cut to before {path.name}")
+                return path, payload, notes
+            except UserError as e:
+                notes.append(f"note: {e}; going on from the checkpoint before it")
+    return None, {}, notes
+
 def find_checkpoint(hp: Hyperparameters, command: argparse.Namespace, facts: dict) -> tuple[dict, list[str]]:
     """The checkpoint that --resume asks for, with its log's path, and lines about what was passed over to get to it. Without a
     path that is the newest unfinished run's of this name and these settings; one without a checkpoint is not passed over."""
     asked, notes, refusals, what = Path(command.resume).absolute(), [], [], command.resume
+    one_file = asked.suffix == ".pt"
     if what:
-        folder = asked.parent if asked.suffix == ".pt" else asked
+        folder = asked.parent if one_file else asked
         logs = [asked if asked.suffix == ".log" else folder.with_name(f"{folder.name}.log")]
-        require(asked.suffix != ".pt" or asked.exists(), f"--resume: {what} is not there")
+        require(not one_file or asked.exists(), f"--resume: {what} is not there")
     else:
         what, of_this_name = f"a run named {hp.name} in {hp.records}", re.compile(rf"[\dT-]+Z_{re.escape(hp.name)}(_\d+)?")
         logs = [log for log in sorted(Path(hp.records).glob("*.log"), reverse=True) if of_this_name.fullmatch(log.stem)]
@@ -1147,18 +1162,9 @@ def find_checkpoint(hp: Hyperparameters, command: argparse.Namespace, facts: dic
         text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
         if not text or "\nfinal_val_loss: " in text:
             continue
-        payload = None
-        for path in checkpoints_in(log.with_suffix("")):
-            if asked.suffix == ".pt" and path.name > asked.name:
-                continue
-            try:
-                payload = read_checkpoint(path)
-                require(log.stat().st_size >= payload["log_bytes"], f"{log}: was cut to before {path.name}")
-                break
-            except UserError as e:
-                notes.append(f"note: {e}; going on from the checkpoint before it")
-                payload = None
-        if payload is None:  # of these settings, as the log's first lines tell?
+        path, payload, passed_over = newest_checkpoint(log, last=asked.name if one_file else "~")
+        notes += passed_over
+        if path is None:  # of these settings, as the log's first lines tell?
             mine = [f"{name} = {value!r}\n" in text for name, value in dataclasses.asdict(hp).items() if name not in NOT_COMPARED]
             require(command.resume or not all(mine), f"{log}: this run has no whole checkpoint to go on from; start it anew, or name an "
                     "older run with --resume=PATH")
