@@ -128,7 +128,6 @@ class Hyperparameters:
     muon_momentum_start: float = flag(0.85, "Muon's momentum at the first step", 0, 1)
     muon_momentum_end: float = flag(0.95, "Muon's momentum after its warmup", 0, 1)
     muon_momentum_steps: int = flag(300, "steps of Muon's momentum warmup", 0)
-    weight_decay: float = flag(0.0, "Muon: share of a matrix that a step takes off, as a multiple of the learning rate", 0)
     head_lr: float = flag(0.008, "learning rate of Adam: the output head")
     embed_lr: float = flag(0.6, "learning rate of Adam: token and value embeddings")
     scalar_lr: float = flag(0.04, "learning rate of Adam: residual, value and skip weights")
@@ -745,7 +744,7 @@ class Muon:
             group["received"] = (tree_reduce_scatter if self.deterministic else reduce_scatter)(group["mine"], group["grads"])
 
     @torch.no_grad()
-    def step(self, lr: float, momentum: float, weight_decay: float = 0.0):
+    def step(self, lr: float, momentum: float):
         sent = None
         for group in self.groups:
             if group["received"]:
@@ -758,17 +757,15 @@ class Muon:
             updates = [orthogonalize(batch, group["row_split"]) for batch in batches]
             update = torch.cat(updates) if self.deterministic else updates[0]
             if sent:
-                self.apply(*sent, lr, weight_decay)
+                self.apply(*sent, lr)
             sent = group, update, None
             if self.world_size > 1:
                 sent = group, group["updates"], all_gather(group["updates"], update.contiguous())
-        self.apply(*sent, lr, weight_decay)
+        self.apply(*sent, lr)
 
-    def apply(self, group: dict, updates: Tensor, gathering, lr: float, weight_decay: float):
+    def apply(self, group: dict, updates: Tensor, gathering, lr: float):
         if gathering:
             gathering.wait()
-        if weight_decay:
-            torch._foreach_mul_(group["params"], 1 - lr * weight_decay)
         torch._foreach_add_(group["params"], list(updates[:len(group["params"])].unbind()), alpha=-lr)
         group["grads"].zero_()
 
@@ -1386,7 +1383,7 @@ def train_step(model, batches: list, window: Tensor, muon: Muon, adam: Adam, ste
     # Muon's gradients travel first, since it has arithmetic to do; the embeddings' travel while it does.
     muon.reduce_gradients()
     adam.reduce_gradients()
-    muon.step(hp.muon_lr * lr_scale(step, hp), muon_momentum(step, hp), hp.weight_decay)
+    muon.step(hp.muon_lr * lr_scale(step, hp), muon_momentum(step, hp))
     adam.step_at(lr_scale(step, hp))
     return sum(losses)  # exact in float64, in any order
 
