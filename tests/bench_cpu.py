@@ -2,7 +2,7 @@
 """How long a plain CPU trains to a validation loss, from nothing but a text file.
 
     python tests/bench_cpu.py shakespeare.txt --target=1.874 --repeat=3     three runs and their median
-    python tests/bench_cpu.py shakespeare.txt --target=1.4697 --recipe=low  a low loss: a larger model, about six minutes
+    python tests/bench_cpu.py shakespeare.txt --target=1.4697 --recipe=low  a low loss: a larger model, about five minutes
     python tests/bench_cpu.py book.txt --target=2 --num_iterations=500      flags of train_gpt.py go through to it
 
 The first 90 % of the file's bytes train, in fragments in random order, the last 10 % validate, all of them; a byte is a
@@ -38,9 +38,9 @@ RECIPES = {  # bytes in a fragment, flags
         "--val_loss_every=0 --cooldown_frac=0.7 --embed_lr=0.4 --head_lr=0.012 --scalar_lr=0.1 --muon_lr=0.05 --muon_momentum_steps=0 "
         "--muon_momentum_end=0.9 --adam_betas=0.9,0.95"),
     "low": (2048,
-        "--windows=LLL --value_embeds=.01 --attention=.xx --window_end=256 --model_dim=128 --num_heads=4 --head_dim=32 "
+        "--windows=LLLL --value_embeds=.0.1 --attention=.x.x --window_end=256 --model_dim=128 --num_heads=4 --head_dim=32 "
         "--attention_scale=0.3 --rope_base=20 --smear --pair_rows=1024 --micro_batches=2 --train_seq_len=1024 --val_seq_len=16384 "
-        "--num_iterations=1800 --val_loss_every=900 --cooldown_frac=0.7 --lr_floor=0 --embed_lr=0.04 --head_lr=0.004 --scalar_lr=0.1 "
+        "--num_iterations=1650 --val_loss_every=825 --cooldown_frac=0.7 --lr_floor=0 --embed_lr=0.04 --head_lr=0.004 --scalar_lr=0.1 "
         "--muon_lr=0.025 --muon_momentum_steps=0 --muon_momentum_end=0.9 --adam_betas=0.9,0.95"),
 }
 VAL_LINE = re.compile(r"^step:(\d+)/\d+ val_loss:(\S+) train_time:(\d+)ms .*tokens:(\d+)", re.M)
