@@ -1,4 +1,5 @@
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -6,6 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
+# A shell lets what it starts in the background ignore these, and so would every run that a test starts and signals.
+for number in (signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
