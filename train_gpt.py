@@ -104,6 +104,7 @@ class Hyperparameters:
     value_embeds: str = flag("012......012", "layer table: number of the layer's value embedding, or . for none")
     attention: str = flag("xxxxxxx.xxxx", "layer table: x a layer with attention, . without")
     smear: bool = flag(False, "add a learned share of the token before to each token's embedding")
+    key_offset: bool = flag(False, "take the half of each key that carries no position from the token before")
     pair_rows: int = flag(0, "rows in the embedding of pairs of tokens, which share rows by a hash; 0: no such embedding", 0)
     model_dim: int = flag(768, "width of the residual stream, a multiple of 16", 1, multiple=16)
     num_heads: int = flag(6, "query heads", 1)
@@ -111,7 +112,7 @@ class Hyperparameters:
     head_dim: int = flag(128, "width of a head, a multiple of 16", 1, multiple=16)
     attention_scale: float = flag(0.12, "factor on the attention scores")
     rope_base: float = flag(1024.0, "base of the rotary frequencies", 1)
-    lm_head_softcap: float = flag(15.0, "cap c of the logits: 2c * sigmoid(2 * logit / c)", 1e-6)
+    lm_head_softcap: float = flag(15.0, "cap c of the logits: 2c * sigmoid(2 * logit / c)", 1e-6, 38)
     window_start: int = flag(128, "tokens in the long window at the first step", 1, 2**30)
     window_end: int = flag(1792, "tokens in the long window at the last step", 1, 2**30)
     window_quantum: int = flag(128, "tokens by which the long window grows at a time", 1)
@@ -448,35 +449,46 @@ class CastedLinear(nn.Linear):
         return F.linear(x, self.weight.type_as(x))
 
 class Rotary(nn.Module):
-    """Half-rotary positions: the first half of a head's channels is rotated, the other half carries no position."""
+    """Half-rotary positions: of a head's four quarters of channels the first two are rotated, the other two carry no position.
+    As x * cos + (x with the quarters of each half swapped) * sin, since a torch.cat of quarters compiles to branches."""
 
     def __init__(self, head_dim: int, max_seq_len: int, base: float):
         super().__init__()
         frequency = base ** -torch.linspace(0, 1, head_dim // 4, dtype=torch.float64)
-        angle = torch.arange(max_seq_len, dtype=torch.float64)[:, None, None] * frequency  # float32 drifts at 256K
-        self.register_buffer("cos", angle.cos().float(), persistent=False)
-        self.register_buffer("sin", angle.sin().float(), persistent=False)
+        angle = torch.arange(max_seq_len, dtype=torch.float64)[:, None, None, None, None] * frequency  # float32 drifts at 256K
+        half, quarter = torch.tensor([1.0, 0.0])[:, None, None], torch.tensor([1.0, -1.0])[:, None]
+        self.register_buffer("cos", (angle.cos() * half + 1 - half).float(), persistent=False)
+        self.register_buffer("sin", (angle.sin() * half * quarter).float(), persistent=False)
 
     def forward(self, x_THK: Tensor) -> Tensor:
-        T, _, K = x_THK.shape
-        cos, sin = self.cos[:T], self.sin[:T]
-        x1, x2, rest = x_THK.split((K // 4, K // 4, K // 2), dim=-1)
-        x1, x2 = x1.float(), x2.float()
-        return torch.cat(((x1 * cos + x2 * sin).type_as(rest), (x2 * cos - x1 * sin).type_as(rest), rest), dim=-1)
+        T, H, K = x_THK.shape
+        x = x_THK.view(T, H, 2, 2, K // 4)
+        return (x * self.cos[:T] + x.flip(3) * self.sin[:T]).type_as(x).view(T, H, K)
+
+def token_before(x: Tensor, begins_T: Tensor) -> Tensor:
+    """x[T, ...] of the token before each token, zero where a document begins."""
+    each = (1,) * (x.ndim - 1)
+    return F.pad(x[:-1], (0, 0) * (x.ndim - 1) + (1, 0)).masked_fill(begins_T.view(-1, *each), 0)
 
 class CausalSelfAttention(nn.Module):
+    """With key_offset half of a key tells what came before its token (modded-nanogpt's partial key offset, 2025): a query that
+    looks for a token finds what followed it."""
+
     def __init__(self, hp: Hyperparameters):
         super().__init__()
-        self.H, self.G, self.K = hp.num_heads, hp.num_kv_heads, hp.head_dim
+        self.H, self.G, self.K, self.key_offset = hp.num_heads, hp.num_kv_heads, hp.head_dim, hp.key_offset
         self.qkv = CastedLinear(hp.model_dim, (self.H + 2 * self.G) * self.K)
         self.qkv.weight.row_split = (self.H * self.K, self.G * self.K, self.G * self.K)  # for Muon: three matrices
         self.proj = CastedLinear(self.H * self.K, hp.model_dim)
         nn.init.zeros_(self.proj.weight)
 
-    def forward(self, x_TD: Tensor, value_embed, value_mix: Tensor, rotary: Rotary, attend) -> Tensor:
+    def forward(self, x_TD: Tensor, begins_T: Tensor, value_embed, value_mix: Tensor, rotary: Rotary, attend) -> Tensor:
         T = len(x_TD)
         qk, v = self.qkv(x_TD).view(T, -1, self.K).split((self.H + self.G, self.G), dim=1)
         q, k = rotary(norm(qk)).split((self.H, self.G), dim=1)
+        if self.key_offset:
+            placed, unplaced = k.chunk(2, dim=-1)
+            k = torch.cat((placed, token_before(unplaced, begins_T)), dim=-1)
         v = value_mix[0] * v
         if value_embed is not None:
             v = v + value_mix[1] * value_embed.view_as(v)
@@ -512,10 +524,10 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(hp) if has_attention else None
         self.mlp = MLP(hp.model_dim)
 
-    def forward(self, x_TD, x0_TD, mix, value_embed, value_mix, rotary, attend) -> Tensor:
+    def forward(self, x_TD, x0_TD, begins_T, mix, value_embed, value_mix, rotary, attend) -> Tensor:
         x_TD = mix[0] * x_TD + mix[1] * x0_TD
         if self.attn is not None:
-            x_TD = x_TD + self.attn(norm(x_TD), value_embed, value_mix, rotary, attend)
+            x_TD = x_TD + self.attn(norm(x_TD), begins_T, value_embed, value_mix, rotary, attend)
         return x_TD + self.mlp(norm(x_TD))
 
 class GPT(nn.Module):
@@ -541,33 +553,33 @@ class GPT(nn.Module):
         self.lm_head = CastedLinear(hp.model_dim, V, hp.use_fp8, hp.fp8_x_scale, hp.fp8_w_scale, hp.fp8_grad_scale)
         nn.init.zeros_(self.lm_head.weight)
 
-    def embedded(self, tokens_T: Tensor) -> Tensor:
+    def embedded(self, tokens_T: Tensor, begins_T: Tensor) -> Tensor:
         """x_TD of the tokens; with what came right before them in their document, where the settings say so: the embedding
         of both as a pair (modded-nanogpt's bigram hash embedding, 2026) and a share of the token before, learned for each
         channel (after its smear gate, 2025)."""
         eot, x_TD = self.hp.vocab_size - 1, self.embed(tokens_T)
         if self.pair_embed is not None:
-            before_T = torch.where(tokens_T == eot, eot, F.pad(tokens_T[:-1], (1, 0), value=eot)).long()
+            before_T = torch.where(begins_T, eot, F.pad(tokens_T[:-1], (1, 0), value=eot)).long()
             x_TD = x_TD + self.pair_embed((before_T * 2654435761 + tokens_T) % self.hp.pair_rows)  # Knuth's factor spreads
         x_TD = norm(x_TD)
         if self.smear is not None:
-            share_TD = (tokens_T != eot)[:, None] * self.smear.type_as(x_TD)
-            x_TD = x_TD + share_TD * F.pad(x_TD[:-1], (0, 0, 1, 0))
+            x_TD = x_TD + self.smear.type_as(x_TD) * token_before(x_TD, begins_T)
         return x_TD
 
     def features(self, tokens_T: Tensor, window: Tensor) -> Tensor:
         """x_TD as the head reads it."""
-        masks = build_block_masks(tokens_T, self.hp.vocab_size - 1, window, queries_of_keys=self.attend is flex)
+        eot = self.hp.vocab_size - 1
+        masks, begins_T = build_block_masks(tokens_T, eot, window, queries_of_keys=self.attend is flex), tokens_T == eot
         attend = {c: self.attend(mask, self.hp.attention_scale) for c, mask in zip("LS", masks) if c in self.hp.windows}
         value_embeds = self.value_embed(tokens_T)
         mixes, value_mixes, skip_weights = self.residual_mix.unbind(), self.value_mix.unbind(), self.skip_weights.unbind()
-        x_TD = x0_TD = self.embedded(tokens_T)
+        x_TD = x0_TD = self.embedded(tokens_T, begins_T)
         # U-Net: the first half's outputs are added to the inputs of the second half, the last to the first.
         L, skips = len(self.blocks), []
         for i, block in enumerate(self.blocks):
             if L - i <= L // 2:
                 x_TD = x_TD + skip_weights[i - L + L // 2] * skips.pop()
-            x_TD = block(x_TD, x0_TD, mixes[i], value_embeds[i], value_mixes[i], self.rotary, attend[self.hp.windows[i]])
+            x_TD = block(x_TD, x0_TD, begins_T, mixes[i], value_embeds[i], value_mixes[i], self.rotary, attend[self.hp.windows[i]])
             if i < L // 2:
                 skips.append(x_TD)
         return norm(x_TD)
@@ -577,11 +589,16 @@ class GPT(nn.Module):
         c = self.hp.lm_head_softcap
         return 2 * c * torch.sigmoid(self.lm_head(x_TD).float() * (2 / c))
 
+    def summed_loss(self, x_TD: Tensor, targets_T: Tensor) -> Tensor:
+        """The cross-entropies of the targets, summed. Capped logits need no maximum taken out before their exponentials are
+        summed, and what is written so compiles to one pass over the logits forward and one backward."""
+        logits_TV = self.logits(x_TD)
+        log_sum_T = logits_TV.exp().sum(-1).log()
+        return (log_sum_T.masked_fill(targets_T < 0, 0) + F.nll_loss(logits_TV, targets_T, reduction="none", ignore_index=-1)).sum()
+
     def forward(self, tokens_T: Tensor, targets_T: Tensor, window: Tensor) -> Tensor:
-        x_TD = self.features(tokens_T, window)
-        losses = [F.cross_entropy(self.logits(x), targets, reduction="sum", ignore_index=-1)
-                  for x, targets in zip(x_TD.split(self.LOGITS_TOKENS), targets_T.split(self.LOGITS_TOKENS))]
-        return torch.stack(losses).sum() / len(tokens_T)
+        portions = zip(*(x.split(self.LOGITS_TOKENS) for x in (self.features(tokens_T, window), targets_T)))
+        return torch.stack([self.summed_loss(*portion) for portion in portions]).sum() / len(tokens_T)
 
 @torch.no_grad()
 def generate(model: GPT, tokens: list[int], num_tokens: int, window: int, temperature: float = 0.8, top_k: int = 50,

@@ -11,7 +11,8 @@ from train_gpt import (GPT, PRESETS, CastedLinear, Rotary, ValueEmbedding, block
                        optimizer_groups, train_flops)
 
 HP = dataclasses.replace(PRESETS["demo"], windows="LSSL", value_embeds="0..0", attention="xx.x", model_dim=32, num_heads=4,
-                         num_kv_heads=4, head_dim=16, attention_scale=0.12, smear=True, pair_rows=500, train_seq_len=256, val_seq_len=512, vocab_size=257, use_fp8=False)
+                         num_kv_heads=4, head_dim=16, attention_scale=0.12, smear=True, key_offset=True, pair_rows=500,
+                         train_seq_len=256, val_seq_len=512, vocab_size=257, use_fp8=False)
 
 
 def tiny_model(seed=0, randomize=True, dtype=torch.float32, **changes):
@@ -112,10 +113,27 @@ def test_pairs_of_tokens_and_the_token_before_are_in_the_embedding():
     rows = [(b * 2654435761 + t) % hp.pair_rows for b, t in ((256, 256), (256, 5), (5, 6), (256, 256), (256, 6), (6, 5), (5, 6))]
     x = norm(model.embed(tokens) + model.pair_embed(torch.tensor(rows)))
     before = torch.stack([torch.zeros(32), x[0], x[1], torch.zeros(32), *x[3:6]])  # nothing comes before a document
-    torch.testing.assert_close(model.embedded(tokens), x + model.smear * before)
+    begins = tokens == 256
+    torch.testing.assert_close(model.embedded(tokens, begins), x + model.smear * before)
     plain, _ = tiny_model(smear=False, pair_rows=0)
-    torch.testing.assert_close(plain.embedded(tokens), norm(plain.embed(tokens)))
+    torch.testing.assert_close(plain.embedded(tokens, begins), norm(plain.embed(tokens)))
     assert not {"smear", "pair_embed.weight"} & set(plain.state_dict())
+
+
+def test_half_of_each_key_is_the_token_befores():
+    """The rotated half and the queries and values stay; nothing comes before a document."""
+    tokens, _ = sequence(eots=(0, 100, 130))
+    seen = {}
+    for offset in (False, True):
+        model, _ = tiny_model(key_offset=offset)
+        model.attend = lambda mask, scale: lambda *qkv: seen.setdefault(offset, qkv)[0]
+        model.features(tokens, WINDOW)
+    (q, k, v), (offset_q, offset_k, offset_v) = seen[False], seen[True]
+    want = k.clone()
+    want[:, :, 1:, 8:] = k[:, :, :-1, 8:]
+    want[:, :, [0, 100, 130], 8:] = 0
+    torch.testing.assert_close(offset_k, want)
+    torch.testing.assert_close((offset_q, offset_v), (q, v))
 
 
 def test_rotary_turns_half_of_the_channels_by_relative_angles():
@@ -130,14 +148,15 @@ def test_rotary_turns_half_of_the_channels_by_relative_angles():
         torch.testing.assert_close(along, along[:1].expand_as(along), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(scores[10, 0], scores[50, 0])
     assert rotary(q[:30]).shape == (30, 1, 16)
-    frequencies = torch.atan2(rotary.sin[1, 0], rotary.cos[1, 0])
-    torch.testing.assert_close(frequencies, torch.tensor([1, 1024 ** (-1 / 3), 1024 ** (-2 / 3), 1 / 1024]))
+    frequencies = torch.tensor([1, 1024 ** (-1 / 3), 1024 ** (-2 / 3), 1 / 1024])
+    pairs = torch.complex(q[:, 0, :4], q[:, 0, 4:8]) * torch.polar(torch.ones(100, 4), -torch.arange(100)[:, None] * frequencies)
+    torch.testing.assert_close(turned_q[:, 0, :8], torch.cat((pairs.real, pairs.imag), dim=1), rtol=1e-4, atol=1e-4)
 
 
 def test_rotary_is_exact_at_256k():
     rotary = Rotary(8, 262144, 1024.0)
     angle = (262143 / 1024**1.0) % (2 * math.pi)
-    assert float(rotary.cos[-1, 0, 1]) == pytest.approx(math.cos(angle), abs=1e-6)
+    assert float(rotary.cos[-1, 0, 0, 0, 1]) == pytest.approx(math.cos(angle), abs=1e-6)
 
 
 def test_rotary_rounds_once_in_bfloat16():
@@ -179,10 +198,11 @@ def test_forward_equals_the_definition_written_plainly():
         if hp.value_embeds[i] != ".":
             v = v + model.value_mix[i, 1] * model.value_embed.tables[hp.value_embeds[i]](tokens).view(T, 4, 16)
         q, k = model.rotary(norm(q)), model.rotary(norm(k))
+        k = torch.cat([k[:, :, :8], torch.where((tokens == 256)[:, None, None], 0, k.roll(1, 0))[:, :, 8:]], dim=2)
         heads = [torch.where(seen, q[:, h] @ k[:, h].T * 0.12, -torch.inf).softmax(-1) @ v[:, h] for h in range(4)]
         return F.linear(torch.cat(heads, dim=1), layer.proj.weight)
 
-    x = x0 = model.embedded(tokens)
+    x = x0 = model.embedded(tokens, tokens == 256)
     outputs = []
     for i, block in enumerate(model.blocks):
         if i >= 2:

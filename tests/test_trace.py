@@ -7,6 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import write_shard
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import flex_attention as flex_module
 
@@ -28,7 +31,7 @@ def no_device_check(monkeypatch):
 FEW_LAYERS = dict(windows="LSSL", value_embeds="0..0", attention="xx.x")
 
 
-@pytest.mark.parametrize("changes", [dict(), dict(use_fp8=False, num_kv_heads=2, smear=True, pair_rows=5000, **FEW_LAYERS)], ids=["full size", "bf16 and grouped queries"])
+@pytest.mark.parametrize("changes", [dict(), dict(use_fp8=False, num_kv_heads=2, smear=True, key_offset=True, pair_rows=5000, **FEW_LAYERS)], ids=["full size", "bf16 and grouped queries"])
 def test_training_step_and_validation_are_one_graph_each(changes):
     hp = dataclasses.replace(HP, **changes)
     graphs = []
@@ -56,6 +59,33 @@ def test_training_step_and_validation_are_one_graph_each(changes):
             compiled(tokens, tokens.long(), torch.tensor(1792, dtype=torch.int32))
         assert len(graphs) == 2
         assert not any("nanogpt.fp8_linear" in str(node.target) for node in graphs[1].graph.nodes)
+
+
+def test_the_loss_passes_over_the_logits_once_in_each_direction():
+    """Each pass over T x V logits costs a millisecond at full size; so do branches, which a torch.cat compiles to, in the
+    rotation of queries and keys."""
+    hp = dataclasses.replace(HP, **FEW_LAYERS)
+    logits, passes = hp.train_seq_len * 50304, {"forward": [], "backward": []}
+
+    def numel(node):
+        return node.meta["val"].numel() if isinstance(node.meta.get("val"), torch.Tensor) else 0
+
+    def record(direction):
+        def compiler(graph, inputs):
+            for node in graph.graph.nodes:
+                if max(map(numel, node.all_input_nodes), default=0) == logits and 0 < numel(node) < logits:
+                    passes[direction].append(str(node.target))
+                assert direction == "backward" or "aten.cat" not in str(node.target)
+            return make_boxed_func(graph.forward)
+        return compiler
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = GPT(hp, flex, torch.bfloat16)
+        backend = aot_autograd(fw_compiler=record("forward"), bw_compiler=record("backward"), decompositions=select_decomp_table())
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        tokens = torch.zeros(hp.train_seq_len, dtype=torch.int32)
+        compiled(tokens, tokens.long(), torch.tensor(128, dtype=torch.int32)).backward()
+    assert passes == {"forward": ["aten.sum.dim_IntList", "aten.gather.default"], "backward": 2 * ["nanogpt.fp8_grad_matmul.default"]}
 
 
 def dense(mask, scale):
