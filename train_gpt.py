@@ -129,6 +129,7 @@ class Hyperparameters:
     muon_momentum_start: float = flag(0.85, "Muon's momentum at the first step", 0, 1)
     muon_momentum_end: float = flag(0.95, "Muon's momentum after its warmup", 0, 1)
     muon_momentum_steps: int = flag(300, "steps of Muon's momentum warmup", 0)
+    muon_beta2: float = flag(0.0, "decay of the mean squares by which NorMuon evens out an update's rows; 0: plain Muon", 0, 1 - 1e-9)
     head_lr: float = flag(0.008, "learning rate of Adam: the output head")
     embed_lr: float = flag(0.6, "learning rate of Adam: token and value embeddings")
     scalar_lr: float = flag(0.04, "learning rate of Adam: residual, value and skip weights")
@@ -416,10 +417,10 @@ def block_sparse(mask: BlockMask, scale: float):
         _, H, T, K = q.shape
         G = k.size(1)
         # Query heads that share a key head stand one below the other in the rows of one matrix product.
-        q = (q * scale).view(G, H // G, N, BLOCK, K).transpose(1, 2).reshape(G, N, -1, K)
-        k, v = (x.view(G, N, BLOCK, K).index_select(1, keys).view(G, N, M * BLOCK, K) for x in (k, v))
-        scores = (q @ k.mT).view(G, N, H // G, BLOCK, M * BLOCK) + bias.to(q.dtype)
-        y = scores.softmax(-1).view(G, N, -1, M * BLOCK) @ v
+        q = q.view(G, H // G, N, BLOCK, K).transpose(1, 2).reshape(G * N, -1, K)
+        k, v = (x.view(G, N, BLOCK, K).index_select(1, keys).view(G * N, M * BLOCK, K) for x in (k, v))
+        biases = bias.to(q.dtype).expand(G, N, H // G, BLOCK, M * BLOCK).reshape(G * N, -1, M * BLOCK)
+        y = torch.baddbmm(biases, q, k.mT, alpha=scale).softmax(-1) @ v
         return y.view(G, N, H // G, BLOCK, K).transpose(1, 2).reshape(1, H, T, K)
 
     return attend
@@ -736,10 +737,20 @@ def orthogonalize(x: Tensor, row_split: tuple) -> Tensor:
         return parts.flatten(1, 2) * max(1, row_split[0] / x.size(-1)) ** 0.5
     return torch.cat([orthogonalize(part, (part.size(1),)) for part in x.split(row_split, dim=1)], dim=1)
 
+@compiled_on_cuda
+def even_rows(x: Tensor, squares: Tensor, beta2: float) -> Tensor:
+    """NorMuon (arXiv:2510.05491): each row of x[n, rows, cols] over the root of its mean square, of which squares[n, rows, 1] keeps
+    a running mean, so that no output of a layer learns far faster than another; the matrices keep their norms."""
+    squares.lerp_(x.float().square().mean(-1, keepdim=True), 1 - beta2)
+    even = x * (squares + 1e-10).rsqrt()  # squares begins at zero, but a factor common to all rows is lost in the next line
+    return (even * (x.float().norm(dim=(1, 2), keepdim=True) / (even.norm(dim=(1, 2), keepdim=True) + 1e-7))).type_as(x)
+
 class Muon:
     """Momentum, orthogonalized, for matrices (Keller Jordan et al., 2024). Parameters of equal shape form a group that is
     one batch of arithmetic; each rank owns an equal share of a group's slots (the last may be empty), keeps the
-    momentum of those alone, and sends its updates to the others while it works on the next group."""
+    state of those alone, and sends its updates to the others while it works on the next group."""
+
+    STATE = ("momentum", "row_squares")
 
     def __init__(self, params: list[nn.Parameter], rank: int, world_size: int, dtype: torch.dtype, deterministic: bool = False):
         self.rank, self.world_size, self.dtype, self.deterministic = rank, world_size, dtype, deterministic
@@ -752,7 +763,8 @@ class Muon:
             grads = flat_gradients(members, own * world_size * shape.numel()).view(-1, *shape)
             mine = grads.new_zeros(own, *shape) if world_size > 1 else grads
             self.groups.append(dict(
-                params=members, row_split=row_split, grads=grads, mine=mine, momentum=torch.zeros_like(mine), received=None,
+                params=members, row_split=row_split, grads=grads, mine=mine, received=None,
+                momentum=torch.zeros_like(mine), row_squares=mine.new_zeros(own, shape[0], 1),
                 updates=torch.zeros_like(grads, dtype=dtype) if world_size > 1 else None))
 
     def reduce_gradients(self):
@@ -761,7 +773,7 @@ class Muon:
             group["received"] = (tree_reduce_scatter if self.deterministic else reduce_scatter)(group["mine"], group["grads"])
 
     @torch.no_grad()
-    def step(self, lr: float, momentum: float):
+    def step(self, lr: float, momentum: float, beta2: float = 0.0):
         sent = None
         for group in self.groups:
             if group["received"]:
@@ -772,6 +784,8 @@ class Muon:
             # The number of matrices in a batch, which depends on that of ranks, can change the order of sums.
             batches = update.to(self.dtype).split(1 if self.deterministic else len(update))
             updates = [orthogonalize(batch, group["row_split"]) for batch in batches]
+            if beta2:
+                updates = [even_rows(x, squares, beta2) for x, squares in zip(updates, group["row_squares"].split(len(updates[0])))]
             update = torch.cat(updates) if self.deterministic else updates[0]
             if sent:
                 self.apply(*sent, lr)
@@ -786,22 +800,22 @@ class Muon:
         torch._foreach_add_(group["params"], list(updates[:len(group["params"])].unbind()), alpha=-lr)
         group["grads"].zero_()
 
-    def momenta(self) -> dict:
-        """{parameter: its momentum}, gathered from the ranks that own it."""
+    def gathered(self, kind: str) -> dict:
+        """{parameter: what of STATE belongs to it}, from the ranks that own it."""
         table = {}
         for group in self.groups:
-            whole = group["momentum"]
+            whole = own = group[kind]
             if self.world_size > 1:
-                whole = torch.empty_like(group["grads"])
-                all_gather(whole, group["momentum"]).wait()
+                whole = own.new_empty(self.world_size * len(own), *own.shape[1:])
+                all_gather(whole, own).wait()
             table |= zip(group["params"], whole)
         return table
 
-    def set_momenta(self, table: dict):
+    def take(self, kind: str, table: dict):
+        """The inverse of gathered."""
         for group in self.groups:
-            own = len(group["momentum"])
-            for momentum, p in zip(group["momentum"], group["params"][self.rank * own:]):
-                momentum.copy_(table[p])
+            for own, p in zip(group[kind], group["params"][self.rank * len(group[kind]):]):
+                own.copy_(table[p])
 
 class Adam(torch.optim.Adam):
     """torch's Adam with each group's gradients in one buffer, which travels on a channel of its own while Muon works."""
@@ -952,7 +966,7 @@ def tree_reduce_scatter(out: Tensor, parts: Tensor):
 # ----------------------------------------------------------------------------------------------------------------------
 # 9. Run log and checkpoints
 
-SEPARATOR, CHECKPOINT_FORMAT, STATE = "=" * 100, 2, ("model", "momentum", "exp_avg", "exp_avg_sq")
+SEPARATOR, CHECKPOINT_FORMAT, STATE = "=" * 100, 2, ("model", *Muon.STATE, "exp_avg", "exp_avg_sq")
 LOWER_RATES = "lower the learning rates (--muon_lr, --embed_lr, --head_lr)"
 
 def lock(file) -> bool:
@@ -1107,12 +1121,9 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 def training_state(params: dict, muon: Muon, adam: Adam) -> dict:
     """{each of STATE: {parameter's name: tensor}}, whole, on every rank."""
-    momenta, state = muon.momenta(), {kind: {} for kind in STATE}
-    for name, p in params.items():
-        own = {"model": p.detach(), **({"momentum": momenta[p]} if p in momenta else adam.state.get(p, {}))}
-        for kind in own.keys() & state.keys():
-            state[kind][name] = own[kind]
-    return state
+    tables = {"model": {p: p.detach() for p in params.values()}} | {kind: muon.gathered(kind) for kind in Muon.STATE}
+    tables |= {kind: {p: own[kind] for p, own in adam.state.items()} for kind in ("exp_avg", "exp_avg_sq")}
+    return {kind: {name: tables[kind][p] for name, p in params.items() if p in tables[kind]} for kind in STATE}
 
 def save_checkpoint(state: dict, facts: dict, step: int, hp: Hyperparameters, ranks: Ranks, log: RunLog):
     """All that decides the rest of the run, in one file for any number of ranks; the two newest files are kept."""
@@ -1142,7 +1153,8 @@ def restore(saved: dict, step: int, params: dict, muon: Muon, adam: Adam, ranks:
             tensor.copy_(saved[kind][name]) if kind in saved else tensor.zero_()
             if ranks.world_size > 1:
                 dist.broadcast(tensor, src=0)
-    muon.set_momenta({params[name]: momentum for name, momentum in state["momentum"].items()})
+    for kind in Muon.STATE:
+        muon.take(kind, {params[name]: tensor for name, tensor in state[kind].items()})
     for values in adam.state.values():
         values["step"].fill_(step)
 
@@ -1400,7 +1412,7 @@ def train_step(model, batches: list, window: Tensor, muon: Muon, adam: Adam, ste
     # Muon's gradients travel first, since it has arithmetic to do; the embeddings' travel while it does.
     muon.reduce_gradients()
     adam.reduce_gradients()
-    muon.step(hp.muon_lr * lr_scale(step, hp), muon_momentum(step, hp))
+    muon.step(hp.muon_lr * lr_scale(step, hp), muon_momentum(step, hp), hp.muon_beta2)
     adam.step_at(lr_scale(step, hp))
     return sum(losses)  # exact in float64, in any order
 
@@ -1570,7 +1582,7 @@ def run(argv: list[str]):
 
     def settle():
         *settled, start = prepare(hp, command, int(os.environ.get("WORLD_SIZE", 1)), ranks.device, script)
-        saved.update({kind: start.pop(kind) for kind in STATE if start})  # too large to send so
+        saved.update({kind: start.pop(kind) for kind in STATE if kind in start})  # too large to send so
         return *settled, start
 
     hp, notes, data, start = agree(ranks, settle)

@@ -33,7 +33,7 @@ def steps(params, muon, adam, mine):
             grads.div_(24)
         muon.reduce_gradients()
         adam.reduce_gradients()
-        muon.step(0.05, 0.9)
+        muon.step(0.05, 0.9, 0.8)
         adam.step_at(0.5 ** step)
     return params
 

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import ROOT
 from test_model import tiny_model
 
@@ -83,6 +84,36 @@ def test_nesterov_momentum_by_hand(monkeypatch):
         want -= 0.1 * (momentum * average + (1 - momentum) * g)
     torch.testing.assert_close(p.detach(), torch.full((2, 2), want))
     assert not p.grad.any()
+
+
+def test_normuon_evens_out_rows_and_keeps_norms():
+    x = torch.randn(2, 6, 40, generator=torch.Generator().manual_seed(0)) * torch.tensor([1, 2, 4, 0.1, 1, 0])[:, None]
+    squares = torch.zeros(2, 6, 1)
+    even = train_gpt.even_rows(x, squares, 0.9)
+    rows = even.norm(dim=2)
+    torch.testing.assert_close(rows[:, :5], rows[:, :1].expand(2, 5))
+    assert not rows[:, 5].any()  # no gradient, no update
+    torch.testing.assert_close(even.norm(dim=(1, 2)), x.norm(dim=(1, 2)))
+    torch.testing.assert_close(F.normalize(even[:, :5], dim=2), F.normalize(x[:, :5], dim=2))
+    assert not train_gpt.even_rows(torch.zeros(2, 6, 40), torch.zeros(2, 6, 1), 0.9).any()
+
+
+def test_normuon_by_the_papers_formulas(monkeypatch):
+    """Algorithm 1 of arXiv:2510.05491 for one matrix, with the norm of the orthogonalized update in place of 0.2 sqrt(rows x cols)."""
+    torch.manual_seed(0)
+    p = torch.nn.Parameter(torch.zeros(16, 8))
+    muon, plain = Muon([p], 0, 1, torch.float32), []
+    monkeypatch.setattr(train_gpt, "orthogonalize", lambda x, split: plain.append(orthogonalize(x, split)) or plain[-1])
+    v, want = torch.zeros(16), torch.zeros(16, 8)
+    for _ in range(5):
+        p.grad.copy_(torch.randn(16, 8) * torch.arange(1, 17)[:, None])
+        muon.reduce_gradients()
+        muon.step(lr=0.1, momentum=0.9, beta2=0.8)
+        o = plain[-1][0]
+        v = 0.8 * v + 0.2 * o.square().mean(1)
+        even = o / v.sqrt()[:, None]
+        want -= 0.1 * o.norm() * even / even.norm()
+    torch.testing.assert_close(p.detach(), want)
 
 
 def test_gradients_accumulate_inside_their_flat_buffer():

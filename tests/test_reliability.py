@@ -95,8 +95,8 @@ def test_checkpoints_hold_all_that_decides_the_rest(whole):
     payload = torch.load(path, weights_only=True)
     names = set(payload["model"])
     assert set(payload["exp_avg"]) == set(payload["exp_avg_sq"]) == names - set(payload["momentum"])
-    assert set(payload["momentum"]) == {name for name in names if name.startswith("blocks.")}
-    assert all(t.any() for kind in ("model", "momentum", "exp_avg", "exp_avg_sq") for n, t in payload[kind].items() if "value_mix" not in n)
+    assert set(payload["momentum"]) == set(payload["row_squares"]) == {name for name in names if name.startswith("blocks.")}
+    assert all(t.any() for kind in train_gpt.STATE for n, t in payload[kind].items() if "value_mix" not in n)
     assert payload["step"] == 9 and payload["seconds"] > 0 and payload["hyperparameters"]["seed"] == 1
     data = train_gpt.check_data(train_gpt.Hyperparameters(**payload["hyperparameters"]))
     hp = train_gpt.Hyperparameters(**payload["hyperparameters"])

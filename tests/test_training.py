@@ -31,7 +31,7 @@ def log_of(folder) -> str:
 
 
 METHOD = ["--attention_scale=0.12", "--embed_lr=0.6", "--muon_momentum_end=0.95", "--muon_momentum_steps=100",
-          "--smear=false", "--key_offset=false", "--pair_rows=0"]  # whatever the preset is
+          "--smear=false", "--key_offset=false", "--pair_rows=0", "--muon_beta2=0"]  # whatever the preset is
 GOLDEN = [*TINY, *METHOD, "--muon_lr=0.05",
           "--num_iterations=30", "--val_loss_every=10", "--micro_batches=4", "--val_tokens=0"]
 
