@@ -145,9 +145,9 @@ PRESETS = {
     "demo": Hyperparameters(
         name="demo", train_files="data/demo/demo_train_*.bin", val_files="data/demo/demo_val_*.bin", vocab_size=257,
         train_seq_len=1024, val_seq_len=2048, val_tokens=131072, micro_batches=4, windows="LSSL", value_embeds="0..0",
-        attention="xx.x", smear=True, pair_rows=8192, model_dim=128, num_heads=4, head_dim=32, attention_scale=0.3,
-        window_end=256, num_iterations=500, muon_lr=0.045, muon_momentum_end=0.9, muon_momentum_steps=0, embed_lr=0.3,
-        sample_tokens=300, save_every=125,
+        attention="xx.x", smear=True, key_offset=True, pair_rows=8192, model_dim=128, num_heads=4, head_dim=32,
+        attention_scale=0.3, window_end=256, num_iterations=500, muon_lr=0.045, muon_momentum_end=0.9, muon_momentum_steps=0,
+        muon_beta2=0.9, embed_lr=0.3, sample_tokens=300, save_every=125,
     ),
 }
 
@@ -741,9 +741,11 @@ def orthogonalize(x: Tensor, row_split: tuple) -> Tensor:
 def even_rows(x: Tensor, squares: Tensor, beta2: float) -> Tensor:
     """NorMuon (arXiv:2510.05491): each row of x[n, rows, cols] over the root of its mean square, of which squares[n, rows, 1] keeps
     a running mean, so that no output of a layer learns far faster than another; the matrices keep their norms."""
-    squares.lerp_(x.float().square().mean(-1, keepdim=True), 1 - beta2)
-    even = x * (squares + 1e-10).rsqrt()  # squares begins at zero, but a factor common to all rows is lost in the next line
-    return (even * (x.float().norm(dim=(1, 2), keepdim=True) / (even.norm(dim=(1, 2), keepdim=True) + 1e-7))).type_as(x)
+    now = x.float().square().mean(-1, keepdim=True)
+    squares.lerp_(now, 1 - beta2)
+    factor = (squares + 1e-10).rsqrt()  # squares begins at zero, but what all rows have in common is lost in the next line
+    factor = factor * (now.sum(1, keepdim=True) / ((now * factor.square()).sum(1, keepdim=True) + 1e-10)).sqrt()
+    return (x * factor).type_as(x)
 
 class Muon:
     """Momentum, orthogonalized, for matrices (Keller Jordan et al., 2024). Parameters of equal shape form a group that is
