@@ -112,7 +112,7 @@ class Hyperparameters:
     head_dim: int = flag(128, "width of a head, a multiple of 16", 1, multiple=16)
     attention_scale: float = flag(0.12, "factor on the attention scores")
     rope_base: float = flag(1024.0, "base of the rotary frequencies", 1)
-    lm_head_softcap: float = flag(15.0, "cap c of the logits: 2c * sigmoid(2 * logit / c)", 1e-6, 38)
+    lm_head_softcap: float = flag(15.0, "cap c of the logits: 2c * sigmoid(2 * logit / c)", 1e-6, 35)  # e^2c x V x T is in float32
     window_start: int = flag(128, "tokens in the long window at the first step", 1, 2**30)
     window_end: int = flag(1792, "tokens in the long window at the last step", 1, 2**30)
     window_quantum: int = flag(128, "tokens by which the long window grows at a time", 1)
@@ -463,8 +463,8 @@ class Rotary(nn.Module):
 
     def forward(self, x_THK: Tensor) -> Tensor:
         T, H, K = x_THK.shape
-        x = x_THK.view(T, H, 2, 2, K // 4)
-        return (x * self.cos[:T] + x.flip(3) * self.sin[:T]).type_as(x).view(T, H, K)
+        x = x_THK.float().view(T, H, 2, 2, K // 4)
+        return (x * self.cos[:T] + x.flip(3) * self.sin[:T]).type_as(x_THK).view(T, H, K)
 
 def token_before(x: Tensor, begins_T: Tensor) -> Tensor:
     """x[T, ...] of the token before each token, zero where a document begins."""
@@ -740,7 +740,7 @@ def orthogonalize(x: Tensor, row_split: tuple) -> Tensor:
 @compiled_on_cuda
 def even_rows(x: Tensor, squares: Tensor, beta2: float) -> Tensor:
     """NorMuon (arXiv:2510.05491): each row of x[n, rows, cols] over the root of its mean square, of which squares[n, rows, 1] keeps
-    a running mean, so that no output of a layer learns far faster than another; the matrices keep their norms."""
+    a running mean, so that no output of a layer learns far faster than another; each matrix keeps its norm, Q, K and V as one."""
     now = x.float().square().mean(-1, keepdim=True)
     squares.lerp_(now, 1 - beta2)
     factor = (squares + 1e-10).rsqrt()  # squares begins at zero, but what all rows have in common is lost in the next line

@@ -98,6 +98,19 @@ def test_normuon_evens_out_rows_and_keeps_norms():
     assert not train_gpt.even_rows(torch.zeros(2, 6, 40), torch.zeros(2, 6, 1), 0.9).any()
 
 
+def test_normuon_takes_q_k_and_v_as_one():
+    torch.manual_seed(0)
+    p = torch.nn.Parameter(torch.zeros(48, 16))
+    p.row_split = (16, 16, 16)
+    muon = Muon([p], 0, 1, torch.float32)
+    p.grad.copy_(torch.randn(48, 16))
+    p.grad[16:32, 2:] = 0  # a K whose update has two directions only
+    plain = orthogonalize(p.grad[None].clone(), p.row_split)[0]
+    muon.step(lr=1.0, momentum=0.0, beta2=0.9)
+    torch.testing.assert_close(p.detach().norm(), plain.norm())
+    torch.testing.assert_close(p.detach().norm(dim=1), (plain.norm() / 48**0.5).expand(48))
+
+
 def test_normuon_by_the_papers_formulas(monkeypatch):
     """Algorithm 1 of arXiv:2510.05491 for one matrix, with the norm of the orthogonalized update in place of 0.2 sqrt(rows x cols)."""
     torch.manual_seed(0)

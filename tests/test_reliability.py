@@ -121,6 +121,19 @@ def test_a_signal_saves_and_resuming_gives_the_same_bits(tmp_path, shards, whole
     assert log.startswith(before[:before.rindex("\nstep:")])
 
 
+def test_a_checkpoint_from_before_normuon_resumes(tmp_path, shards, monkeypatch):
+    with monkeypatch.context() as patch:
+        stop_at(5, patch)
+        with pytest.raises(UserError):
+            run([*RUN, *shards, f"--records={tmp_path}"])
+    path = next(tmp_path.glob("*/step00000005.pt"))
+    payload = read_checkpoint(path)
+    del payload["row_squares"]
+    write_checkpoint(path, payload)
+    run([*RUN, *shards, f"--records={tmp_path}", "--resume"])
+    assert "\nfinal_val_loss: " in log_path(tmp_path).read_text()
+
+
 def test_training_time_goes_on_from_the_checkpoints(tmp_path, shards, monkeypatch):
     with monkeypatch.context() as patch:
         stop_at(5, patch)
