@@ -121,13 +121,18 @@ def test_a_signal_saves_and_resuming_gives_the_same_bits(tmp_path, shards, whole
     assert log.startswith(before[:before.rindex("\nstep:")])
 
 
-def test_a_checkpoint_from_before_normuon_resumes(tmp_path, shards, monkeypatch):
+def stopped_at_5(folder, shards, monkeypatch):
+    """A run that a signal stopped: its checkpoint's path and content."""
     with monkeypatch.context() as patch:
         stop_at(5, patch)
-        with pytest.raises(UserError):
-            run([*RUN, *shards, f"--records={tmp_path}"])
-    path = next(tmp_path.glob("*/step00000005.pt"))
-    payload = read_checkpoint(path)
+        with pytest.raises(UserError, match="step 5 is saved"):
+            run([*RUN, *shards, f"--records={folder}"])
+    path = next(folder.glob("*/step00000005.pt"))
+    return path, read_checkpoint(path)
+
+
+def test_a_checkpoint_from_before_normuon_resumes(tmp_path, shards, monkeypatch):
+    path, payload = stopped_at_5(tmp_path, shards, monkeypatch)
     del payload["row_squares"]
     write_checkpoint(path, payload)
     run([*RUN, *shards, f"--records={tmp_path}", "--resume"])
@@ -135,12 +140,7 @@ def test_a_checkpoint_from_before_normuon_resumes(tmp_path, shards, monkeypatch)
 
 
 def test_training_time_goes_on_from_the_checkpoints(tmp_path, shards, monkeypatch):
-    with monkeypatch.context() as patch:
-        stop_at(5, patch)
-        with pytest.raises(UserError):
-            run([*RUN, *shards, f"--records={tmp_path}"])
-    path = next(tmp_path.glob("*/step00000005.pt"))
-    payload = read_checkpoint(path)
+    path, payload = stopped_at_5(tmp_path, shards, monkeypatch)
     write_checkpoint(path, dict(payload, seconds=payload["seconds"] + 1000))
     run([*RUN, *shards, f"--records={tmp_path}", "--resume"])
     times = [int(t) for t in re.findall(r"step:\d+/12 train_loss\S+ train_time:(\d+)ms", log_path(tmp_path).read_text())]
