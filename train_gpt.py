@@ -345,7 +345,7 @@ def load_validation(files: list, shard_tokens: list[int], hp: Hyperparameters, r
 # ----------------------------------------------------------------------------------------------------------------------
 # 4. Block masks and attention
 
-def build_block_masks(tokens_T: Tensor, eot: int, window: Tensor, queries_of_keys: bool = True) -> tuple[BlockMask, BlockMask]:
+def build_block_masks(tokens_T: Tensor, eot: int, window: Tensor, queries_of_keys: bool = True) -> list[BlockMask]:
     """The long and the short mask: a token sees itself and what came before it in its document, within the window.
 
     window is the long window in tokens, an int tensor on the tokens' device, so that it can grow without a recompile.
@@ -363,31 +363,29 @@ def build_block_masks(tokens_T: Tensor, eot: int, window: Tensor, queries_of_key
     begin_N, last_begin_N = begin_T.view(N, BLOCK)[:, 0], begin_T.view(N, BLOCK)[:, -1]
     single_N = begin_N == last_begin_N  # the block belongs to one document
     block_N = torch.arange(N, dtype=torch.int32, device=device)
-    oldest_N = begin_N // BLOCK  # the block in which the document of the query block's first token begins
-    oldest_full_N = (begin_N + BLOCK - 1) // BLOCK  # the first block after the document's begin that is all its own
+    oldest_N = begin_N // BLOCK  # the first block that a query block's first token sees, were there no window
+    long_blocks = (window + BLOCK - 1) // BLOCK
+    reach_21 = torch.stack((long_blocks, (long_blocks // 2).clamp(min=1)))[:, None] - 1  # blocks beside a block's own
 
-    # A query block sees an unbroken run of blocks that ends with itself. In a block of one document the diagonal and
-    # the document's first block (unless it begins with the block) are partial, all between them is full; in a block of
-    # several documents all are partial. Lists run from the nearest block to the oldest, both over the full width.
-    nearest_NN = block_N[:, None] - block_N[None, :]
-    partial_NN = torch.where(single_N[:, None], torch.where(block_N == 0, block_N[:, None], oldest_N[:, None]), nearest_NN)
-    partial_NN, full_NN = partial_NN.clamp(min=0), (nearest_NN - 1).clamp(min=0)
+    def lists(direction: int, distance_N: Tensor, crossed_N: Tensor) -> list[list[Tensor]]:
+        """The partial and the full blocks of each block, for both windows: counts and indices, from the nearest to the
+        farthest. They are the block itself and an unbroken run on one side, which ends after distance_N blocks or where the
+        window does. Those of a block of several documents are all partial, else itself and the run's end if a border crosses it."""
+        run_2N, crossed_2N = torch.minimum(distance_N, reach_21), (crossed_N & (distance_N <= reach_21)).int()
+        partial_2N, full_2N = torch.where(single_N, crossed_2N, run_2N) + 1, torch.where(single_N, run_2N - crossed_2N, 0)
+        away_NN = torch.where(single_N[:, None] & (block_N > 0), distance_N[:, None], block_N)
+        partial_NN, full_NN = ((block_N[:, None] + direction * away).clamp(0, N - 1) for away in (away_NN, block_N + 1))
+        both = zip(partial_2N, full_2N)
+        return [[x.int()[None, None] for x in (partial_N, partial_NN, full_N, full_NN)] for partial_N, full_N in both]
 
     def sees(b, h, query, key):
         return (key <= query) & (begin_T[query] <= key)
 
-    def mask(window_blocks: Tensor) -> BlockMask:
-        reach_N = block_N - window_blocks + 1  # the oldest block in the window
-        full_N = (block_N - torch.maximum(oldest_full_N, reach_N)).clamp(min=0)
-        edge_N = (oldest_N < oldest_full_N) & (oldest_N >= reach_N)
-        partial_N = torch.where(single_N, 1 + edge_N.int(), block_N - torch.maximum(oldest_N, reach_N) + 1)
-        full_N = torch.where(single_N, full_N, 0)
-        return BlockMask.from_kv_blocks(partial_N.int()[None, None], partial_NN.int()[None, None],
-                                        full_N.int()[None, None], full_NN.int()[None, None],
-                                        BLOCK_SIZE=BLOCK, mask_mod=sees, compute_q_blocks=queries_of_keys)
-
-    long_blocks = (window + BLOCK - 1) // BLOCK
-    return mask(long_blocks), mask((long_blocks // 2).clamp(min=1))
+    keys, queries = lists(-1, block_N - oldest_N, begin_N % BLOCK > 0), [[None] * 4] * 2
+    if queries_of_keys:
+        newest_N = (oldest_N <= block_N[:, None]).sum(1, dtype=torch.int32) - 1  # the last block that sees a key block's last token
+        queries = lists(1, newest_N - block_N, ~single_N[newest_N])
+    return [BlockMask((T, T), *k, *q, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=sees) for k, q in zip(keys, queries)]
 
 def flex(mask: BlockMask, scale: float):
     """Attention under the mask by FlexAttention, for CUDA under torch.compile."""

@@ -19,17 +19,22 @@ def dense_mask(tokens, window_blocks):
     return (document[:, None] == document[None, :]) & (key <= query) & (query // BLOCK - key // BLOCK < window_blocks)
 
 
+def blocks_of(counts, indices):
+    """A list of blocks as a set of (row, column)."""
+    named = [(i, j) for i, (n, row) in enumerate(zip(counts[0, 0].tolist(), indices[0, 0].tolist())) for j in row[:n]]
+    assert len(named) == len(set(named)), "a block is named twice"
+    return set(named)
+
+
 def as_dense(mask, T):
     """What a BlockMask lets through, and the blocks of its two lists as sets of (query block, key block)."""
     position = torch.arange(T)
     inside = mask.mask_mod(0, 0, position[:, None], position[None, :])
     seen = torch.zeros(T, T, dtype=torch.bool)
-    lists = []
-    for counts, indices in ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)):
-        named = [(i, j) for i, (n, row) in enumerate(zip(counts[0, 0].tolist(), indices[0, 0].tolist())) for j in row[:n]]
-        assert len(named) == len(set(named)), "a block is named twice"
-        lists.append(set(named))
+    lists = [blocks_of(mask.kv_num_blocks, mask.kv_indices), blocks_of(mask.full_kv_num_blocks, mask.full_kv_indices)]
     assert not lists[0] & lists[1], "a block is both partial and full"
+    backward = [blocks_of(mask.q_num_blocks, mask.q_indices), blocks_of(mask.full_q_num_blocks, mask.full_q_indices)]
+    assert [{(i, j) for j, i in blocks} for blocks in backward] == lists, "the backward's lists are not the forward's, transposed"
     for blocks, full in zip(lists, (False, True)):
         for i, j in blocks:
             tile = slice(i * BLOCK, (i + 1) * BLOCK), slice(j * BLOCK, (j + 1) * BLOCK)
@@ -73,8 +78,11 @@ def test_masks_equal_the_dense_reference_and_split_exactly():
 
 def test_index_lists_have_the_form_that_flex_attention_kernels_need():
     mask, _ = build_block_masks(torch.zeros(1024, dtype=torch.int32), EOT, torch.tensor(300))
-    for indices in (mask.kv_indices, mask.full_kv_indices):
+    for indices in (mask.kv_indices, mask.full_kv_indices, mask.q_indices, mask.full_q_indices):
         assert indices.shape == (1, 1, 8, 8) and indices.is_contiguous() and indices.dtype == torch.int32
+        assert 0 <= indices.min() and indices.max() < 8  # what follows a list's end is read ahead, too
+    for counts in (mask.kv_num_blocks, mask.full_kv_num_blocks, mask.q_num_blocks, mask.full_q_num_blocks):
+        assert counts.shape == (1, 1, 8) and counts.is_contiguous() and counts.dtype == torch.int32
 
 
 def test_masks_refuse_broken_blocks():
