@@ -21,14 +21,14 @@ esac
 # 1. An interpreter with what is needed: one that has it already, else .venv
 needed="torch numpy tqdm huggingface_hub"
 [ "$mode" = test ] && needed="$needed tiktoken scipy matplotlib pyarrow pytest xdist hypothesis"
-probe() {  # prints "PYTHON-VERSION TORCH-VERSION GPUS CORES" if the interpreter $1 has what is needed
+probe() {  # prints "PYTHON-VERSION TORCH-VERSION CORES" if the interpreter $1 has what is needed, without importing it: torch takes seconds
   "$1" - $needed <<'PY' 2>/dev/null
-import importlib.util, os, platform, sys
+import importlib.metadata, importlib.util, os, platform, sys
 assert sys.version_info >= (3, 10) and all(importlib.util.find_spec(name) for name in sys.argv[1:])
-import torch
-assert tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2]) >= (2, 11)
+torch = importlib.metadata.version("torch")
+assert tuple(int(n) for n in torch.split("+")[0].split(".")[:2]) >= (2, 11)
 cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-print(platform.python_version(), torch.__version__, torch.cuda.device_count() if torch.cuda.is_available() else 0, cores)
+print(platform.python_version(), torch, cores)
 PY
 }
 python= facts=
@@ -44,9 +44,9 @@ if [ -z "$python" ]; then
   .venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt ||
     die "the packages of requirements.txt cannot be installed; see pip's message above"
   python=.venv/bin/python
-  facts=$(probe "$python") || die ".venv lacks a package or torch cannot be imported; remove .venv and start again"
+  facts=$(probe "$python") || die ".venv lacks a package; remove .venv and start again"
 fi
-read -r python_version torch_version gpus cores <<<"$facts"
+read -r python_version torch_version cores <<<"$facts"
 say "using $(command -v "$python") (Python $python_version, torch $torch_version)"
 
 if [ "$mode" = test ]; then
@@ -54,9 +54,6 @@ if [ "$mode" = test ]; then
 fi
 
 # 2. Preset and flags
-if [ "$mode" = auto ]; then
-  if [ "$gpus" -gt 0 ]; then mode=speedrun; else mode=demo; fi
-fi
 repeat= records=records arguments=()
 while [ $# -gt 0 ]; do
   case "$1" in
@@ -75,20 +72,27 @@ if [ -n "$repeat" ]; then
   case " $* " in *" --resume"*) die "--repeat starts runs anew; resume the unfinished one first, without --repeat" ;; esac
   case " $* " in *" --seed"*) die "--repeat draws a seed for every run; leave --seed out" ;; esac
 fi
-flags=(--preset="$mode" "$@")
 case " $* " in *" --help "*|*" -h "*) exec "$python" train_gpt.py --help ;; esac
-plan=$("$python" - "${flags[@]}" <<'PY'
+[ "$mode" = auto ] || set -- --preset="$mode" "$@"
+plan=$("$python" - "$@" <<'PY'
 import sys
-from train_gpt import UserError, parse_flags
 try:
-    hp, _ = parse_flags(sys.argv[1:], "demo")
+    import torch
+except Exception as e:
+    sys.exit(f"error: {sys.executable} cannot import torch ({str(e).partition(chr(10))[0]}); set PYTHON to another interpreter")
+from train_gpt import UserError, parse_flags
+gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+try:
+    hp, command = parse_flags(sys.argv[1:], "speedrun" if gpus else "demo")
 except UserError as e:
     sys.exit(f"error: {e}")
 steps_a_chunk = (100_000_000 - 1) // (hp.micro_batches * hp.train_seq_len)  # a chunk of FineWeb is 100M tokens
-print(hp.micro_batches, -(-hp.num_iterations // max(1, steps_a_chunk * hp.epochs)))
+print(gpus, command.preset, hp.micro_batches, -(-hp.num_iterations // max(1, steps_a_chunk * hp.epochs)))
 PY
 ) || exit 2
-read -r micro_batches chunks <<<"$plan"
+read -r gpus mode micro_batches chunks <<<"$plan"
+[[ "${1:-}" == --preset=* ]] || set -- --preset="$mode" "$@"
+flags=("$@")
 
 # Processes: one a GPU, or one a CPU core; as many of them as divide the micro-batches, so that the training is the same
 nodes=${NNODES:-1}

@@ -39,7 +39,7 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from itertools import zip_longest
 from pathlib import Path
 
@@ -148,6 +148,7 @@ PRESETS = {
         attention="xx.x", smear=True, key_offset=True, pair_rows=8192, model_dim=128, num_heads=4, head_dim=32,
         attention_scale=0.3, window_end=256, num_iterations=500, muon_lr=0.045, muon_momentum_end=0.9, muon_momentum_steps=0,
         muon_beta2=0.9, embed_lr=0.3, sample_tokens=300, save_every=125,
+        adam_eps=1e-7,  # a gradient that is nothing but rounding moves nothing, so that any number of ranks prints the same losses
     ),
 }
 
@@ -429,6 +430,10 @@ def block_sparse(mask: BlockMask, scale: float):
 def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
+def embedding(rows: int, dim: int, dtype: torch.dtype) -> nn.Embedding:
+    """With nn.Embedding's own first weights, which here may be meta tensors without an import of the compiler."""
+    return nn.Embedding.from_pretrained(torch.randn(rows, dim, dtype=dtype), freeze=False)
+
 class CastedLinear(nn.Linear):
     """A linear layer without bias whose weight is kept in float32 and cast to the input's type at use. With use_fp8 its
     three matrix products run in FP8 while training (section 6); outside training it is always the plain one."""
@@ -453,9 +458,10 @@ class Rotary(nn.Module):
 
     def __init__(self, head_dim: int, max_seq_len: int, base: float):
         super().__init__()
-        frequency = base ** -torch.linspace(0, 1, head_dim // 4, dtype=torch.float64)
-        angle = torch.arange(max_seq_len, dtype=torch.float64)[:, None, None, None, None] * frequency  # float32 drifts at 256K
-        half, quarter = torch.tensor([1.0, 0.0])[:, None, None], torch.tensor([1.0, -1.0])[:, None]
+        with torch.device("cpu"):  # whatever the model is made on
+            frequency = base ** -torch.linspace(0, 1, head_dim // 4, dtype=torch.float64)
+            angle = torch.arange(max_seq_len, dtype=torch.float64)[:, None, None, None, None] * frequency  # float32 drifts at 256K
+            half, quarter = torch.tensor([1.0, 0.0])[:, None, None], torch.tensor([1.0, -1.0])[:, None]
         self.register_buffer("cos", (angle.cos() * half + 1 - half).float(), persistent=False)
         self.register_buffer("sin", (angle.sin() * half * quarter).float(), persistent=False)
 
@@ -511,7 +517,7 @@ class ValueEmbedding(nn.Module):
     def __init__(self, pattern: str, vocab_size: int, dim: int, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.pattern = pattern
-        self.tables = nn.ModuleDict({c: nn.Embedding(vocab_size, dim, dtype=dtype) for c in sorted(set(pattern) - {"."})})
+        self.tables = nn.ModuleDict({c: embedding(vocab_size, dim, dtype) for c in sorted(set(pattern) - {"."})})
 
     def forward(self, tokens_T: Tensor) -> list:
         embedded = {c: table(tokens_T) for c, table in self.tables.items()}
@@ -540,8 +546,8 @@ class GPT(nn.Module):
         super().__init__()
         self.hp, self.attend = hp, attend
         L, V = len(hp.windows), -(-hp.vocab_size // 64) * 64  # a padded vocabulary suits the matrix units
-        self.embed = nn.Embedding(V, hp.model_dim, dtype=dtype)
-        self.pair_embed = nn.Embedding(hp.pair_rows, hp.model_dim, dtype=dtype) if hp.pair_rows else None
+        self.embed = embedding(V, hp.model_dim, dtype)
+        self.pair_embed = embedding(hp.pair_rows, hp.model_dim, dtype) if hp.pair_rows else None
         self.smear = nn.Parameter(torch.zeros(hp.model_dim)) if hp.smear else None
         self.value_embed = ValueEmbedding(hp.value_embeds, V, hp.num_kv_heads * hp.head_dim, dtype)
         self.rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len), hp.rope_base)
@@ -635,8 +641,8 @@ def generate(model: GPT, tokens: list[int], num_tokens: int, window: int, temper
 
 def compiled_on_cuda(function):
     """function under torch.compile where its first argument is on a CUDA device, as it is elsewhere."""
-    compiled = torch.compile(function, dynamic=False, fullgraph=True)
-    return lambda x, *args: (compiled if x.is_cuda else function)(x, *args)
+    compiled = lru_cache(lambda: torch.compile(function, dynamic=False, fullgraph=True))  # naming it imports the compiler: seconds
+    return lambda x, *args: (compiled() if x.is_cuda else function)(x, *args)
 
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     limit = torch.finfo(dtype).max
@@ -817,35 +823,48 @@ class Muon:
             for own, p in zip(group[kind], group["params"][self.rank * len(group[kind]):]):
                 own.copy_(table[p])
 
-class Adam(torch.optim.Adam):
-    """torch's Adam with each group's gradients in one buffer, which travels on a channel of its own while Muon works."""
+class Adam:
+    """Adam (arXiv:1412.6980), by torch.optim's own kernel; torch.optim itself imports the compiler, seconds that a CPU has no
+    use for. A group's gradients lie in one buffer, which travels on a channel of its own while Muon works."""
+
+    STATE = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, groups: list[dict], world_size: int, deterministic: bool = False):
-        super().__init__([dict(group, lr=group["peak_lr"]) for group in groups], fused=True)
-        sizes = [sum(p.numel() for p in g["params"]) for g in groups]
-        self.grads = [flat_gradients(g["params"], -(-n // world_size) * world_size) for g, n in zip(groups, sizes)]
+        self.groups = []
+        for group in groups:
+            padded = -(-sum(p.numel() for p in group["params"]) // world_size) * world_size
+            state = {kind: [torch.zeros_like(p) for p in group["params"]] for kind in self.STATE}
+            self.groups.append(dict(group, **state, grads=flat_gradients(group["params"], padded)))
+        self.steps = torch.zeros((), device=groups[0]["params"][0].device)
         self.world_size, self.deterministic, self.received = world_size, deterministic, []
         self.channel = dist.new_group() if world_size > 1 else None
 
     def reduce_gradients(self):
         """Launch the exchange that leaves each rank with the summed gradients."""
+        buffers = [group["grads"] for group in self.groups]
         if self.world_size > 1 and self.deterministic:
-            for grads in self.grads:
+            for grads in buffers:
                 share = grads.new_empty(len(grads) // self.world_size)
                 tree_reduce_scatter(share, grads)
                 all_gather(grads, share).wait()
         elif self.world_size > 1:
-            self.received = [dist.all_reduce(grads, group=self.channel, async_op=True) for grads in self.grads]
+            self.received = [dist.all_reduce(grads, group=self.channel, async_op=True) for grads in buffers]
 
     @torch.no_grad()
-    def step_at(self, lr_scale: float):
+    def step(self, lr_scale: float):
         for received in self.received:
             received.wait()
-        for group in self.param_groups:
-            group["lr"] = group["peak_lr"] * lr_scale
-        self.step()
-        for grads in self.grads:
-            grads.zero_()
+        self.steps += 1
+        for group in self.groups:
+            params, (beta1, beta2) = group["params"], group["betas"]
+            torch._fused_adam_(params, [p.grad for p in params], group["exp_avg"], group["exp_avg_sq"], [], [self.steps] * len(params),
+                               lr=group["peak_lr"] * lr_scale, beta1=beta1, beta2=beta2, weight_decay=0.0, eps=group["eps"],
+                               amsgrad=False, maximize=False)
+            group["grads"].zero_()
+
+    def gathered(self, kind: str) -> dict:
+        """{parameter: what of STATE belongs to it}: the tensors themselves, which are the same on every rank."""
+        return {p: own for group in self.groups for p, own in zip(group["params"], group[kind])}
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 8. Gradient exchange: ranks, their collectives, and how an error on one is told to all
@@ -966,7 +985,7 @@ def tree_reduce_scatter(out: Tensor, parts: Tensor):
 # ----------------------------------------------------------------------------------------------------------------------
 # 9. Run log and checkpoints
 
-SEPARATOR, CHECKPOINT_FORMAT, STATE = "=" * 100, 2, ("model", *Muon.STATE, "exp_avg", "exp_avg_sq")
+SEPARATOR, CHECKPOINT_FORMAT, STATE = "=" * 100, 2, ("model", *Muon.STATE, *Adam.STATE)
 LOWER_RATES = "lower the learning rates (--muon_lr, --embed_lr, --head_lr)"
 
 def lock(file) -> bool:
@@ -1121,8 +1140,8 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 def training_state(params: dict, muon: Muon, adam: Adam) -> dict:
     """{each of STATE: {parameter's name: tensor}}, whole, on every rank."""
-    tables = {"model": {p: p.detach() for p in params.values()}} | {kind: muon.gathered(kind) for kind in Muon.STATE}
-    tables |= {kind: {p: own[kind] for p, own in adam.state.items()} for kind in ("exp_avg", "exp_avg_sq")}
+    tables = {kind: optimizer.gathered(kind) for optimizer in (muon, adam) for kind in optimizer.STATE}
+    tables["model"] = {p: p.detach() for p in params.values()}
     return {kind: {name: tables[kind][p] for name, p in params.items() if p in tables[kind]} for kind in STATE}
 
 def save_checkpoint(state: dict, facts: dict, step: int, hp: Hyperparameters, ranks: Ranks, log: RunLog):
@@ -1155,8 +1174,7 @@ def restore(saved: dict, step: int, params: dict, muon: Muon, adam: Adam, ranks:
                 dist.broadcast(tensor, src=0)
     for kind in Muon.STATE:
         muon.take(kind, {params[name]: tensor for name, tensor in state[kind].items()})
-    for values in adam.state.values():
-        values["step"].fill_(step)
+    adam.steps.fill_(step)
 
 def newest_checkpoint(log: Path, last: str) -> tuple[Path | None, dict, list[str]]:
     """The newest whole checkpoint of a log's run, no newer than the file name last: its path, its content, and a line about
@@ -1256,9 +1274,9 @@ def check_settings(hp: Hyperparameters, world_size: int):
             f"{share} micro-batches a rank are no power of two; set --micro_batches to {world_size} times one")
 
 def meta_model(hp: Hyperparameters) -> GPT:
-    """The model without its numbers: names, shapes and types."""
+    """The model without its parameters' numbers: names, shapes and types."""
     with torch.device("meta"):
-        return GPT(hp, block_sparse, getattr(torch, hp.dtype))
+        return GPT(dataclasses.replace(hp, train_seq_len=BLOCK, val_seq_len=BLOCK), block_sparse, getattr(torch, hp.dtype))
 
 def state_bytes(hp: Hyperparameters) -> tuple[int, int]:
     """Bytes of (the model, a checkpoint): Muon keeps one number for each of its weights, Adam two."""
@@ -1391,7 +1409,7 @@ def evaluate(model, sequences: list, window: Tensor, hp: Hyperparameters, ranks:
 def train_step(model, batches: list, window: Tensor, muon: Muon, adam: Adam, step: int, hp: Hyperparameters) -> Tensor:
     """One step on this rank's micro-batches; returns the sum of their losses. It only launches work: nothing here waits for
     the device, and ranks talk after the last micro-batch only."""
-    buffers, losses = [*(group["grads"] for group in muon.groups), *adam.grads], []
+    buffers, losses = [group["grads"] for group in muon.groups + adam.groups], []
 
     def accumulate(inputs: Tensor, targets: Tensor):
         loss = model(inputs, targets, window)
@@ -1413,7 +1431,7 @@ def train_step(model, batches: list, window: Tensor, muon: Muon, adam: Adam, ste
     muon.reduce_gradients()
     adam.reduce_gradients()
     muon.step(hp.muon_lr * lr_scale(step, hp), muon_momentum(step, hp), hp.muon_beta2)
-    adam.step_at(lr_scale(step, hp))
+    adam.step(lr_scale(step, hp))
     return sum(losses)  # exact in float64, in any order
 
 def warm_up(model, params: dict, muon: Muon, adam: Adam, hp: Hyperparameters, ranks: Ranks):

@@ -29,12 +29,12 @@ def steps(params, muon, adam, mine):
                 grad = torch.randn(p.shape, generator=generator)
                 if micro_batch in mine:
                     p.grad += grad
-        for grads in (*(g["grads"] for g in muon.groups), *adam.grads):
+        for grads in (g["grads"] for g in muon.groups + adam.groups):
             grads.div_(24)
         muon.reduce_gradients()
         adam.reduce_gradients()
         muon.step(0.05, 0.9, 0.8)
-        adam.step_at(0.5 ** step)
+        adam.step(0.5 ** step)
     return params
 
 

@@ -129,12 +129,35 @@ def test_normuon_by_the_papers_formulas(monkeypatch):
     torch.testing.assert_close(p.detach(), want)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adam_is_torchs(dtype):
+    torch.manual_seed(0)
+    ours, theirs = ([torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in ((30, 8), (5,), (2, 2))] for _ in range(2))
+    for p, q in zip(ours, theirs):
+        q.data.copy_(p.data)
+    settings = dict(betas=(0.8, 0.95), eps=1e-7)
+    adam = Adam([dict(params=ours[:2], peak_lr=0.1, **settings), dict(params=ours[2:], peak_lr=0.02, **settings)], 1)
+    reference = torch.optim.Adam([dict(params=theirs[:2], lr=0.1), dict(params=theirs[2:], lr=0.02)], fused=True, **settings)
+    for scale in (1.0, 1.0, 0.5, 0.25):
+        for group, peak in zip(reference.param_groups, (0.1, 0.02)):
+            group["lr"] = peak * scale
+        for p, q in zip(ours, theirs):
+            p.grad.copy_(torch.randn(p.shape))
+            q.grad = p.grad.clone()
+        adam.reduce_gradients()
+        adam.step(scale)
+        reference.step()
+        assert all(torch.equal(p, q) for p, q in zip(ours, theirs)) and not any(p.grad.any() for p in ours)
+    for kind in Adam.STATE:
+        assert all(torch.equal(adam.gathered(kind)[p], reference.state[q][kind]) for p, q in zip(ours, theirs))
+
+
 def test_gradients_accumulate_inside_their_flat_buffer():
     model, hp = tiny_model()
     from test_model import WINDOW, sequence
     matrices, groups = optimizer_groups(model, hp)
     muon, adam = Muon(matrices, 0, 1, torch.float32), Adam(groups, 1)
-    buffers = [group["grads"] for group in muon.groups] + adam.grads
+    buffers = [group["grads"] for group in muon.groups + adam.groups]
     places = {name: p.grad.data_ptr() for name, p in model.named_parameters()}
     for _ in range(3):
         model(*sequence(), WINDOW).backward()
@@ -192,7 +215,7 @@ def test_gathers_overlap_the_next_batch(monkeypatch):
     muon.reduce_gradients()
     adam.reduce_gradients()
     muon.step(0.05, 0.9)
-    adam.step_at(1.0)
+    adam.step(1.0)
     at = {event: i for i, event in enumerate(events)}
     n = len(muon.groups)
     assert count == {"gather": n, "batch": n, "scatter": n, "reduce": 3} and n == 4

@@ -84,7 +84,7 @@ def test_the_volume_table_is_that_of_the_optimizers_buffers(ranks, monkeypatch):
     hp = dataclasses.replace(train_gpt.PRESETS["speedrun"], num_kv_heads=6, dtype="bfloat16")
     matrices, groups = train_gpt.optimizer_groups(train_gpt.meta_model(hp), hp)
     muon, adam = train_gpt.Muon(matrices, 0, ranks, torch.bfloat16), train_gpt.Adam(groups, ranks)
-    moved = sum(g["grads"].nbytes + g["updates"].nbytes for g in muon.groups) + 2 * sum(grads.nbytes for grads in adam.grads)
+    moved = sum(g["grads"].nbytes + g["updates"].nbytes for g in muon.groups) + 2 * sum(g["grads"].nbytes for g in adam.groups)
     volume = (ranks - 1) / ranks * moved
     row = (f"| {ranks} | {volume / 1e9:.2f} GB | {1e3 * volume / 450e9:.1f} ms | {1e3 * volume / 50e9:.0f} ms | "
            f"{1e3 * volume / 12.5e9:.0f} ms |")

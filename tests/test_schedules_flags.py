@@ -1,10 +1,13 @@
 """Schedules at their corners, flags, presets, and the checks before a run."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
-from conftest import write_shard
+from conftest import TINY, write_shard
 
 import train_gpt
 from train_gpt import (PRESETS, Hyperparameters, UserError, check_data, check_settings, lr_scale, muon_momentum, parse_flags,
@@ -181,14 +184,16 @@ def test_a_seed_is_drawn_where_none_is_given(tiny):
     assert train_gpt.prepare(dataclasses.replace(tiny, seed=5), command, 1, cpu, "script")[0].seed == 5
 
 
-def test_importing_the_script_has_no_side_effect():
-    import subprocess
-    import sys
-    code = ("import sys, socket; sys.path.insert(0, sys.argv[1]); import train_gpt, torch; "
-            "print(torch.cuda.is_initialized(), torch.distributed.is_initialized(), 'torch._inductor' in sys.modules)")
-    out = subprocess.run([sys.executable, "-W", "error", "-c", code, str(train_gpt.Path(train_gpt.__file__).parent)],
-                         capture_output=True, text=True)
-    assert out.stdout.split()[:2] == ["False", "False"], out.stdout + out.stderr
+def test_importing_has_no_side_effect_and_a_cpu_never_loads_the_compiler(tmp_path, shards):
+    """The compiler takes seconds to import; constructing a torch.optim optimizer would do it, or arithmetic on meta tensors."""
+    code = ("import sys; sys.path.insert(0, sys.argv[1]); import train_gpt, torch; "
+            "print('after import:', torch.cuda.is_initialized(), torch.distributed.is_initialized()); "
+            "train_gpt.run(sys.argv[2:]); print('compiler:', 'torch._dynamo' in sys.modules)")
+    out = subprocess.run([sys.executable, "-W", "error", "-c", code, str(train_gpt.Path(train_gpt.__file__).parent), *TINY, *shards,
+                          f"--records={tmp_path}", "--num_iterations=2", "--save_every=1"], capture_output=True, text=True,
+                         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    assert "after import: False False\n" in out.stdout and "\ncompiler: False\n" in out.stdout, out.stdout + out.stderr
+    assert "\nfinal_val_loss: " in out.stdout
 
 
 def test_plan_covers_the_stream_without_gap_or_repeat():
