@@ -1471,9 +1471,10 @@ class Stop:
 def train(hp: Hyperparameters, ranks: Ranks, data: dict, log: RunLog, start: dict, saved: dict):
     device, cuda, dtype = ranks.device, ranks.device.type == "cuda", getattr(torch, hp.dtype)
     if hp.deterministic:
-        torch.set_num_threads(1)
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.set_num_threads(1)  # which is all that a CPU needs
+        if cuda:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True, warn_only=True)
     torch.manual_seed(hp.seed)
     model = GPT(hp, flex if cuda else block_sparse, dtype).to(device)
     compiled = torch.compile(model, dynamic=False, fullgraph=True) if cuda else model

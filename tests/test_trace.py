@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from conftest import write_shard
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.autograd_cache import check_cacheable
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import flex_attention as flex_module
@@ -38,6 +39,7 @@ def test_training_step_and_validation_are_one_graph_each(changes):
 
     def backend(graph, inputs):
         graphs.append(graph)
+        check_cacheable(graph)  # or raises: a second start is to find the compiled program on the disk
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
     with FakeTensorMode(allow_non_fake_inputs=True):
