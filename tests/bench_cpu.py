@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 
 from data import common, tokenize_text
-from train_gpt import GPT, UserError, block_sparse, check_settings, parse_flags, resolve
+from train_gpt import UserError, check_settings, meta_model, parse_flags, resolve
 
 MOST_PARAMETERS = 850_000
 COMMON = "--preset=demo --name=bench_cpu --val_tokens=0 --epochs=1000 --sample_tokens=0 --save=false --save_every=0"
@@ -58,8 +58,7 @@ def matrix_rate(dtype: torch.dtype, n: int = 512) -> float:
 
 def count_parameters(flags: list[str]) -> int:
     hp, _ = resolve(parse_flags(flags, "demo")[0], torch.device("cpu"))
-    with torch.device("meta"):
-        return sum(p.numel() for p in GPT(hp, block_sparse).parameters())
+    return sum(p.numel() for p in meta_model(hp).parameters())
 
 
 def make_shards(text: bytes, folder: Path, fragment: int) -> list[str]:
