@@ -34,7 +34,7 @@ COMMON = "--preset=demo --name=bench_cpu --val_tokens=0 --epochs=1000 --sample_t
 RECIPES = {  # bytes in a fragment, flags
     "fast": (256,
         "--windows=LL --value_embeds=.0 --attention=.x --window_end=128 --model_dim=64 --num_heads=3 --head_dim=32 --attention_scale=0.3 "
-        "--rope_base=20 --smear --pair_rows=8192 --micro_batches=1 --train_seq_len=1024 --val_seq_len=16384 --num_iterations=195 "
+        "--rope_base=20 --smear --pair_rows=8192 --micro_batches=1 --train_seq_len=1024 --val_seq_len=16384 --num_iterations=205 "
         "--val_loss_every=0 --cooldown_frac=0.7 --embed_lr=0.4 --head_lr=0.012 --scalar_lr=0.1 --muon_lr=0.05 --muon_momentum_steps=0 "
         "--muon_momentum_end=0.9 --adam_betas=0.9,0.95"),
     "low": (2048,
