@@ -11,24 +11,57 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 say() { echo "run.sh: $*"; }
 die() { echo "error: $*" >&2; exit 2; }
 
-mode=auto
+# 1. What is asked for
+mode=
 case "${1:-}" in
   speedrun|demo|test) mode=$1; shift ;;
   ""|--*) ;;
   *) die "$1 is neither speedrun, demo nor test; ./run.sh [speedrun|demo|test] [--flag=value ...]" ;;
 esac
+repeat= records=records flags=(${mode:+--preset="$mode"}) tests=()
+if [ "$mode" = test ]; then
+  flags=() tests=("$@")
+  set --
+fi
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --repeat=*) repeat=${1#*=} ;;
+    --repeat) repeat=${2:-}; shift ;;
+    --records=*) records=${1#*=}; flags+=("$1") ;;
+    --records) records=${2:-}; flags+=("$1") ;;
+    *) flags+=("$1") ;;
+  esac
+  shift || true
+done
+asked=" ${flags[*]-} "
+if [ -n "$repeat" ]; then
+  [[ "$repeat" =~ ^[1-9][0-9]*$ ]] || die "--repeat=$repeat is no number of runs; try --repeat=5"
+  case "$asked" in *" --resume"*) die "--repeat starts runs anew; resume the unfinished one first, without --repeat" ;; esac
+  case "$asked" in *" --seed"*) die "--repeat draws a seed for every run; leave --seed out" ;; esac
+fi
+help=
+case "$asked" in *" --help "*|*" -h "*) help=yes flags=() ;; esac
 
-# 1. An interpreter with what is needed: one that has it already, else .venv
+# 2. An interpreter with what is needed: one that has it already, else .venv
 needed="torch numpy tqdm huggingface_hub"
 [ "$mode" = test ] && needed="$needed tiktoken scipy matplotlib pyarrow pytest xdist hypothesis"
-probe() {  # prints "PYTHON-VERSION TORCH-VERSION CORES" if the interpreter $1 has what is needed, without importing it: torch takes seconds
-  "$1" - $needed <<'PY' 2>/dev/null
-import importlib.metadata, importlib.util, os, platform, sys
-assert sys.version_info >= (3, 10) and all(importlib.util.find_spec(name) for name in sys.argv[1:])
-torch = importlib.metadata.version("torch")
-assert tuple(int(n) for n in torch.split("+")[0].split(".")[:2]) >= (2, 11)
+probe() {  # if the interpreter $1 has what is needed, what it and the flags say; or "error: ..." where the flags are wrong
+  needed="$needed" "$1" - ${flags[@]+"${flags[@]}"} <<'PY' 2>/dev/null
+import importlib.util, os, platform, sys
+assert sys.version_info >= (3, 10) and all(importlib.util.find_spec(name) for name in os.environ["needed"].split())
+import torch
+assert tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2]) >= (2, 11)
+gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
 cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-print(platform.python_version(), torch, cores)
+try:
+    from train_gpt import parse_flags
+    hp, command = parse_flags(sys.argv[1:], "speedrun" if gpus else "demo")
+except Exception as e:
+    wrong = "" if type(e).__name__ == "UserError" else f"train_gpt.py cannot be imported: {type(e).__name__}: "
+    sys.exit(print(f"error: {wrong}{e}"))
+steps_a_chunk = (100_000_000 - 1) // (hp.micro_batches * hp.train_seq_len)  # a chunk of FineWeb is 100M tokens
+chunks = -(-hp.num_iterations // max(1, steps_a_chunk * hp.epochs))
+print(platform.python_version(), torch.__version__, gpus, cores, command.preset, hp.micro_batches, chunks)
 PY
 }
 python= facts=
@@ -44,55 +77,16 @@ if [ -z "$python" ]; then
   .venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt ||
     die "the packages of requirements.txt cannot be installed; see pip's message above"
   python=.venv/bin/python
-  facts=$(probe "$python") || die ".venv lacks a package; remove .venv and start again"
+  facts=$(probe "$python") || die ".venv lacks a package or torch cannot be imported; remove .venv and start again"
 fi
-read -r python_version torch_version cores <<<"$facts"
+if [[ "$facts" == error:* ]]; then die "${facts#error: }"; fi
+[ -z "$help" ] || exec "$python" train_gpt.py --help
+read -r python_version torch_version gpus cores preset micro_batches chunks <<<"$facts"
 say "using $(command -v "$python") (Python $python_version, torch $torch_version)"
-
 if [ "$mode" = test ]; then
-  exec "$python" -m pytest "$@"
+  exec "$python" -m pytest ${tests[@]+"${tests[@]}"}
 fi
-
-# 2. Preset and flags
-repeat= records=records arguments=()
-while [ $# -gt 0 ]; do
-  case "$1" in
-    --repeat=*) repeat=${1#*=} ;;
-    --repeat) repeat=${2:-}; shift ;;
-    --preset=*) mode=${1#*=} ;;
-    --records=*) records=${1#*=}; arguments+=("$1") ;;
-    --records) records=${2:-}; arguments+=("$1") ;;
-    *) arguments+=("$1") ;;
-  esac
-  shift || true
-done
-set -- ${arguments[@]+"${arguments[@]}"}
-if [ -n "$repeat" ]; then
-  [[ "$repeat" =~ ^[1-9][0-9]*$ ]] || die "--repeat=$repeat is no number of runs; try --repeat=5"
-  case " $* " in *" --resume"*) die "--repeat starts runs anew; resume the unfinished one first, without --repeat" ;; esac
-  case " $* " in *" --seed"*) die "--repeat draws a seed for every run; leave --seed out" ;; esac
-fi
-case " $* " in *" --help "*|*" -h "*) exec "$python" train_gpt.py --help ;; esac
-[ "$mode" = auto ] || set -- --preset="$mode" "$@"
-plan=$("$python" - "$@" <<'PY'
-import sys
-try:
-    import torch
-except Exception as e:
-    sys.exit(f"error: {sys.executable} cannot import torch ({str(e).partition(chr(10))[0]}); set PYTHON to another interpreter")
-from train_gpt import UserError, parse_flags
-gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-try:
-    hp, command = parse_flags(sys.argv[1:], "speedrun" if gpus else "demo")
-except UserError as e:
-    sys.exit(f"error: {e}")
-steps_a_chunk = (100_000_000 - 1) // (hp.micro_batches * hp.train_seq_len)  # a chunk of FineWeb is 100M tokens
-print(gpus, command.preset, hp.micro_batches, -(-hp.num_iterations // max(1, steps_a_chunk * hp.epochs)))
-PY
-) || exit 2
-read -r gpus mode micro_batches chunks <<<"$plan"
-[[ "${1:-}" == --preset=* ]] || set -- --preset="$mode" "$@"
-flags=("$@")
+[ -n "$mode" ] || flags=(--preset="$preset" ${flags[@]+"${flags[@]}"})
 
 # Processes: one a GPU, or one a CPU core; as many of them as divide the micro-batches, so that the training is the same
 nodes=${NNODES:-1}
@@ -104,19 +98,19 @@ fi
 if [ "$gpus" -eq 0 ]; then
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # processes of one thread are as fast as threads of one process
 fi
-say "preset $mode on $gpus CUDA GPU(s) and $cores core(s): $ranks process(es) on each of $nodes machine(s)"
+say "preset $preset on $gpus CUDA GPU(s) and $cores core(s): $ranks process(es) on each of $nodes machine(s)"
 if [ "$gpus" -gt "$ranks" ]; then say "$(( gpus - ranks )) GPU(s) idle: $micro_batches micro-batches do not divide by more ranks (--micro_batches)"; fi
 
 # 3. Data: made or fetched only where the flags name the preset's own files
 own_data=yes
-for flag in "$@"; do
+for flag in "${flags[@]}"; do
   case "$flag" in
     --train_files*|--val_files*) own_data= ;;
   esac
 done
 if [ -z "$own_data" ]; then
   say "data: as the flags say"
-elif [ "$mode" = demo ]; then
+elif [ "$preset" = demo ]; then
   if compgen -G "data/demo/demo_train_*.bin" >/dev/null && compgen -G "data/demo/demo_val_*.bin" >/dev/null; then
     say "data: data/demo is there"
   else
@@ -137,7 +131,7 @@ if [ "${NODE_RANK:-0}" != 0 ]; then  # the first machine alone has the records t
   for flag in "${flags[@]}"; do [[ "$flag" == --resume* ]] || checked+=("$flag"); done
 fi
 WORLD_SIZE=$((ranks * nodes)) "$python" train_gpt.py --check "${checked[@]}"
-case " $* " in *" --check "*) exit 0 ;; esac
+case "$asked" in *" --check "*) exit 0 ;; esac
 
 # 5. Train
 if [ "$nodes" -gt 1 ]; then

@@ -39,7 +39,7 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
-from functools import lru_cache, partial, reduce
+from functools import cache, partial, reduce
 from itertools import zip_longest
 from pathlib import Path
 
@@ -148,7 +148,7 @@ PRESETS = {
         attention="xx.x", smear=True, key_offset=True, pair_rows=8192, model_dim=128, num_heads=4, head_dim=32,
         attention_scale=0.3, window_end=256, num_iterations=500, muon_lr=0.045, muon_momentum_end=0.9, muon_momentum_steps=0,
         muon_beta2=0.9, embed_lr=0.3, sample_tokens=300, save_every=125,
-        adam_eps=1e-7,  # a gradient that is nothing but rounding moves nothing, so that any number of ranks prints the same losses
+        adam_eps=1e-7,  # at 1e-10 a gradient of nothing but rounding makes a full step, and losses depend on the number of ranks
     ),
 }
 
@@ -371,7 +371,8 @@ def build_block_masks(tokens_T: Tensor, eot: int, window: Tensor, queries_of_key
     def lists(direction: int, distance_N: Tensor, crossed_N: Tensor) -> list[list[Tensor]]:
         """The partial and the full blocks of each block, for both windows: counts and indices, from the nearest to the
         farthest. They are the block itself and an unbroken run on one side, which ends after distance_N blocks or where the
-        window does. Those of a block of several documents are all partial, else itself and the run's end if a border crosses it."""
+        window does. Partial are all those of a block of several documents; of another one, itself and the run's end if a
+        border crosses that."""
         run_2N, crossed_2N = torch.minimum(distance_N, reach_21), (crossed_N & (distance_N <= reach_21)).int()
         partial_2N, full_2N = torch.where(single_N, crossed_2N, run_2N) + 1, torch.where(single_N, run_2N - crossed_2N, 0)
         away_NN = torch.where(single_N[:, None] & (block_N > 0), distance_N[:, None], block_N)
@@ -431,7 +432,7 @@ def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
 def embedding(rows: int, dim: int, dtype: torch.dtype) -> nn.Embedding:
-    """With nn.Embedding's own first weights, which here may be meta tensors without an import of the compiler."""
+    """nn.Embedding, with the same first weights; its own way to draw them on the meta device would import the compiler."""
     return nn.Embedding.from_pretrained(torch.randn(rows, dim, dtype=dtype), freeze=False)
 
 class CastedLinear(nn.Linear):
@@ -458,7 +459,7 @@ class Rotary(nn.Module):
 
     def __init__(self, head_dim: int, max_seq_len: int, base: float):
         super().__init__()
-        with torch.device("cpu"):  # whatever the model is made on
+        with torch.device("cpu"):  # also for meta_model: arithmetic on meta tensors would import the compiler
             frequency = base ** -torch.linspace(0, 1, head_dim // 4, dtype=torch.float64)
             angle = torch.arange(max_seq_len, dtype=torch.float64)[:, None, None, None, None] * frequency  # float32 drifts at 256K
             half, quarter = torch.tensor([1.0, 0.0])[:, None, None], torch.tensor([1.0, -1.0])[:, None]
@@ -641,7 +642,7 @@ def generate(model: GPT, tokens: list[int], num_tokens: int, window: int, temper
 
 def compiled_on_cuda(function):
     """function under torch.compile where its first argument is on a CUDA device, as it is elsewhere."""
-    compiled = lru_cache(lambda: torch.compile(function, dynamic=False, fullgraph=True))  # naming it imports the compiler: seconds
+    compiled = cache(lambda: torch.compile(function, dynamic=False, fullgraph=True))  # the call imports the compiler: seconds
     return lambda x, *args: (compiled() if x.is_cuda else function)(x, *args)
 
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -824,8 +825,8 @@ class Muon:
                 own.copy_(table[p])
 
 class Adam:
-    """Adam (arXiv:1412.6980), by torch.optim's own kernel; torch.optim itself imports the compiler, seconds that a CPU has no
-    use for. A group's gradients lie in one buffer, which travels on a channel of its own while Muon works."""
+    """Adam (arXiv:1412.6980), by torch.optim's own kernel; an optimizer of torch.optim would import the compiler, seconds that a
+    CPU has no use for. A group's gradients lie in one buffer, which travels on a channel of its own while Muon works."""
 
     STATE = ("exp_avg", "exp_avg_sq")
 
@@ -1274,7 +1275,7 @@ def check_settings(hp: Hyperparameters, world_size: int):
             f"{share} micro-batches a rank are no power of two; set --micro_batches to {world_size} times one")
 
 def meta_model(hp: Hyperparameters) -> GPT:
-    """The model without its parameters' numbers: names, shapes and types."""
+    """The model's parameters without their numbers: names, shapes and types. (The angles have numbers; hence few of them.)"""
     with torch.device("meta"):
         return GPT(dataclasses.replace(hp, train_seq_len=BLOCK, val_seq_len=BLOCK), block_sparse, getattr(torch, hp.dtype))
 
@@ -1609,7 +1610,7 @@ def run(argv: list[str]):
     if command.check:
         shards = f"{len(data['train'])} training and {len(data['val'])} validation shard(s)"
         tokens = f"{sum(data['train_tokens'])} and {sum(data['val_tokens'])} tokens"
-        print(f"checks passed: {shards}, {tokens}" + (f"; to resume at step {start['step']}" if start else ""))
+        print(f"checks passed: {shards}, {tokens}" + (f"; to resume at step {start['step']}" if start else ""), flush=True)
         return
     agree(ranks, lambda: log.begin(hp, start))
     if start:
@@ -1643,6 +1644,8 @@ def main():
                           f"({str(e).split('. ')[0]})")
     except KeyboardInterrupt:
         error = UserError("interrupted before or after training; the log is kept", everywhere=True, status=130)
+    except BrokenPipeError:
+        error = UserError("whoever read the console has gone", status=1)
     except Exception as e:
         if isinstance(e, dist.DistError) or "gloo" in str(e):
             said = ("lost contact with another rank; the reason is what that one printed or, at the start, a wrong "

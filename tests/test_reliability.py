@@ -647,3 +647,6 @@ def test_a_console_that_goes_away_does_not_end_a_run(tmp_path, shards):
     done = subprocess.run(f"'{sys.executable}' '{ROOT / 'train_gpt.py'}' {' '.join(RUN)} {' '.join(shards)} --records={tmp_path} | head -n 3",
                           shell=True, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
     assert "Traceback" not in done.stderr and len(losses(log_path(tmp_path).read_text(), "train_loss")) == 12, done.stderr
+    check = subprocess.run(f"'{sys.executable}' '{ROOT / 'train_gpt.py'}' --check {' '.join(RUN)} {' '.join(shards)} | true",
+                           shell=True, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
+    assert check.stderr == "error: whoever read the console has gone\n"
