@@ -365,8 +365,8 @@ def build_block_masks(tokens_T: Tensor, eot: int, window: Tensor, queries_of_key
     single_N = begin_N == last_begin_N  # the block belongs to one document
     block_N = torch.arange(N, dtype=torch.int32, device=device)
     oldest_N = begin_N // BLOCK  # the first block that a query block's first token sees, were there no window
-    long_blocks = (window + BLOCK - 1) // BLOCK
-    reach_21 = torch.stack((long_blocks, (long_blocks // 2).clamp(min=1)))[:, None] - 1  # blocks beside a block's own
+    parts_21 = torch.arange(1, 3, dtype=torch.int32, device=device)[:, None]  # the long window and half of it
+    reach_21 = ((window + BLOCK - 1) // BLOCK // parts_21).clamp(min=1) - 1  # blocks beside a block's own
 
     def lists(direction: int, distance_N: Tensor, crossed_N: Tensor) -> list[list[Tensor]]:
         """The partial and the full blocks of each block, for both windows: counts and indices, from the nearest to the
