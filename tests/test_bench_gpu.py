@@ -84,9 +84,10 @@ def test_spans_are_short_and_enough(tmp_path):
     assert again == spans * 3
 
 
-def test_figures_agree_with_each_other(tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_figures_agree_with_each_other(tmp_path, dtype):
     path = tmp_path / "bench.json"
-    done = launch("--cpu", "--repeat=2", f"--json={path}", *SMALL, script=SCRIPT)
+    done = launch("--cpu", "--repeat=2", f"--json={path}", *SMALL, f"--dtype={dtype}", script=SCRIPT)
     content = json.loads(path.read_text())
     figures = content["figures"]
     value = {name: figure["value"] for name, figure in figures.items()}
@@ -97,7 +98,7 @@ def test_figures_agree_with_each_other(tmp_path):
     assert min(steps) <= value["step, mean of the schedule"] <= max(steps)
     assert min(micro) <= value["micro-batch, mean of the schedule"] <= max(micro)
     assert value["20 steps at that mean"] == pytest.approx(20 * value["step, mean of the schedule"] / 1000)
-    best = max(v for name, v in value.items() if name.startswith("matrix products, float32"))
+    best = max(v for name, v in value.items() if name.startswith(f"matrix products, {dtype}"))
     for where in ("window 128", "window 512", "mean of the schedule"):
         seconds = value[f"step, {where}"] / 1000
         assert value[f"throughput, {where}"] == pytest.approx(512 / seconds)
