@@ -31,6 +31,7 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -907,6 +908,7 @@ def start_ranks() -> Ranks:
     silence = dist.new_group(backend="gloo", timeout=timedelta(days=365))
     threading.Thread(target=end_with_neighbour, args=(rank, world_size, silence), daemon=True).start()
     ranks = Ranks(rank, world_size, device, dist.new_group(backend="gloo", timeout=timedelta(hours=1)))
+    probe_connections()
     self_test(ranks)
     alarm.cancel()
     return ranks
@@ -918,6 +920,17 @@ def end_with_launcher():
     os.kill(os.getpid(), signal.SIGTERM)  # as the launcher would have done: finish the step and save
     time.sleep(30)
     os._exit(1)
+
+def probe_connections():
+    """Have the kernel end the connections to a machine that has vanished without a word within a minute; else it is half an hour."""
+    for fd in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
+        try:
+            with socket.socket(fileno=os.dup(int(fd))) as connection:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for option, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 15), ("TCP_USER_TIMEOUT", 60_000)):  # s, s, ms
+                    connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        except OSError:
+            pass  # not a TCP connection
 
 def end_with_neighbour(rank: int, world_size: int, channel: dist.ProcessGroup):
     """A thread: the end of a rank would leave the others waiting in a collective, but its connections close with it. So each
@@ -1648,8 +1661,8 @@ def main():
         error = UserError("whoever read the console has gone", status=1)
     except Exception as e:
         if isinstance(e, dist.DistError) or "gloo" in str(e):
-            said = ("lost contact with another rank; the reason is what that one printed or, at the start, a wrong "
-                    f"GLOO_SOCKET_IFNAME ({str(e).partition(os.linesep)[0]})")
+            said = ("lost contact with another rank: look at what that one printed and at the network between the machines "
+                    f"(GLOO_SOCKET_IFNAME names its interface) ({str(e).partition(os.linesep)[0]})")
         else:
             said = f"met a defect of the script, please report it:\n{traceback.format_exc()}"
         error = UserError(f"rank {rank} {said}", status=1)

@@ -84,15 +84,19 @@ def train(flags: list[str], processes: int, threads: int, target: float) -> floa
     reached, said = None, []
     with subprocess.Popen([*launch, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=ROOT) as process:
         print(f"{'step':>6} {'tokens':>10} {'val loss':>9} {'train time':>11}")
-        for line in process.stdout:
-            said.append(line)
-            if match := VAL_LINE.match(line):
-                step, loss, seconds, tokens = int(match[1]), float(match[2]), int(match[3]) / 1000, int(match[4])
-                print(f"{step:6} {tokens:10} {loss:9.4f} {seconds:9.2f} s", flush=True)
-                if loss <= target and reached is None:
-                    reached = seconds
-            elif line.startswith(("model:", "throughput:", "hardware:", "log:")):
-                print(line, end="", flush=True)
+        try:
+            for line in process.stdout:
+                said.append(line)
+                if match := VAL_LINE.match(line):
+                    step, loss, seconds, tokens = int(match[1]), float(match[2]), int(match[3]) / 1000, int(match[4])
+                    print(f"{step:6} {tokens:10} {loss:9.4f} {seconds:9.2f} s", flush=True)
+                    if loss <= target and reached is None:
+                        reached = seconds
+                elif line.startswith(("model:", "throughput:", "hardware:", "log:")):
+                    print(line, end="", flush=True)
+        except BaseException:  # SIGTERM reaches this process alone
+            process.terminate()
+            raise
     if process.returncode:
         errors = [line for line in said if line.startswith("error:")]
         raise UserError(errors[0][7:].strip() if errors else "train_gpt.py failed:\n" + "".join(said[-30:]))

@@ -549,6 +549,15 @@ if case == "wrong" and ranks.rank == 1:
     dist.all_reduce = lambda x: (all_reduce(x), x.add_(1))
 try:
     self_test(ranks, seconds=2)
+    timeouts = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(fd))) as connection:
+                connection.getpeername()[1]
+                timeouts.append(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+        except OSError:
+            pass  # no connection of TCP
+    print(f"rank {{ranks.rank}} probes {{sorted(timeouts)}}", flush=True)
     print(f"rank {{ranks.rank}} is content", flush=True)
 except UserError as e:
     print(f"rank {{ranks.rank}} says: {{e}}", flush=True)
@@ -559,6 +568,8 @@ os._exit(0)
     assert re.search(r"rank 0 says: rank 0 waited 2 s in vain for rank\(s\) 1:", said["late"].stdout), said["late"]
     assert said["wrong"].stdout.count("says: rank 1 on ") == 3 and "gave a wrong sum" in said["wrong"].stdout, said["wrong"]
     assert said["right"].stdout.count("is content") == 3, said["right"]
+    probed = re.findall(r"rank \d probes \[(.*?)\]", said["right"].stdout)
+    assert len(probed) == 3 and all(len(one.split(", ")) > 3 and set(one.split(", ")) == {"60000"} for one in probed), probed
 
 
 # ----------------------------------------------------------------------------------------------------------------------
