@@ -70,6 +70,9 @@ def say_error(text: str):
     except OSError:
         pass  # whoever read the console has gone
 
+def first_line(e: Exception) -> str:
+    return (str(e) or type(e).__name__).splitlines()[0]
+
 def require(condition, message: str, everywhere: bool = False):
     if not condition:
         raise UserError(message, everywhere)
@@ -240,7 +243,7 @@ def read_tokens(path, num_tokens: int, start: int = 0, pin: bool = False) -> Ten
             f.seek(SHARD_HEADER_BYTES + 2 * start)
             got = f.readinto(tokens.numpy())
     except OSError as e:
-        raise UserError(f"{path}: cannot be read any more ({e.strerror}); put the shard back and start again") from None
+        raise UserError(f"{path}: cannot be read on {platform.node()} ({e.strerror}); put the shard there and start again") from None
     require(got == tokens.nbytes, f"{path}: became shorter while the run was using it; put the shard back and start again")
     return tokens
 
@@ -270,7 +273,7 @@ def count_cut_documents(tokens: Tensor, eot: int, seq_len: int) -> tuple[int, in
     """(documents that begin in tokens, those of them that a border between sequences of seq_len tokens cuts)."""
     tokens = tokens.numpy()  # torch would start OpenMP threads for the loader, and more threads than cores slow all of them down
     begins = np.flatnonzero(tokens == eot)
-    ends = np.append(begins[1:], len(tokens)) if len(begins) else begins
+    ends = np.append(begins, len(tokens))[1:]
     cut = (begins // seq_len) != ((ends - 1) // seq_len)
     return len(begins), int(cut.sum())
 
@@ -370,10 +373,9 @@ def build_block_masks(tokens_T: Tensor, eot: int, window: Tensor, queries_of_key
     reach_21 = ((window + BLOCK - 1) // BLOCK // parts_21).clamp(min=1) - 1  # blocks beside a block's own
 
     def lists(direction: int, distance_N: Tensor, crossed_N: Tensor) -> list[list[Tensor]]:
-        """The partial and the full blocks of each block, for both windows: counts and indices, from the nearest to the
-        farthest. They are the block itself and an unbroken run on one side, which ends after distance_N blocks or where the
-        window does. Partial are all those of a block of several documents; of another one, itself and the run's end if a
-        border crosses that."""
+        """The partial and the full blocks of each block, for both windows: counts and indices, from the nearest to the farthest.
+        They are the block itself and an unbroken run on one side, which ends after distance_N blocks or where the window does.
+        Partial are all those of a block of several documents; of another one, itself and the run's end if a border crosses that."""
         run_2N, crossed_2N = torch.minimum(distance_N, reach_21), (crossed_N & (distance_N <= reach_21)).int()
         partial_2N, full_2N = torch.where(single_N, crossed_2N, run_2N) + 1, torch.where(single_N, run_2N - crossed_2N, 0)
         away_NN = torch.where(single_N[:, None] & (block_N > 0), distance_N[:, None], block_N)
@@ -401,15 +403,14 @@ def block_sparse(mask: BlockMask, scale: float):
     N, device = len(partial_N), partial_N.device
     M = int((partial_N + full_N).max())
     slot_M = torch.arange(M, device=device)
-    is_partial_NM = slot_M < partial_N[:, None]
-    is_full_NM = ~is_partial_NM & (slot_M < (partial_N + full_N)[:, None])
-    after_partial_NM = (slot_M - partial_N[:, None]).clamp(min=0)
-    keys_NM = torch.where(is_partial_NM, mask.kv_indices[0, 0, :, :M],
-                          mask.full_kv_indices[0, 0].gather(1, after_partial_NM.long()))
+    after_partial_NM = slot_M - partial_N[:, None]
+    keys_NM = torch.where(after_partial_NM < 0, mask.kv_indices[0, 0, :, :M],
+                          mask.full_kv_indices[0, 0].gather(1, after_partial_NM.clamp(min=0)))
+    listed_NM = slot_M < (partial_N + full_N)[:, None]
     offset = torch.arange(BLOCK, device=device)
     query = (torch.arange(N, device=device)[:, None] * BLOCK + offset)[:, :, None, None]
     key = (keys_NM[:, :, None] * BLOCK + offset)[:, None]
-    seen = is_full_NM[:, None, :, None] | (is_partial_NM[:, None, :, None] & mask.mask_mod(0, 0, query, key))
+    seen = listed_NM[:, None, :, None] & mask.mask_mod(0, 0, query, key)  # which in a full block is true everywhere
     bias = torch.zeros(seen.shape, device=device).masked_fill_(~seen, -torch.inf).view(N, 1, BLOCK, M * BLOCK)
     keys = keys_NM.flatten()
 
@@ -440,10 +441,9 @@ class CastedLinear(nn.Linear):
     """A linear layer without bias whose weight is kept in float32 and cast to the input's type at use. With use_fp8 its
     three matrix products run in FP8 while training (section 6); outside training it is always the plain one."""
 
-    def __init__(self, in_features: int, out_features: int, use_fp8: bool = False, x_scale: float = 1.0,
-                 w_scale: float = 1.0, grad_scale: float = 1.0):
+    def __init__(self, in_features: int, out_features: int, use_fp8: bool = False, *scales: float):
         super().__init__(in_features, out_features, bias=False)
-        self.use_fp8, self.scales = use_fp8, (x_scale, w_scale, grad_scale)
+        self.use_fp8, self.scales = use_fp8, scales
 
     def reset_parameters(self):
         bound = math.sqrt(3) * 0.5 * self.in_features**-0.5  # uniform with standard deviation 0.5 / sqrt(fan_in)
@@ -705,7 +705,7 @@ def optimizer_groups(model: GPT, hp: Hyperparameters) -> tuple[list[nn.Parameter
         dict(params=embeddings, peak_lr=hp.embed_lr, betas=hp.adam_betas, eps=hp.adam_eps),             # [50304, 768]
         dict(params=scalars, peak_lr=hp.scalar_lr, betas=hp.adam_betas, eps=hp.adam_eps),               # [12, 2]
     ]
-    owned = [p for group in ([dict(params=matrices)] + adam) for p in group["params"]]
+    owned = matrices + [p for group in adam for p in group["params"]]
     assert sorted(map(id, owned)) == sorted(map(id, model.parameters())), "a parameter is in no group or in two"
     assert all(p.ndim == 2 for p in matrices), "Muon takes matrices"
     assert sum(hasattr(p, "row_split") for p in matrices) == hp.attention.count("x"), "Q, K and V are to be orthogonalized separately"
@@ -714,11 +714,9 @@ def optimizer_groups(model: GPT, hp: Hyperparameters) -> tuple[list[nn.Parameter
 def flat_gradients(params: list[nn.Parameter], numel: int) -> Tensor:
     """One tensor of numel elements that holds the gradients of params end to end: each p.grad is a view of it, and
     autograd accumulates in place, so what is sent to other ranks is never copied together first."""
-    flat = torch.zeros(numel, dtype=params[0].dtype, device=params[0].device)
-    start = 0
-    for p in params:
-        p.grad = flat[start:start + p.numel()].view_as(p)
-        start += p.numel()
+    flat, sizes = torch.zeros(numel, dtype=params[0].dtype, device=params[0].device), [p.numel() for p in params]
+    for p, part in zip(params, flat[:sum(sizes)].split(sizes)):
+        p.grad = part.view_as(p)
     return flat
 
 @compiled_on_cuda
@@ -782,7 +780,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, lr: float, momentum: float, beta2: float = 0.0):
-        sent = None
+        sent = []
         for group in self.groups:
             if group["received"]:
                 group["received"].wait()
@@ -794,19 +792,15 @@ class Muon:
             updates = [orthogonalize(batch, group["row_split"]) for batch in batches]
             if beta2:
                 updates = [even_rows(x, squares, beta2) for x, squares in zip(updates, group["row_squares"].split(len(updates[0])))]
-            update = torch.cat(updates) if self.deterministic else updates[0]
-            if sent:
-                self.apply(*sent, lr)
-            sent = group, update, None
+            update, gathering = torch.cat(updates) if self.deterministic else updates[0], None
             if self.world_size > 1:
-                sent = group, group["updates"], all_gather(group["updates"], update.contiguous())
-        self.apply(*sent, lr)
-
-    def apply(self, group: dict, updates: Tensor, gathering, lr: float):
-        if gathering:
-            gathering.wait()
-        torch._foreach_add_(group["params"], list(updates[:len(group["params"])].unbind()), alpha=-lr)
-        group["grads"].zero_()
+                update, gathering = group["updates"], all_gather(group["updates"], update.contiguous())
+            sent.append((group, update, gathering))
+        for group, update, gathering in sent:
+            if gathering:
+                gathering.wait()
+            torch._foreach_add_(group["params"], list(update[:len(group["params"])].unbind()), alpha=-lr)
+            group["grads"].zero_()
 
     def gathered(self, kind: str) -> dict:
         """{parameter: what of STATE belongs to it}, from the ranks that own it."""
@@ -871,6 +865,9 @@ class Adam:
 # ----------------------------------------------------------------------------------------------------------------------
 # 8. Gradient exchange: ranks, their collectives, and how an error on one is told to all
 
+LOOK = ("look at what the others printed and at the network between the machines (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name "
+        "its interface, NCCL_DEBUG=INFO tells more)")
+
 @dataclass(frozen=True)
 class Ranks:
     rank: int
@@ -881,11 +878,10 @@ class Ranks:
 def start_ranks() -> Ranks:
     """This process's place among those that torchrun started (alone without torchrun), and its device."""
     rank, world_size, local_rank = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        count = torch.cuda.device_count()
+    cuda, count = torch.cuda.is_available(), torch.cuda.device_count()
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
         require(local_rank < count, f"rank {rank} has no GPU: {count} on this machine; lower --nproc_per_node")
-        device = torch.device("cuda", local_rank)
         if "PYTORCH_ALLOC_CONF" not in os.environ:
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # read at CUDA's first allocation
         torch.cuda.set_device(device)
@@ -895,16 +891,13 @@ def start_ranks() -> Ranks:
         return Ranks(rank, world_size, device)
 
     def give_up():
-        say_error(f"error: rank {rank} on {platform.node()} reached no common start with the other ranks in two minutes: look at what "
-                  "they printed and at the network between the machines (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name its "
-                  "interface, NCCL_DEBUG=INFO tells more)")
+        say_error(f"error: rank {rank} on {platform.node()} reached no common start with the other ranks in two minutes: {LOOK}")
         os._exit(2)
 
     alarm = threading.Timer(120, give_up)  # connecting can hang where no exception and no signal gets through
     alarm.daemon = True
     alarm.start()
-    on_gpu = device.type == "cuda"
-    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     silence = dist.new_group(backend="gloo", timeout=timedelta(days=365))
     threading.Thread(target=end_with_neighbour, args=(rank, world_size, silence), daemon=True).start()
     ranks = Ranks(rank, world_size, device, dist.new_group(backend="gloo", timeout=timedelta(hours=1)))
@@ -925,12 +918,13 @@ def probe_connections():
     """Have the kernel end the connections to a machine that has vanished without a word within a minute; else it is half an hour."""
     for fd in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
         try:
-            with socket.socket(fileno=os.dup(int(fd))) as connection:
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                for option, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 15), ("TCP_USER_TIMEOUT", 60_000)):  # s, s, ms
-                    connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(fd))) as connection:
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                    for option, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 15), ("TCP_USER_TIMEOUT", 60_000)):  # s, s, ms
+                        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         except OSError:
-            pass  # not a TCP connection
+            pass  # closed by now, or not of TCP
 
 def end_with_neighbour(rank: int, world_size: int, channel: dist.ProcessGroup):
     """A thread: the end of a rank would leave the others waiting in a collective, but its connections close with it. So each
@@ -955,8 +949,7 @@ def agree(ranks: Ranks, function, everyone: bool = False):
     if ranks.world_size > 1:
         dist.all_gather_object(answers, (result, complaint), group=ranks.control)
     for _, complaint in answers:
-        if complaint:
-            raise UserError(complaint, everywhere=True)
+        require(not complaint, complaint, everywhere=True)
     return answers[0][0]
 
 def self_test(ranks: Ranks, seconds: float = 60):
@@ -965,8 +958,7 @@ def self_test(ranks: Ranks, seconds: float = 60):
         dist.monitored_barrier(ranks.control, timedelta(seconds=seconds), wait_all_ranks=True)
     except RuntimeError as e:
         missing = re.search(r"Ranks ([\d, ]+) failed|$", str(e))[1] or "0"
-        raise UserError(f"rank {ranks.rank} waited {seconds:.0f} s in vain for rank(s) {missing}: look at what they printed and "
-                        "at the network between the machines (GLOO_SOCKET_IFNAME names its interface)") from None
+        raise UserError(f"rank {ranks.rank} waited {seconds:.0f} s in vain for rank(s) {missing}: {LOOK}") from None
 
     def add_up():
         x = torch.full((1024,), float(ranks.rank), device=ranks.device)
@@ -1017,7 +1009,7 @@ class RunLog:
 
     def begin(self, hp: Hyperparameters, start: dict):
         """start: the checkpoint that is resumed, whose log is cut back to where it was then."""
-        self.path = Path(start["log"] if start else f"{hp.records}/{datetime.now(timezone.utc):%Y-%m-%dT%H-%M-%SZ}_{hp.name}.log")
+        self.path = Path(start["log"]) if start else Path(hp.records, f"{datetime.now(timezone.utc):%Y-%m-%dT%H-%M-%SZ}_{hp.name}.log")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if not start and self.path.exists():  # another run began in the same second
@@ -1061,8 +1053,10 @@ class RunLog:
 
     def close(self):
         for what in (self.bar, self.file):
-            if what is not None:
-                what.close()
+            try:
+                what is None or what.close()
+            except OSError:
+                pass  # as write has said
 
 class Clock:
     """Training time in seconds: the sum of the stretches between start and stop, each begun and ended with an idle device."""
@@ -1115,7 +1109,7 @@ def describe_environment(hp: Hyperparameters, ranks: Ranks, data: dict) -> list[
                   *(f"gpu: {line}" for line in shell("nvidia-smi", f"--query-gpu={query}", "--format=csv").splitlines())]
     else:
         model = shell("grep", "-m1", "model name", "/proc/cpuinfo").partition(": ")[2] or platform.machine()
-        lines += [f"cpu: {os.cpu_count()} x {model}", f"threads: {torch.get_num_threads()} a rank"]
+        lines += [f"cpu: {os.cpu_count()} x {model}", f"threads: {1 if hp.deterministic else torch.get_num_threads()} a rank"]
     if commit := shell("git", "rev-parse", "HEAD"):
         lines.append(f"git: {commit}{' with uncommitted changes' if shell('git', 'status', '--porcelain', '-uno') else ''}")
     return lines + [f"data: {line}" for line in data["fingerprints"]]
@@ -1134,7 +1128,7 @@ def write_checkpoint(path: Path, payload: dict):
         os.replace(unfinished, path)
     except (OSError, RuntimeError) as e:
         unfinished.unlink(missing_ok=True)
-        reason = e.strerror if isinstance(e, OSError) else str(e).splitlines()[0]
+        reason = e.strerror if isinstance(e, OSError) else first_line(e)
         raise UserError(f"{path}: cannot be saved ({reason}); free space, then go on with --resume; what was saved before is "
                         "whole") from None
 
@@ -1145,7 +1139,7 @@ def read_checkpoint(path: Path) -> dict:
         payload = torch.load(path, map_location="cpu", weights_only=True)
         require(payload["format"] == CHECKPOINT_FORMAT, "another version of this script wrote it")
     except Exception as e:
-        raise UserError(f"{path}: is damaged, or no checkpoint of this script ({str(e).splitlines()[0]})") from None
+        raise UserError(f"{path}: is damaged, or no checkpoint of this script ({first_line(e)})") from None
     return payload
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -1158,18 +1152,16 @@ def training_state(params: dict, muon: Muon, adam: Adam) -> dict:
     tables["model"] = {p: p.detach() for p in params.values()}
     return {kind: {name: tables[kind][p] for name, p in params.items() if p in tables[kind]} for kind in STATE}
 
-def save_checkpoint(state: dict, facts: dict, step: int, hp: Hyperparameters, ranks: Ranks, log: RunLog):
-    """All that decides the rest of the run, in one file for any number of ranks; the two newest files are kept."""
+def save_checkpoint(payload: dict, ranks: Ranks, log: RunLog):
+    """One file for any number of ranks; the two newest files are kept."""
     began = time.perf_counter()
-    require(all(p.isfinite().all() for p in state["model"].values()), f"step {step}: a weight is no longer finite; "
+    require(all(p.isfinite().all() for p in payload["model"].values()), f"step {payload['step']}: a weight is no longer finite; "
             f"{LOWER_RATES}; the checkpoint before it is kept", everywhere=True)
 
     def write() -> Path:
         os.fsync(log.file.fileno())
-        path = log.folder / f"step{step:08}.pt"
-        write_checkpoint(path, dict(
-            state, **facts, step=step, hyperparameters=dataclasses.asdict(hp), ranks=ranks.world_size,
-            torch=str(torch.__version__), generator=torch.get_rng_state(), log_bytes=os.path.getsize(log.path)))
+        path = log.folder / f"step{payload['step']:08}.pt"
+        write_checkpoint(path, dict(payload, log_bytes=os.path.getsize(log.path)))
         for old in checkpoints_in(path.parent)[2:]:
             old.unlink()
         return path
@@ -1190,46 +1182,38 @@ def restore(saved: dict, step: int, params: dict, muon: Muon, adam: Adam, ranks:
         muon.take(kind, {params[name]: tensor for name, tensor in state[kind].items()})
     adam.steps.fill_(step)
 
-def newest_checkpoint(log: Path, last: str) -> tuple[Path | None, dict, list[str]]:
-    """The newest whole checkpoint of a log's run, no newer than the file name last: its path, its content, and a line about
-    each one that was passed over."""
-    notes = []
-    for path in checkpoints_in(log.with_suffix("")):
-        if path.name <= last:
-            try:
-                payload = read_checkpoint(path)
-                require(log.stat().st_size >= payload["log_bytes"], f"{log}: was cut to before {path.name}")
-                return path, payload, notes
-            except UserError as e:
-                notes.append(f"note: {e}; going on from the checkpoint before it")
-    return None, {}, notes
-
-def find_checkpoint(hp: Hyperparameters, command: argparse.Namespace, facts: dict) -> tuple[dict, list[str]]:
+def find_checkpoint(hp: Hyperparameters, command: argparse.Namespace, data: dict) -> tuple[dict, list[str]]:
     """The checkpoint that --resume asks for, with its log's path, and lines about what was passed over to get to it. Without a
     path that is the newest unfinished run's of this name and these settings; one without a checkpoint is not passed over."""
+    settings = {name: value for name, value in dataclasses.asdict(hp).items()  # a seed of -1 takes the run's own
+                if name not in ("records", "save_every") and (name, value) != ("seed", -1)}
     asked, notes, refusals, what = Path(command.resume).absolute(), [], [], command.resume
-    one_file = asked.suffix == ".pt"
+    one_file = asked.suffix == ".pt" and asked.is_file()
     if what:
         folder = asked.parent if one_file else asked
         logs = [asked if asked.suffix == ".log" else folder.with_name(f"{folder.name}.log")]
-        require(not one_file or asked.exists(), f"--resume: {what} is not there")
     else:
-        what, of_this_name = f"a run named {hp.name} in {hp.records}", re.compile(rf"[\dT-]+Z_{re.escape(hp.name)}(_\d+)?")
-        logs = [log for log in sorted(Path(hp.records).glob("*.log"), reverse=True) if of_this_name.fullmatch(log.stem)]
+        what, logs = f"a run named {hp.name} in {hp.records}", sorted(Path(hp.records).glob("*.log"), reverse=True)
     for log in logs:
-        text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-        if not text or "\nfinal_val_loss: " in text:
+        text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+        named = command.resume or text.startswith(f"name = {hp.name!r}\n")
+        if not text or not named or "\nfinal_val_loss: " in text:
             continue
-        path, payload, passed_over = newest_checkpoint(log, last=asked.name if one_file else "~")
-        notes += passed_over
-        if path is None:  # of these settings, as the log's first lines tell?
-            mine = [f"{name} = {value!r}\n" in text for name, value in dataclasses.asdict(hp).items() if name not in NOT_COMPARED]
-            require(command.resume or not all(mine), f"{log}: this run has no whole checkpoint to go on from; start it anew, or name an "
-                    "older run with --resume=PATH")
+        for path in checkpoints_in(log.with_suffix("")):
+            if one_file and path.name > asked.name:
+                continue
+            try:
+                payload = read_checkpoint(path)
+                require(log.stat().st_size >= payload["log_bytes"], f"{log}: was cut to before {path.name}")
+                break
+            except UserError as e:
+                notes.append(f"note: {e}; going on from the checkpoint before it")
+        else:  # none is whole; is the run of these settings, as the log's first lines tell?
+            mine = all(f"{name} = {value!r}\n" in text for name, value in settings.items())
+            require(command.resume or not mine, f"{log}: this run has no whole checkpoint to go on from; start it anew, or name an "
+                                                "older run with --resume=PATH")
             continue
-        differ = differences(payload, hp, facts)
-        if not command.resume and payload["hyperparameters"]["name"] != hp.name:
-            continue
+        differ = differences(payload, settings, data)
         if differ and not command.resume_anyway:
             refusals.append(f"{path}: {'; '.join(differ)}. Give the run its own settings back, or add --resume_anyway")
             continue
@@ -1243,16 +1227,13 @@ def find_checkpoint(hp: Hyperparameters, command: argparse.Namespace, facts: dic
     nothing = f"--resume: {what} is not there, is finished or has no checkpoint to go on from"
     raise UserError("; ".join(refusals[:1] or [*notes, nothing]))
 
-NOT_COMPARED = ("records", "save_every", "seed")  # may differ from the checkpoint's, a drawn seed at least
-
-def differences(payload: dict, hp: Hyperparameters, facts: dict) -> list[str]:
-    """What would make the rest of a run differ from what it began as. A seed of -1 takes the run's own."""
-    then, now = payload["hyperparameters"], dataclasses.asdict(hp)
-    lines = [f"--{name} was {then.get(name)} and is {value}" for name, value in now.items()
-             if then.get(name) != value and name not in ("records", "save_every") and (name, value) != ("seed", -1)]
-    lines += ["this script is not the one in the log"] if payload["script"] != facts["script"] else []
-    lines += [f"the data was {was} and is {now}" for was, now in zip_longest(payload["data"], facts["data"]) if was != now][:1]
-    return lines
+def differences(payload: dict, settings: dict, data: dict) -> list[str]:
+    """What would make the rest of a run differ from what it began as."""
+    then = payload["hyperparameters"]
+    lines = [f"--{name} was {then.get(name)} and is {value}" for name, value in settings.items() if then.get(name) != value]
+    lines += ["this script is not the one in the log"] if payload["script"] != data["script"] else []
+    shards = zip_longest(payload["data"], data["fingerprints"])
+    return lines + [f"the data was {was} and is {now}" for was, now in shards if was != now][:1]
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 10. Preflight checks: what can be known to go wrong is said before anything slow begins
@@ -1326,16 +1307,14 @@ def check_data(hp: Hyperparameters) -> dict:
                             "data/tokenize_text.py makes shards of your own text")
         data[f"{kind}_tokens"] = [check_shard(path, hp.vocab_size) for path in data[kind]]
     held = sum(data["val_tokens"]) - 1  # the first token is not predicted
-    require(held > 0, f"--val_files={hp.val_files} holds a single token; give it more")
-    require(hp.val_tokens <= held, f"--val_tokens={hp.val_tokens} but --val_files={hp.val_files} holds {held} to predict; "
-                                   "lower it (0 takes all)")
+    require(max(1, hp.val_tokens) <= held, f"--val_tokens={hp.val_tokens} but --val_files={hp.val_files} holds {held} to predict; "
+                                           "lower it (0 takes all), or add shards")
     step_tokens = hp.micro_batches * hp.train_seq_len
     data["spans"] = plan_spans(data["train_tokens"], step_tokens, hp.train_seq_len, hp.epochs)
     steps = sum(span.steps for span in data["spans"])
-    require(steps >= max(1, hp.num_iterations),
-            f"{hp.num_iterations} steps of {step_tokens} tokens were asked for, {len(data['train'])} shard(s) with "
-            f"{sum(data['train_tokens'])} tokens hold {steps} in {hp.epochs} pass(es): add shards, raise --epochs, or lower "
-            "--num_iterations, --micro_batches or --train_seq_len")
+    require(steps >= max(1, hp.num_iterations), f"{hp.num_iterations} steps of {step_tokens} tokens were asked for, "
+            f"{len(data['train'])} shard(s) with {sum(data['train_tokens'])} tokens hold {steps} in {hp.epochs} pass(es): add shards, "
+            "raise --epochs, or lower --num_iterations, --micro_batches or --train_seq_len")
     data["fingerprints"] = [fingerprint(path) for path in data["train"] + data["val"]]
     return data
 
@@ -1362,15 +1341,15 @@ def prepare(hp: Hyperparameters, command: argparse.Namespace, world_size: int, d
     check_settings(hp, world_size)
     (hp, notes), data, start = resolve(hp, device), check_data(hp), {}
     hp = dataclasses.replace(hp, val_tokens=hp.val_tokens or sum(data["val_tokens"]) - 1)
-    facts = dict(script=hashlib.sha256(script.encode()).hexdigest(), data=data["fingerprints"])
+    data["script"] = hashlib.sha256(script.encode()).hexdigest()
     if command.resume is not None:
-        start, passed_over = find_checkpoint(hp, command, facts)
+        start, passed_over = find_checkpoint(hp, command, data)
         notes += passed_over
     check_disk(hp, start)
     if hp.seed < 0:
         drawn = int(np.random.default_rng().integers(2**31))
         hp = dataclasses.replace(hp, seed=start["hyperparameters"]["seed"] if start else drawn)
-    return hp, notes, dict(data, facts=facts), start
+    return hp, notes, data, start
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 11. Main: build, warm up, restore, train
@@ -1528,29 +1507,30 @@ def train(hp: Hyperparameters, ranks: Ranks, data: dict, log: RunLog, start: dic
             require(math.isfinite(loss), f"step {step}: the training loss is {loss}; {LOWER_RATES} or look at the data; the log "
                                          "and earlier checkpoints are kept", everywhere=True)
 
-    def keep_state():
-        facts = dict(data["facts"], seconds=clock.elapsed, position=loader.position)
-        save_checkpoint(training_state(params, muon, adam), facts, step, hp, ranks, log)
+    def keep_state():  # all that decides the rest of the run
+        facts = dict(step=step, seconds=clock.elapsed, position=loader.position, hyperparameters=dataclasses.asdict(hp),
+                     script=data["script"], data=data["fingerprints"], ranks=ranks.world_size, torch=str(torch.__version__),
+                     generator=torch.get_rng_state())
+        save_checkpoint(training_state(params, muon, adam) | facts, ranks, log)
 
     clock, stop = Clock(device, start.get("seconds", 0.0)), Stop()
     clock.start()
     for step in range(first, hp.num_iterations + 1):
         last = step == hp.num_iterations
-        save = stopping or (step > first and hp.save_every and step % hp.save_every == 0)
+        save = step > first and hp.save_every and step % hp.save_every == 0
         validate = last or (hp.val_loss_every and step % hp.val_loss_every == 0)
         window = torch.tensor(window_tokens(step, hp), dtype=torch.int32).to(device, non_blocking=True)
-        if save or validate:
+        if save or validate or stopping:
             clock.stop()
             read_losses(keep=0)
-            if save or stopping:
+            if save and not stopping:
                 keep_state()
             if validate and not stopping:
                 val_loss, stopping = evaluate(compiled, val_sequences, window, hp, ranks, stop)
-                if stopping:
-                    keep_state()
-                else:
+                if not stopping:
                     log.step_line(step, "val_loss", val_loss, clock.elapsed, hp)
             if stopping:
+                keep_state()
                 number = stop.signal or signal.SIGTERM
                 raise UserError(f"stopped by {signal.Signals(number).name}; step {step} is saved, the same command with "
                                 "--resume goes on", everywhere=True, status=128 + number)
@@ -1572,10 +1552,8 @@ def report(model: GPT, hp: Hyperparameters, ranks: Ranks, limit: tuple, first: i
     """The last lines of the log, the saved model and a sample of its text. seconds: the training from step first on."""
     steps, (in_blocks, in_head) = hp.num_iterations - first, train_flops(model, hp)
     tokens, since = steps * hp.micro_batches * hp.train_seq_len, f", since step {first}" if first else ""
-    if ranks.device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated()
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = torch.cuda.max_memory_allocated() if ranks.device.type == "cuda" else resident
     log.write(f"peak_memory: {peak / 2**20:.0f} MiB on rank 0")
     if tokens:
         rate, fp8_rate, source = limit
@@ -1652,20 +1630,20 @@ def main():
         run(sys.argv[1:])
     except UserError as e:
         error = e
-    except torch.OutOfMemoryError as e:
-        error = UserError(f"rank {rank} is out of GPU memory: lower --train_seq_len (and raise --micro_batches) or --val_seq_len "
-                          f"({str(e).split('. ')[0]})")
     except KeyboardInterrupt:
         error = UserError("interrupted before or after training; the log is kept", everywhere=True, status=130)
     except BrokenPipeError:
         error = UserError("whoever read the console has gone", status=1)
     except Exception as e:
-        if isinstance(e, dist.DistError) or "gloo" in str(e):
-            said = ("lost contact with another rank: look at what that one printed and at the network between the machines "
-                    f"(GLOO_SOCKET_IFNAME names its interface) ({str(e).partition(os.linesep)[0]})")
+        status, asked = 1, re.search(r"(tried|unable) to allocate \S+ \w+|$", str(e), re.IGNORECASE)[0]
+        if isinstance(e, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(e):
+            status, said = 2, (f"is out of memory ({asked or first_line(e)}): lower --train_seq_len (and raise --micro_batches) or "
+                               "--val_seq_len")
+        elif isinstance(e, dist.DistError) or "gloo" in str(e):
+            said = f"lost contact with another rank ({first_line(e)}): {LOOK}"
         else:
             said = f"met a defect of the script, please report it:\n{traceback.format_exc()}"
-        error = UserError(f"rank {rank} {said}", status=1)
+        error = UserError(f"rank {rank} {said}", status=status)
     if error and (rank == "0" or not error.everywhere):
         say_error(f"error: {error}")
     if error or dist.is_initialized():  # an orderly exit could wait for ranks that wait for this one

@@ -263,6 +263,18 @@ def test_what_differs_is_named_and_needs_resume_anyway(tmp_path, shards, monkeyp
     assert "note: resumed although --muon_lr was 0.045 and is 0.04" in log and "step:12/12 val_loss" in log
 
 
+def test_names_like_file_names_and_an_empty_records_folder(tmp_path, shards, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("demo.log", "demo.pt", "demo"):
+        interrupted_run("", shards, monkeypatch, 2, f"--name={name}")
+    flags = [*RUN, *shards, "--records=", "--num_iterations=2", "--resume_anyway"]
+    run([*flags, "--resume"])
+    (folder,) = (path for path in tmp_path.glob("*_demo.pt") if path.is_dir())
+    run([*flags, "--name=demo.pt", f"--resume={folder.name}"])
+    finished = [path.name.split("_", 1)[1] for path in sorted(tmp_path.glob("*.log")) if path.is_file() and "\nfinal_val_loss: " in path.read_text()]
+    assert sorted(finished) == ["demo.log", "demo.pt.log"]
+
+
 def test_resume_refuses_live_finished_and_missing_runs(tmp_path, shards, whole, monkeypatch):
     with pytest.raises(UserError, match=f"a run named demo in {tmp_path} is not there, is finished or has no checkpoint"):
         run([*RUN, *shards, f"--records={tmp_path}", "--resume"])
@@ -601,15 +613,46 @@ def test_a_disk_or_gpu_without_room_is_refused_before_the_start(tmp_path, shards
     assert train_gpt.check_memory(hp, gpu) is None and train_gpt.check_memory(hp, torch.device("cpu")) is None
 
 
-def test_a_full_disk_leaves_earlier_work_whole(tmp_path, shards, whole):
-    """A limit on the size of files stands for the full disk: the log fits, a checkpoint does not."""
-    script = ("import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000)); sys.argv = sys.argv[1:]; "
+@pytest.mark.parametrize("what", ["checkpoint", "log"])
+def test_a_full_disk_leaves_earlier_work_whole(tmp_path, shards, whole, what):
+    """A limit on the size of files stands for the full disk: the log fits, a checkpoint does not; or not even the log."""
+    flags, room = ([], 400_000) if what == "checkpoint" else (["--save_every=0"], log_path(whole).read_text().index("step:6/12"))
+    script = (f"import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, {room})); sys.argv = sys.argv[1:]; "
               "import runpy; runpy.run_path(sys.argv[0], run_name='__main__')")
-    done = subprocess.run([sys.executable, "-c", script, ROOT / "train_gpt.py", *RUN, *shards, f"--records={tmp_path}"],
+    done = subprocess.run([sys.executable, "-c", script, ROOT / "train_gpt.py", *RUN, *shards, f"--records={tmp_path}", *flags],
                           capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert re.search(r"step00000003.pt: cannot be saved \(.+\); free space, then go on with --resume", done.stderr), done.stderr
-    assert steps(tmp_path) == steps(whole)[:4] and not list(tmp_path.glob("*/*"))
+    if what == "checkpoint":
+        assert re.search(r"step00000003.pt: cannot be saved \(.+\); free space, then go on with --resume", done.stderr), done.stderr
+        assert steps(tmp_path) == steps(whole)[:4]
+    else:
+        assert re.search(r"_demo.log: the log cannot be written \(.+\); free space", done.stderr), done.stderr
+        assert "\nstep:1/12 train_loss" in log_path(tmp_path).read_text()
+    assert not list(tmp_path.glob("*/*"))
+
+
+@pytest.mark.parametrize("error, asked", [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.1 GiB"), "Tried to allocate 20.00 GiB"),
+    (RuntimeError("[enforce fail at alloc.cpp:1] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 32 bytes. Error code 12"),
+     "tried to allocate 32 bytes"),
+    (MemoryError(), "MemoryError")])
+def test_out_of_memory_is_one_line_that_says_what_to_lower(monkeypatch, capfd, error, asked):
+    def fail(argv):
+        raise error
+
+    class Ended(Exception):
+        pass
+
+    def end(status):
+        raise Ended(status)
+
+    monkeypatch.setattr(train_gpt, "run", fail)
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py"])
+    with pytest.raises(Ended, match="2"):
+        train_gpt.main()
+    assert capfd.readouterr().err == (f"error: rank 0 is out of memory ({asked}): lower --train_seq_len (and raise --micro_batches) "
+                                      "or --val_seq_len\n")
 
 
 def test_weights_that_are_not_finite_are_never_saved(tmp_path, shards, monkeypatch):
@@ -649,7 +692,7 @@ def test_a_shard_that_disappears_while_training_is_one_line(tmp_path, shards, mo
         load_next(self)
 
     monkeypatch.setattr(train_gpt.TrainLoader, "load_next", losing)
-    with pytest.raises(UserError, match=r"x_train_2.bin: cannot be read any more \(No such file"):
+    with pytest.raises(UserError, match=r"x_train_2.bin: cannot be read on \S+ \(No such file"):
         run([*RUN, *shards, "--epochs=1", f"--train_files={tmp_path}/x_train_*.bin", f"--records={tmp_path}/r"])
     assert checkpoints(tmp_path / "r") == ["step00000003.pt", "step00000006.pt"], "earlier work is whole"
 
