@@ -1109,7 +1109,8 @@ def describe_environment(hp: Hyperparameters, ranks: Ranks, data: dict) -> list[
                   *(f"gpu: {line}" for line in shell("nvidia-smi", f"--query-gpu={query}", "--format=csv").splitlines())]
     else:
         model = shell("grep", "-m1", "model name", "/proc/cpuinfo").partition(": ")[2] or platform.machine()
-        lines += [f"cpu: {os.cpu_count()} x {model}", f"threads: {1 if hp.deterministic else torch.get_num_threads()} a rank"]
+        lines += [f"cpu: {os.cpu_count()} x {model}, {torch.backends.cpu.get_cpu_capability()}",
+                  f"threads: {1 if hp.deterministic else torch.get_num_threads()} a rank"]
     if commit := shell("git", "rev-parse", "HEAD"):
         lines.append(f"git: {commit}{' with uncommitted changes' if shell('git', 'status', '--porcelain', '-uno') else ''}")
     return lines + [f"data: {line}" for line in data["fingerprints"]]
