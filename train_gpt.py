@@ -1192,7 +1192,7 @@ def find_checkpoint(hp: Hyperparameters, command: argparse.Namespace, data: dict
     one_file = asked.suffix == ".pt" and asked.is_file()
     if what:
         folder = asked.parent if one_file else asked
-        logs = [asked if asked.suffix == ".log" else folder.with_name(f"{folder.name}.log")]
+        logs = [asked if asked.is_file() and not one_file else folder.with_name(f"{folder.name}.log")]
     else:
         what, logs = f"a run named {hp.name} in {hp.records}", sorted(Path(hp.records).glob("*.log"), reverse=True)
     for log in logs:

@@ -269,10 +269,11 @@ def test_names_like_file_names_and_an_empty_records_folder(tmp_path, shards, mon
         interrupted_run("", shards, monkeypatch, 2, f"--name={name}")
     flags = [*RUN, *shards, "--records=", "--num_iterations=2", "--resume_anyway"]
     run([*flags, "--resume"])
-    (folder,) = (path for path in tmp_path.glob("*_demo.pt") if path.is_dir())
-    run([*flags, "--name=demo.pt", f"--resume={folder.name}"])
-    finished = [path.name.split("_", 1)[1] for path in sorted(tmp_path.glob("*.log")) if path.is_file() and "\nfinal_val_loss: " in path.read_text()]
-    assert sorted(finished) == ["demo.log", "demo.pt.log"]
+    for name in ("demo.log", "demo.pt"):
+        (folder,) = (path for path in tmp_path.glob(f"*_{name}") if path.is_dir())
+        run([*flags, f"--name={name}", f"--resume={folder.name}"])
+    assert all("\nfinal_val_loss: " in path.read_text() for path in tmp_path.glob("*.log") if path.is_file())
+    assert len([path for path in tmp_path.glob("*_demo*") if path.is_file()]) == 3
 
 
 def test_resume_refuses_live_finished_and_missing_runs(tmp_path, shards, whole, monkeypatch):
