@@ -1188,18 +1188,19 @@ def find_checkpoint(hp: Hyperparameters, command: argparse.Namespace, data: dict
     path that is the newest unfinished run's of this name and these settings; one without a checkpoint is not passed over."""
     settings = {name: value for name, value in dataclasses.asdict(hp).items()  # a seed of -1 takes the run's own
                 if name not in ("records", "save_every") and (name, value) != ("seed", -1)}
-    asked, notes, refusals, what = Path(command.resume).absolute(), [], [], command.resume
+    asked, broken, refusals, what = Path(command.resume).absolute(), [], [], command.resume
     one_file = asked.suffix == ".pt" and asked.is_file()
     if what:
         folder = asked.parent if one_file else asked
-        logs = [asked if asked.is_file() and not one_file else folder.with_name(f"{folder.name}.log")]
+        logs = [asked if asked.is_file() and not one_file else folder.parent / f"{folder.name}.log"]
     else:
-        what, logs = f"a run named {hp.name} in {hp.records}", sorted(Path(hp.records).glob("*.log"), reverse=True)
+        what, logs = f"a run named {hp.name} in {hp.records}", sorted(Path(hp.records).glob(f"*_{hp.name}*.log"), reverse=True)
     for log in logs:
         text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
         named = command.resume or text.startswith(f"name = {hp.name!r}\n")
         if not text or not named or "\nfinal_val_loss: " in text:
             continue
+        passed_over = []
         for path in checkpoints_in(log.with_suffix("")):
             if one_file and path.name > asked.name:
                 continue
@@ -1208,11 +1209,12 @@ def find_checkpoint(hp: Hyperparameters, command: argparse.Namespace, data: dict
                 require(log.stat().st_size >= payload["log_bytes"], f"{log}: was cut to before {path.name}")
                 break
             except UserError as e:
-                notes.append(f"note: {e}; going on from the checkpoint before it")
+                passed_over.append(str(e))
         else:  # none is whole; is the run of these settings, as the log's first lines tell?
             mine = all(f"{name} = {value!r}\n" in text for name, value in settings.items())
             require(command.resume or not mine, f"{log}: this run has no whole checkpoint to go on from; start it anew, or name an "
                                                 "older run with --resume=PATH")
+            broken += passed_over
             continue
         differ = differences(payload, settings, data)
         if differ and not command.resume_anyway:
@@ -1224,9 +1226,10 @@ def find_checkpoint(hp: Hyperparameters, command: argparse.Namespace, data: dict
         require({name: p.shape for name, p in payload["model"].items()} == shapes,
                 f"{path}: the checkpoint holds a model of another shape: {'; '.join(differ)}")
         require(payload["step"] <= hp.num_iterations, f"{path} is past --num_iterations={hp.num_iterations}")
+        notes = [f"note: {reason}; going on from the checkpoint before it" for reason in passed_over]
         return dict(payload, log=os.path.relpath(log)), notes + [f"note: resumed although {line}" for line in differ]
     nothing = f"--resume: {what} is not there, is finished or has no checkpoint to go on from"
-    raise UserError("; ".join(refusals[:1] or [*notes, nothing]))
+    raise UserError("; ".join(refusals[:1] or [*broken, nothing]))
 
 def differences(payload: dict, settings: dict, data: dict) -> list[str]:
     """What would make the rest of a run differ from what it began as."""
@@ -1308,8 +1311,9 @@ def check_data(hp: Hyperparameters) -> dict:
                             "data/tokenize_text.py makes shards of your own text")
         data[f"{kind}_tokens"] = [check_shard(path, hp.vocab_size) for path in data[kind]]
     held = sum(data["val_tokens"]) - 1  # the first token is not predicted
-    require(max(1, hp.val_tokens) <= held, f"--val_tokens={hp.val_tokens} but --val_files={hp.val_files} holds {held} to predict; "
-                                           "lower it (0 takes all), or add shards")
+    need = max(1, hp.val_tokens)
+    require(need <= held, f"--val_files={hp.val_files} holds {held} tokens to predict, {need} are asked for: add shards, or lower "
+                          "--val_tokens (0 takes all)")
     step_tokens = hp.micro_batches * hp.train_seq_len
     data["spans"] = plan_spans(data["train_tokens"], step_tokens, hp.train_seq_len, hp.epochs)
     steps = sum(span.steps for span in data["spans"])
@@ -1344,8 +1348,11 @@ def prepare(hp: Hyperparameters, command: argparse.Namespace, world_size: int, d
     hp = dataclasses.replace(hp, val_tokens=hp.val_tokens or sum(data["val_tokens"]) - 1)
     data["script"] = hashlib.sha256(script.encode()).hexdigest()
     if command.resume is not None:
-        start, passed_over = find_checkpoint(hp, command, data)
-        notes += passed_over
+        try:
+            start, more = find_checkpoint(hp, command, data)
+        except OSError as e:
+            raise UserError(f"--resume: {e.filename} cannot be read ({e.strerror})") from None
+        notes += more
     check_disk(hp, start)
     if hp.seed < 0:
         drawn = int(np.random.default_rng().integers(2**31))

@@ -167,6 +167,16 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path, shards, whole, mon
     assert checkpoints(tmp_path) == ["step00000007.set_aside", "step00000009.pt", "step00000012.pt"]
 
 
+def test_where_every_checkpoint_is_damaged_nothing_is_said_to_go_on(tmp_path, shards, monkeypatch):
+    interrupted_run(tmp_path, shards, monkeypatch)
+    for path in tmp_path.glob("*/step*.pt"):
+        path.write_bytes(path.read_bytes()[:1000])
+    folder = log_path(tmp_path).with_suffix("")
+    with pytest.raises(UserError, match=r"step00000007.pt: is damaged.*step00000006.pt: is damaged.* has no checkpoint") as raised:
+        run([*RUN, *shards, f"--records={tmp_path}", f"--resume={folder}"])
+    assert "going on" not in str(raised.value)
+
+
 def test_resuming_from_a_path(tmp_path, shards, whole, monkeypatch):
     """A log, its folder, or a checkpoint that is not the newest."""
     for kind in ("log", "folder", "checkpoint"):
@@ -272,6 +282,10 @@ def test_names_like_file_names_and_an_empty_records_folder(tmp_path, shards, mon
     for name in ("demo.log", "demo.pt"):
         (folder,) = (path for path in tmp_path.glob(f"*_{name}") if path.is_dir())
         run([*flags, f"--name={name}", f"--resume={folder.name}"])
+    with pytest.raises(UserError, match="--resume: / is not there"):
+        run([*flags, "--resume=/"])
+    with pytest.raises(UserError, match=r"--resume: .*xxx.* cannot be read \(File name too long\)"):
+        run([*flags, f"--resume={'x' * 300}"])
     assert all("\nfinal_val_loss: " in path.read_text() for path in tmp_path.glob("*.log") if path.is_file())
     assert len([path for path in tmp_path.glob("*_demo*") if path.is_file()]) == 3
 

@@ -113,7 +113,7 @@ def test_preflight_accepts_and_reports(tiny):
 
 @pytest.mark.parametrize("changes, words", [
     (dict(num_iterations=10), "raise --epochs"),
-    (dict(val_tokens=2010), "holds 2009 to predict"),
+    (dict(val_tokens=2010), "holds 2009 tokens to predict, 2010 are asked for"),
     (dict(micro_batches=3), "2 ranks do not divide 3 micro-batches: start 1, 3 ranks"),
     (dict(train_seq_len=200), "--train_seq_len=200 is not a multiple of 128"),
     (dict(windows="LL"), "one character a layer"),
