@@ -1,50 +1,45 @@
 """Train a GPT on token shards as fast as the hardware allows: the NanoGPT speedrun in one file.
 
-The task: reach a validation loss of 3.28 nats on FineWeb in the least training time on one node of 8 H100 GPUs. The
-same file trains on any number of GPUs, on several nodes and on a plain CPU.
+The task: a validation loss of 3.28 nats on FineWeb, in the least training time on 8 H100 GPUs. The
+preset `speedrun` is the record of 2025-01-26 (2.93 minutes); `demo` is the same code, small. The
+number of ranks changes how long that takes, not what is trained.
 
-    torchrun --nproc_per_node=8 train_gpt.py                     # the full speedrun on 8 GPUs
-    python train_gpt.py --preset=demo                            # the same code, small, on one CPU or GPU
-    torchrun --nproc_per_node=8 train_gpt.py --resume            # the newest unfinished run goes on
-    python train_gpt.py --help                                   # every hyperparameter is a flag
+    torchrun --nproc_per_node=8 train_gpt.py            # the speedrun
+    python train_gpt.py --preset=demo                   # the demo, on a CPU or one GPU
+    python train_gpt.py --help                          # every hyperparameter is a flag
+    python train_gpt.py --resume=records/<run>.log      # go on with a run that was ended
 
-Every run writes one log, records/<UTC time>_<name>.log: hyperparameters, environment, this source, the steps.
+A run writes records/<UTC time>_<name>.log (settings, environment, this source, a line for each
+step) and, in a folder of that name, its two newest checkpoints. To change the method, copy this
+file: settings go into section 1, what changes during the run into 2, techniques and the loss into
+5, parameters and optimizers into the table of 7. The training loop is in 12.
 
-The sections, in reading order:
-    1 hyperparameters and presets      5 model                     9 run log and checkpoints
-    2 schedules                        6 FP8 linear               10 preflight checks
-    3 shards and the loader            7 optimizers               11 main: build, warm up, restore, train
-    4 block masks and attention        8 gradient exchange
-Shapes, as in x_TD: T tokens of one sequence, D model width, H heads, G key/value heads, K head width, V vocabulary
-(padded), N blocks of 128 tokens, M key blocks that one query block sees.
+A suffix tells a tensor's shape, so that x_TD is [T, D]: T tokens of one sequence, D width of the
+model, H heads, K width of a head, V vocabulary (padded), N blocks of 128 tokens, M key blocks that
+a query block reads.
 """
 
 import argparse
-import dataclasses
-import fcntl
+import copy
 import glob
 import hashlib
 import math
 import os
 import platform
 import re
-import resource
-import shutil
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
-import traceback
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+import zipfile
+from collections import deque
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timedelta, timezone
-from functools import cache, partial, reduce
-from itertools import zip_longest
+from functools import cache, partial
+from itertools import islice
 from pathlib import Path
-
-LAUNCHER = os.getppid()  # torchrun, if that started this process; asked here, since importing torch takes seconds
+from types import SimpleNamespace
+from typing import Callable, Iterator, NamedTuple
 
 import numpy as np
 import torch
@@ -52,455 +47,377 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from tqdm import tqdm
 
-BLOCK = 128  # tokens in an attention block
+BLOCK = 128  # tokens in a block of attention
 
 class UserError(Exception):
-    """What a user can cause: the message is one line that says what is wrong and what to do. everywhere: every rank
-    raises it, so that rank 0 speaks for all. status: the process's exit status."""
+    """What a user can cause. The message is one line: what is wrong, and what to do."""
 
-    def __init__(self, message: str, everywhere: bool = False, status: int = 2):
-        super().__init__(message)
-        self.everywhere, self.status = everywhere, status
-
-def say_error(text: str):
-    try:
-        os.write(2, f"{text}\n".encode())  # unlike print, this may be done in a signal's handler
-    except OSError:
-        pass  # whoever read the console has gone
+def require(condition, message: str):
+    if not condition:
+        raise UserError(message)
 
 def first_line(e: Exception) -> str:
-    return (str(e) or type(e).__name__).splitlines()[0]
+    return str(e).partition("\n")[0] or type(e).__name__
 
-def require(condition, message: str, everywhere: bool = False):
-    if not condition:
-        raise UserError(message, everywhere)
-
-# ----------------------------------------------------------------------------------------------------------------------
-# 1. Hyperparameters and presets
-
-def flag(default, help: str, least: float = -math.inf, most: float = math.inf, multiple: int = 0):
-    return field(default=default, metadata={"help": help, "range": (least, most, multiple)})
+# ---------------------------- 1. Hyperparameters and presets
+def flag(default, help: str, least=-math.inf, most=math.inf, multiple=1, pattern=".+"):
+    """A field: its help, and its range (inclusive) and divisor, or the pattern that a text fits."""
+    limits = dict(range=(least, most, multiple), pattern=pattern)
+    return field(default=default, metadata=dict(help=help, **limits))
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Every field is a flag of the same name. The defaults are the preset `speedrun` (the record of 2025-01-26)."""
-
+    """Every field is a flag of the same name. The defaults are the preset `speedrun`."""
     # The run
-    name: str = flag("speedrun", "name of the run: records/<UTC time>_<name>.log")
-    records: str = flag("records", "folder of the log and the checkpoint")
+    name: str = flag("speedrun", "name of the run, of letters, digits and ._-", pattern=r"[\w.-]+")
+    records: str = flag("records", "folder of the log and the checkpoints")
     seed: int = flag(-1, "seed of the initial weights; -1 draws one", -1, 2**63 - 1)
-    dtype: str = flag("auto", "activations: bfloat16, float32, or auto: bfloat16 where the hardware is fast at it")
-    deterministic: bool = flag(False, "the same bits on any number of ranks, at a price in speed and memory")
-    save_every: int = flag(0, "steps from one checkpoint to the next; 0: only when a signal stops the run", 0)
+    dtype: str = flag("auto", "activations; auto: what is fast", pattern="auto|bfloat16|float32")
+    save_every: int = flag(500, "steps between checkpoints, one more at the end; 0: none at all", 0)
+    val_loss_every: int = flag(125, "steps between validations, one more at the end; 0: only it", 0)
     # Data
     train_files: str = flag("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
     val_files: str = flag("data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
-    vocab_size: int = flag(50257, "tokens in the vocabulary; the last one is the end-of-text token", 2, 65536)
-    train_seq_len: int = flag(48 * 1024, "tokens in a training sequence, a multiple of 128", 1, multiple=BLOCK)
-    val_seq_len: int = flag(256 * 1024, "tokens in a validation sequence, a multiple of 128", 1, multiple=BLOCK)
+    vocab_size: int = flag(50257, "number of tokens; the last one is the end of text", 2, 65536)
+    train_seq_len: int = flag(48 * 1024, "tokens in a training sequence", 1, multiple=BLOCK)
+    val_seq_len: int = flag(256 * 1024, "tokens in a validation sequence", 1, multiple=BLOCK)
     val_tokens: int = flag(10485760, "tokens to validate on; 0 takes all", 0)
     micro_batches: int = flag(8, "training sequences in a step, shared out to the ranks", 1)
     epochs: int = flag(1, "passes over the training shards that the run may use", 1)
-    # Model: one character a layer in the three strings of the layer table
-    windows: str = flag("LSSSLSSLSSSL", "layer table: L long window, S short window (half of the long one)")
-    value_embeds: str = flag("012......012", "layer table: number of the layer's value embedding, or . for none")
-    attention: str = flag("xxxxxxx.xxxx", "layer table: x a layer with attention, . without")
-    smear: bool = flag(False, "add a learned share of the token before to each token's embedding")
-    key_offset: bool = flag(False, "take the half of each key that carries no position from the token before")
-    pair_rows: int = flag(0, "rows in the embedding of pairs of tokens, which share rows by a hash; 0: no such embedding", 0)
-    model_dim: int = flag(768, "width of the residual stream, a multiple of 16", 1, multiple=16)
-    num_heads: int = flag(6, "query heads", 1)
-    num_kv_heads: int = flag(0, "key and value heads (grouped-query attention); 0: as many as query heads", 0)
-    head_dim: int = flag(128, "width of a head, a multiple of 16", 1, multiple=16)
+    # Model. The layer table: three strings of one character for each layer
+    windows: str = flag("LSSSLSSLSSSL", "L: long window, S: half of it", pattern="[LS]{2,}")
+    value_embeds: str = flag("012......012", "a value embedding, .: none", pattern="[.0-9]+")
+    attention: str = flag("xxxxxxx.xxxx", "x: with attention, .: without", pattern="[.x]*x[.x]*")
+    model_dim: int = flag(768, "width of the residual stream", 1, multiple=16)
+    num_heads: int = flag(6, "heads of attention", 1)
+    head_dim: int = flag(128, "width of a head", 1, multiple=16)
+    smear: bool = flag(False, "add a learned share of the token before to each embedding")
+    key_offset: bool = flag(False, "take half of each key from the token before")
+    pair_rows: int = flag(0, "rows in the embedding of pairs of tokens; 0: no such embedding", 0)
     attention_scale: float = flag(0.12, "factor on the attention scores")
     rope_base: float = flag(1024.0, "base of the rotary frequencies", 1)
-    lm_head_softcap: float = flag(15.0, "cap c of the logits: 2c * sigmoid(2 * logit / c)", 1e-6, 35)  # e^2c x V x T is in float32
+    # At most 35, since exponentials of up to twice the cap are summed in float32
+    lm_head_softcap: float = flag(15.0, "cap c of the logits: 2c * sigmoid(2 * logit / c)", 0.1, 35)
+    use_fp8: bool = flag(True, "train the head in FP8 where the hardware has it")
     window_start: int = flag(128, "tokens in the long window at the first step", 1, 2**30)
     window_end: int = flag(1792, "tokens in the long window at the last step", 1, 2**30)
     window_quantum: int = flag(128, "tokens by which the long window grows at a time", 1)
-    # FP8 head: powers of two that each operand is multiplied by before its cast, set for a loss that is a mean
-    use_fp8: bool = flag(True, "train the head in FP8 where the hardware has it")
-    fp8_x_scale: float = flag(2.0, "FP8: factor on the head's input", 1e-30)
-    fp8_w_scale: float = flag(2.0**9, "FP8: factor on the head's weight", 1e-30)
-    fp8_grad_scale: float = flag(2.0**19, "FP8: factor on the gradient of the logits", 1e-30)
     # Optimization
     num_iterations: int = flag(1770, "training steps", 0)
-    cooldown_frac: float = flag(0.4, "share of the steps over which the learning rates fall", 0, 1)
+    cooldown_frac: float = flag(0.4, "share of the steps in which the learning rates fall", 0, 1)
     lr_floor: float = flag(0.1, "where the learning rates fall to, as a share of their peak", 0, 1)
-    muon_lr: float = flag(0.05, "learning rate of Muon: the blocks' matrices")
+    muon_lr: float = flag(0.05, "learning rate of Muon: the blocks' matrices", 0)
     muon_momentum_start: float = flag(0.85, "Muon's momentum at the first step", 0, 1)
     muon_momentum_end: float = flag(0.95, "Muon's momentum after its warmup", 0, 1)
     muon_momentum_steps: int = flag(300, "steps of Muon's momentum warmup", 0)
-    muon_beta2: float = flag(0.0, "decay of the mean squares by which NorMuon evens out an update's rows; 0: plain Muon", 0, 1 - 1e-9)
-    head_lr: float = flag(0.008, "learning rate of Adam: the output head")
-    embed_lr: float = flag(0.6, "learning rate of Adam: token and value embeddings")
-    scalar_lr: float = flag(0.04, "learning rate of Adam: residual, value and skip weights")
+    muon_beta2: float = flag(0.0, "NorMuon's decay of mean squares; 0: plain Muon", 0, 1 - 1e-9)
+    head_lr: float = flag(0.008, "learning rate of Adam: the output head", 0)
+    embed_lr: float = flag(0.6, "learning rate of Adam: token, pair and value embeddings", 0)
+    scalar_lr: float = flag(0.04, "learning rate of Adam: mixing, skip and smear weights", 0)
     adam_betas: tuple = flag((0.8, 0.95), "Adam's two decay rates, as 0.8,0.95", 0, 1 - 1e-9)
-    adam_eps: float = flag(1e-10, "Adam's epsilon", 0)
-    # Evaluation
-    val_loss_every: int = flag(125, "steps from one validation to the next; 0: only after the last step", 0)
-    sample_tokens: int = flag(0, "tokens to sample from the trained model at the end", 0)
-    save: bool = flag(True, "keep the trained model in records/<log's name>/")
+    adam_eps: float = flag(1e-10, "Adam's epsilon", 1e-30)
 
 PRESETS = {
     "speedrun": Hyperparameters(),
     "demo": Hyperparameters(
-        name="demo", train_files="data/demo/demo_train_*.bin", val_files="data/demo/demo_val_*.bin", vocab_size=257,
-        train_seq_len=1024, val_seq_len=2048, val_tokens=131072, micro_batches=4, windows="LSSL", value_embeds="0..0",
-        attention="xx.x", smear=True, key_offset=True, pair_rows=8192, model_dim=128, num_heads=4, head_dim=32,
-        attention_scale=0.3, window_end=256, num_iterations=500, muon_lr=0.045, muon_momentum_end=0.9, muon_momentum_steps=0,
-        muon_beta2=0.9, embed_lr=0.3, sample_tokens=300, save_every=125,
-        adam_eps=1e-7,  # at 1e-10 a gradient of nothing but rounding makes a full step, and losses depend on the number of ranks
+        name="demo", save_every=125, train_files="data/demo/demo_train_*.bin",
+        val_files="data/demo/demo_val_*.bin", vocab_size=257, train_seq_len=1024, val_seq_len=2048,
+        val_tokens=131072, micro_batches=4, windows="LSSL", value_embeds="0..0", attention="xx.x",
+        model_dim=128, num_heads=4, head_dim=32, smear=True, key_offset=True, pair_rows=8192,
+        attention_scale=0.3, window_end=256, num_iterations=500, muon_lr=0.045,
+        muon_momentum_end=0.9, muon_momentum_steps=0, muon_beta2=0.9, embed_lr=0.3,
+        adam_eps=1e-7,  # at 1e-10 gradients of nothing but rounding make full steps
     ),
 }
 
 def boolean(text: str) -> bool:
-    return bool(["false", "true"].index(text.lower()))  # ValueError for anything else, which argparse reports
+    return bool(["false", "true"].index(text.lower()))  # argparse reports a ValueError
 
 def pair(text: str) -> tuple[float, float]:
     first, second = text.split(",")
     return float(first), float(second)
 
 def parse_flags(argv: list[str], default_preset: str) -> tuple[Hyperparameters, argparse.Namespace]:
-    """The hyperparameters that the command line asks for, and what to do with them: check, resume, resume_anyway."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False,
-                                     usage="%(prog)s [--preset=NAME] [--check] [--resume[=PATH]] [--field=value ...]")
-    parser.error = lambda message: require(False, f"{message}; --help lists the flags", everywhere=True)
+    """The hyperparameters that a command line asks for; and its .preset, .check, .resume (a path or
+    None) and .given (the hyperparameters that it names). Raises UserError."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0], allow_abbrev=False,
+        usage="%(prog)s [--preset=NAME] [--check] [--resume=PATH] [--field=value ...]")
+    parser.error = lambda message: require(False, f"{message}; --help lists the flags")
     parser.add_argument("--preset", default=default_preset, choices=PRESETS, metavar="NAME",
-                        help=f"{' or '.join(PRESETS)} (default: speedrun where a CUDA GPU is present, demo elsewhere)")
+                        help="speedrun (the default with a CUDA GPU) or demo (without)")
     parser.add_argument("--check", action="store_true", help="check settings and data, then exit")
-    parser.add_argument("--resume", nargs="?", const="", metavar="PATH", help="go on with the newest unfinished run of these "
-                        "settings, or with the one whose log, folder or checkpoint PATH is")
-    parser.add_argument("--resume_anyway", action="store_true", help="resume although settings, script or data differ")
-    fields = dataclasses.fields(Hyperparameters)
-    for f in fields:
+    parser.add_argument("--resume", metavar="PATH", help="go on with the run of this log, folder "
+                        "or checkpoint, in its settings but for those given here")
+    for f in fields(Hyperparameters):
         kind = {bool: boolean, tuple: pair}.get(type(f.default), type(f.default))
-        optional = dict(nargs="?", const=True) if kind is boolean else {}
+        alone = dict(nargs="?", const=True) if kind is boolean else {}
         defaults = dict.fromkeys(str(getattr(preset, f.name)) for preset in PRESETS.values())
-        parser.add_argument(f"--{f.name}", type=kind, metavar=kind.__name__, default=argparse.SUPPRESS, **optional,
+        parser.add_argument(f"--{f.name}", type=kind, metavar=kind.__name__, **alone,
+                            default=argparse.SUPPRESS,
                             help=f"{f.metadata['help']} (default: {', demo: '.join(defaults)})")
     command = parser.parse_args(argv)
-    given = {f.name: getattr(command, f.name) for f in fields if f.name in command}
-    return dataclasses.replace(PRESETS[command.preset], **given), command
+    hp = PRESETS[command.preset]
+    command.given = {name: value for name, value in vars(command).items() if hasattr(hp, name)}
+    return replace(hp, **command.given), command
 
-# ----------------------------------------------------------------------------------------------------------------------
-# 2. Schedules: pure functions of the step
-
+# ---------------------------- 2. Schedules: pure functions of the step
 def window_tokens(step: int, hp: Hyperparameters) -> int:
-    """Tokens in the long window, in quanta that grow with progress: the record's ceil(1728 * progress / 128) blocks for an
-    end of 1792, which so is in force for the last steps and not the very last alone."""
+    """The long window in tokens: it grows in whole quanta, to its end before the last step."""
     grown = (hp.window_end - hp.window_quantum / 2) * step / max(1, hp.num_iterations)
-    return min(hp.window_end, max(hp.window_start, math.ceil(grown / hp.window_quantum) * hp.window_quantum))
+    rounded = math.ceil(grown / hp.window_quantum) * hp.window_quantum
+    return min(hp.window_end, max(hp.window_start, rounded))
 
 def lr_scale(step: int, hp: Hyperparameters) -> float:
-    """The learning rates as a share of their peak: 1, then falling linearly to lr_floor at the end."""
+    """The learning rates as a share of their peak: 1, then falling linearly to lr_floor."""
     left = 1 - step / max(1, hp.num_iterations)
     if left >= hp.cooldown_frac:
         return 1.0
     return hp.lr_floor + (1 - hp.lr_floor) * left / hp.cooldown_frac
 
 def muon_momentum(step: int, hp: Hyperparameters) -> float:
-    warmed = min(1.0, step / hp.muon_momentum_steps) if hp.muon_momentum_steps else 1.0
-    return hp.muon_momentum_start + (hp.muon_momentum_end - hp.muon_momentum_start) * warmed
+    if step >= hp.muon_momentum_steps:
+        return hp.muon_momentum_end
+    rise = hp.muon_momentum_end - hp.muon_momentum_start
+    return hp.muon_momentum_start + rise * (step / hp.muon_momentum_steps)
 
-# ----------------------------------------------------------------------------------------------------------------------
-# 3. Shards and the loader
-# A shard is a header of 256 int32 (magic, version, token count, zeros), then uint16 tokens. A document begins with the
-# end-of-text token, which is vocab_size - 1.
+# ---------------------------- 3. Shards and the loader
+# A shard is a header of 256 int32 (magic number, version, number of tokens, zeros), then the tokens
+# in uint16. A document begins with the end-of-text token, which is vocab_size - 1.
 
-SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_INTS = 20240520, 1, 256
+SHARD_MAGIC = 20240520
+SHARD_VERSION = 1
+SHARD_HEADER_INTS = 256
 SHARD_HEADER_BYTES = 4 * SHARD_HEADER_INTS
 
-def check_shard(path, vocab_size: int) -> int:
-    """The number of tokens in a shard, once its header, its size on disk and every token are right. Raises UserError
-    naming the defect and its byte offset."""
-    try:
-        size, header = os.path.getsize(path), np.fromfile(path, dtype="<i4", count=3)
-    except OSError as e:
-        raise UserError(f"{path}: cannot be read ({e.strerror})") from None
-    require(size >= SHARD_HEADER_BYTES, f"{path}: {size} bytes, shorter than the {SHARD_HEADER_BYTES}-byte header; make it again")
-    magic, version, num_tokens = header.tolist()
-    held = (size - SHARD_HEADER_BYTES) / 2
-    require(magic == SHARD_MAGIC, f"{path}: magic number {magic} at byte 0, expected {SHARD_MAGIC}; not a token shard")
-    require(version == SHARD_VERSION, f"{path}: version {version} at byte 4, expected {SHARD_VERSION}; make the shard again")
-    require(num_tokens > 0, f"{path}: token count {num_tokens} at byte 8; the shard is empty, make it again")
-    require(held == num_tokens, f"{path}: the header at byte 8 promises {num_tokens} tokens, the file holds {held:g}; it is "
-                                "damaged or was cut off, fetch or make it again")
-    tokens = np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES)
-    if tokens.max() >= vocab_size:
-        at = int(np.argmax(tokens >= vocab_size))
-        raise UserError(f"{path}: token {tokens[at]} at byte {SHARD_HEADER_BYTES + 2 * at} is not below the vocabulary size "
-                        f"{vocab_size}; wrong tokenizer or damaged file")
-    return num_tokens
+def find_shards(pattern: str) -> dict[str, int]:
+    """{path: number of tokens} of the shards that a glob matches."""
+    shards = {}
+    for path in sorted(glob.glob(pattern, recursive=True)):
+        header = np.fromfile(path, dtype="<i4", count=3).tolist()
+        held = (os.path.getsize(path) - SHARD_HEADER_BYTES) / 2
+        require(header == [SHARD_MAGIC, SHARD_VERSION, held], f"{path}: begins with {header}, not "
+                f"{[SHARD_MAGIC, SHARD_VERSION, held]}: it is no token shard, or not whole")
+        shards[path] = header[2]
+    require(shards, f"no file matches {pattern}; ./run.sh makes or fetches a preset's data, "
+            "data/tokenize_text.py makes shards of a text")
+    return shards
 
-def read_tokens(path, num_tokens: int, start: int = 0, pin: bool = False) -> Tensor:
-    """num_tokens uint16 tokens of a shard, read straight into (pinned) memory."""
-    tokens = torch.empty(num_tokens, dtype=torch.uint16, pin_memory=pin)
-    try:
-        with open(path, "rb") as f:
-            f.seek(SHARD_HEADER_BYTES + 2 * start)
-            got = f.readinto(tokens.numpy())
-    except OSError as e:
-        raise UserError(f"{path}: cannot be read on {platform.node()} ({e.strerror}); put the shard there and start again") from None
-    require(got == tokens.nbytes, f"{path}: became shorter while the run was using it; put the shard back and start again")
+def read_tokens(path: str, start: int, count: int, vocab_size: int, pin: bool = False) -> Tensor:
+    """tokens[count] uint16 of a shard from token start on, in pinned memory if asked for."""
+    tokens = torch.empty(count, dtype=torch.uint16, pin_memory=pin)
+    with open(path, "rb") as f:
+        f.seek(SHARD_HEADER_BYTES + 2 * start)
+        read = f.readinto(tokens.numpy())
+    require(read == tokens.nbytes, f"{path}: has become shorter since the run began")
+    largest = tokens.numpy().max()  # PyTorch would start threads beside those that train
+    require(largest < vocab_size, f"{path}: holds the token {largest}, which is not below "
+            f"--vocab_size={vocab_size}; data/inspect_shards.py says where")
     return tokens
 
-@dataclass(frozen=True)
-class Span:
-    """Consecutive steps that read one shard, in one pass over the shards."""
+def steps_of(shards: dict[str, int], hp: Hyperparameters) -> Iterator[tuple[int, str, int]]:
+    """(pass, shard, first token) of each step that the shards hold. What is too short for a step at
+    a shard's end is left out. Each pass begins at another offset, so that borders differ."""
+    step_tokens = hp.micro_batches * hp.train_seq_len
+    for epoch in range(hp.epochs):
+        offset = int(epoch * 0.6180339887 * hp.train_seq_len) % hp.train_seq_len  # golden ratio
+        for path, tokens in shards.items():
+            for start in range(offset, tokens - step_tokens, step_tokens):
+                yield epoch + 1, path, start
 
-    epoch: int
-    shard: int
-    start: int  # the first token
-    steps: int
+def train_batches(shards: dict[str, int], hp: Hyperparameters, ranks: "Ranks", log: "RunLog",
+                  first: int = 0) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """This rank's contiguous share of each step's micro-batches, (inputs_T int32, targets_T int64),
+    from step first on: read into pinned memory, and copied to the device asynchronously."""
+    T = hp.train_seq_len
+    share = hp.micro_batches // ranks.world_size
+    pin = ranks.device.type == "cuda"
+    before = None
+    for epoch, path, start in islice(steps_of(shards, hp), first, None):
+        if (epoch, path) != before:
+            log.write(f"data: pass {epoch}, {path} from token {start}")
+            before = (epoch, path)
+        start += ranks.rank * share * T
+        tokens = read_tokens(path, start, share * T + 1, hp.vocab_size, pin).view(torch.int16)
+        # uint16 has no arithmetic: the bits travel as int16, and lose their sign on the device.
+        tokens = tokens.to(ranks.device, non_blocking=True).to(torch.int32) & 0xFFFF
+        inputs = tokens[:-1].view(share, T).clone()
+        targets = tokens[1:].to(torch.int64).view(share, T)
+        yield list(zip(inputs, targets))
 
-def plan_spans(shard_tokens: list[int], step_tokens: int, seq_len: int, epochs: int) -> list[Span]:
-    """Which tokens each step reads, the same for any number of ranks. The tail of a shard that is too short for a step
-    (and the token after it, the last target) is left out; each pass starts at another offset within the first sequence,
-    so that sequence borders fall elsewhere."""
-    spans = []
-    for epoch in range(epochs):
-        offset = int(epoch * 0.6180339887 * seq_len) % seq_len  # the golden ratio spreads the offsets evenly
-        for shard, tokens in enumerate(shard_tokens):
-            steps = max(0, tokens - 1 - offset) // step_tokens
-            if steps:
-                spans.append(Span(epoch, shard, offset, steps))
-    return spans
-
-def count_cut_documents(tokens: Tensor, eot: int, seq_len: int) -> tuple[int, int]:
-    """(documents that begin in tokens, those of them that a border between sequences of seq_len tokens cuts)."""
-    tokens = tokens.numpy()  # torch would start OpenMP threads for the loader, and more threads than cores slow all of them down
-    begins = np.flatnonzero(tokens == eot)
-    ends = np.append(begins, len(tokens))[1:]
-    cut = (begins // seq_len) != ((ends - 1) // seq_len)
-    return len(begins), int(cut.sum())
-
-class TrainLoader:
-    """The steps' tokens for one rank, from step first on: its contiguous share of the micro-batches, (inputs_T int32,
-    targets_T int64) each. The next shard is read ahead in a thread; the copy to the device is asynchronous."""
-
-    def __init__(self, files: list, spans: list[Span], hp: Hyperparameters, rank: int, world_size: int, device, first: int = 0):
-        self.files, self.spans, self.seq_len, self.eot = files, spans, hp.train_seq_len, hp.vocab_size - 1
-        self.step_tokens = hp.micro_batches * hp.train_seq_len
-        self.mine = hp.micro_batches // world_size  # micro-batches of a step that are this rank's
-        self.skip = rank * self.mine * hp.train_seq_len
-        self.device, self.wait_seconds, self.news = device, 0.0, []
-        if device.type == "cuda":  # pinning stalls the device: fill PyTorch's cache before the clock starts
-            longest = max(span.steps for span in spans) * self.step_tokens + 1
-            [torch.empty(longest, dtype=torch.uint16, pin_memory=True) for _ in ("now", "ahead", "in flight")]
-        self.thread = ThreadPoolExecutor(1)
-        span = 0
-        while span < len(spans) - 1 and first >= spans[span].steps:
-            first, span = first - spans[span].steps, span + 1
-        self.position, self.ahead = (span, first), self.thread.submit(self.read, span)  # (span, step within the span)
-        self.load_next()
-        self.wait_seconds = 0.0  # the first shard is read before the clock starts
-
-    def read(self, index: int):
-        """A span's tokens and a line about them. Runs in the thread."""
-        if index == len(self.spans):
-            return None
-        span = self.spans[index]
-        tokens = read_tokens(self.files[span.shard], span.steps * self.step_tokens + 1, span.start, self.device.type == "cuda")
-        documents, cut = count_cut_documents(tokens[:-1], self.eot, self.seq_len)
-        line = (f"data: pass {span.epoch + 1}, {Path(self.files[span.shard]).name}, {span.steps} steps from token "
-                f"{span.start}, {documents} documents, {100 * cut / max(1, documents):.1f} % cut by sequence borders")
-        return tokens, line
-
-    def load_next(self):
-        began = time.perf_counter()
-        self.tokens, line = self.ahead.result()
-        self.wait_seconds += time.perf_counter() - began
-        self.news.append(line)
-        self.ahead = self.thread.submit(self.read, self.position[0] + 1)
-
-    def next_step(self) -> list[tuple[Tensor, Tensor]]:
-        span, step = self.position
-        if step == self.spans[span].steps:
-            span, step = self.position = span + 1, 0
-            self.load_next()
-        self.position = span, step + 1
-        start = step * self.step_tokens + self.skip
-        # uint16 has no arithmetic on any device, so the bits travel as int16 and the sign goes on the other side.
-        part = self.tokens[start:start + self.mine * self.seq_len + 1].view(torch.int16)
-        part = part.to(self.device, non_blocking=True).to(torch.int32) & 0xFFFF
-        inputs = part[:-1].view(self.mine, self.seq_len).clone()
-        targets = part[1:].to(torch.int64).view(self.mine, self.seq_len)
-        return list(zip(inputs, targets))
-
-def load_validation(files: list, shard_tokens: list[int], hp: Hyperparameters, rank: int, world_size: int, device):
-    """This rank's share of the validation sequences, [(inputs_T int32, targets_T int64)], and the bytes of text in all of
-    them where tokens are bytes (else 0). The first val_tokens tokens of the shards are each predicted once; where they do
-    not fill the last sequence, targets of -1 do, which no loss counts."""
-    want, pieces = hp.val_tokens + 1, []
-    for path, tokens in zip(files, shard_tokens):
-        pieces.append(read_tokens(path, min(tokens, want)).to(torch.int32))
-        want -= len(pieces[-1])
-    stream = torch.cat(pieces)
-    inputs, targets = stream[:-1], stream[1:].long()
-    text_bytes = int((targets < 256).sum()) if hp.vocab_size == 257 else 0
+def load_validation(shards: dict[str, int], hp: Hyperparameters, ranks: "Ranks") -> list:
+    """This rank's validation sequences, (inputs_T int32, targets_T int64) each, which predict the
+    first val_tokens tokens once. Targets of -1, which no loss counts, fill up the last one."""
+    parts = [read_tokens(path, 0, tokens, hp.vocab_size) for path, tokens in shards.items()]
+    stream = torch.cat(parts)[:hp.val_tokens + 1].to(torch.int32)
     padding = -hp.val_tokens % hp.val_seq_len
-    inputs = F.pad(inputs, (0, padding), value=hp.vocab_size - 1).view(-1, hp.val_seq_len)
-    targets = F.pad(targets, (0, padding), value=-1).view(-1, hp.val_seq_len)
-    mine = zip(inputs[rank::world_size], targets[rank::world_size])
-    return [(i.to(device), t.to(device)) for i, t in mine], text_bytes
+    inputs = F.pad(stream[:-1], (0, padding), value=hp.vocab_size - 1).split(hp.val_seq_len)
+    targets = F.pad(stream[1:].long(), (0, padding), value=-1).split(hp.val_seq_len)
+    mine = range(ranks.rank, len(inputs), ranks.world_size)
+    return [(inputs[i].to(ranks.device), targets[i].to(ranks.device)) for i in mine]
 
-# ----------------------------------------------------------------------------------------------------------------------
-# 4. Block masks and attention
+# ---------------------------- 4. Block masks and attention
+def ordered_blocks(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
+    """A map of blocks in FlexAttention's form: how many each row has, and which they are, from the
+    nearest to the diagonal to the farthest (what follows them in a row is not read)."""
+    block_N = torch.arange(len(chosen_NN), dtype=torch.int32, device=chosen_NN.device)
+    distance_NN = (block_N[:, None] - block_N).abs()
+    order_NN = torch.where(chosen_NN, distance_NN, len(chosen_NN)).argsort(stable=True)
+    count_N = chosen_NN.sum(1, dtype=torch.int32)
+    return count_N[None, None], order_NN.to(torch.int32)[None, None]
 
-def build_block_masks(tokens_T: Tensor, eot: int, window: Tensor, queries_of_keys: bool = True) -> list[BlockMask]:
-    """The long and the short mask: a token sees itself and what came before it in its document, within the window.
-
-    window is the long window in tokens, an int tensor on the tokens' device, so that it can grow without a recompile.
-    Windows count in blocks: the long one is rounded up, the short one is half of its blocks, at least one, and a query
-    block with a window of n blocks sees keys in itself and the n - 1 blocks before. A block that is visible as a whole
-    goes to the full list, which needs no masking; a block that a document border or the diagonal crosses goes to the
-    partial list. queries_of_keys adds the same lists the other way round, which FlexAttention's backward reads.
-    """
-    (T,) = tokens_T.shape
-    assert T % BLOCK == 0, f"{T} tokens are not whole blocks of {BLOCK}"
-    N, device = T // BLOCK, tokens_T.device
-    position_T = torch.arange(T, dtype=torch.int32, device=device)
-    # The position at which each token's document begins: all there is to know about the documents.
+def build_block_masks(tokens_T: Tensor, eot: int, window: Tensor, backward=True) -> list[BlockMask]:
+    """The long and the short mask: a token sees itself and what came before it in its document and
+    window. window is the long one in tokens, an int tensor on the device, so that it can grow
+    without a recompile. It is rounded up to blocks, a query's own and those before; the short one
+    has half of them, at least one. backward adds the lists that FlexAttention's gradient reads."""
+    assert len(tokens_T) % BLOCK == 0, f"{len(tokens_T)} tokens are not whole blocks of {BLOCK}"
+    position_T = torch.arange(len(tokens_T), dtype=torch.int32, device=tokens_T.device)
+    # The position at which each token's document begins: all there is to know about documents.
     begin_T = torch.where(tokens_T == eot, position_T, 0).cummax(0).values.to(torch.int32)
-    begin_N, last_begin_N = begin_T.view(N, BLOCK)[:, 0], begin_T.view(N, BLOCK)[:, -1]
-    single_N = begin_N == last_begin_N  # the block belongs to one document
-    block_N = torch.arange(N, dtype=torch.int32, device=device)
-    oldest_N = begin_N // BLOCK  # the first block that a query block's first token sees, were there no window
-    parts_21 = torch.arange(1, 3, dtype=torch.int32, device=device)[:, None]  # the long window and half of it
-    reach_21 = ((window + BLOCK - 1) // BLOCK // parts_21).clamp(min=1) - 1  # blocks beside a block's own
 
-    def lists(direction: int, distance_N: Tensor, crossed_N: Tensor) -> list[list[Tensor]]:
-        """The partial and the full blocks of each block, for both windows: counts and indices, from the nearest to the farthest.
-        They are the block itself and an unbroken run on one side, which ends after distance_N blocks or where the window does.
-        Partial are all those of a block of several documents; of another one, itself and the run's end if a border crosses that."""
-        run_2N, crossed_2N = torch.minimum(distance_N, reach_21), (crossed_N & (distance_N <= reach_21)).int()
-        partial_2N, full_2N = torch.where(single_N, crossed_2N, run_2N) + 1, torch.where(single_N, run_2N - crossed_2N, 0)
-        away_NN = torch.where(single_N[:, None] & (block_N > 0), distance_N[:, None], block_N)
-        partial_NN, full_NN = ((block_N[:, None] + direction * away).clamp(0, N - 1) for away in (away_NN, block_N + 1))
-        both = zip(partial_2N, full_2N)
-        return [[x.int()[None, None] for x in (partial_N, partial_NN, full_N, full_NN)] for partial_N, full_N in both]
-
-    def sees(b, h, query, key):
+    def sees(batch, head, query, key):
         return (key <= query) & (begin_T[query] <= key)
 
-    keys, queries = lists(-1, block_N - oldest_N, begin_N % BLOCK > 0), [[None] * 4] * 2
-    if queries_of_keys:
-        newest_N = (oldest_N <= block_N[:, None]).sum(1, dtype=torch.int32) - 1  # the last block that sees a key block's last token
-        queries = lists(1, newest_N - block_N, ~single_N[newest_N])
-    return [BlockMask((T, T), *k, *q, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=sees) for k, q in zip(keys, queries)]
+    # By blocks, with queries as rows and keys as columns. The first token of a query block sees the
+    # farthest back. A block off the diagonal without a border is seen whole: it needs no mask.
+    first_begin_N1 = begin_T[::BLOCK, None]
+    last_begin_N1 = begin_T[BLOCK - 1::BLOCK, None]
+    key_N = position_T[:len(first_begin_N1)]
+    query_N1 = key_N[:, None]
+    reachable_NN = (key_N <= query_N1) & (first_begin_N1 < (key_N + 1) * BLOCK)
+    one_document_N1 = first_begin_N1 == last_begin_N1
+    whole_NN = (key_N < query_N1) & (first_begin_N1 <= key_N * BLOCK) & one_document_N1
 
-def flex(mask: BlockMask, scale: float):
+    def mask(window_blocks: Tensor) -> BlockMask:
+        seen_NN = reachable_NN & (query_N1 - key_N < window_blocks)
+        partial_NN, full_NN = seen_NN & ~whole_NN, seen_NN & whole_NN
+        lists = [*ordered_blocks(partial_NN), *ordered_blocks(full_NN), None, None, None, None]
+        if backward:
+            lists[4:] = [*ordered_blocks(partial_NN.T), *ordered_blocks(full_NN.T)]
+        return BlockMask((len(tokens_T),) * 2, *lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=sees)
+
+    long = (window + BLOCK - 1) // BLOCK
+    return [mask(long), mask((long // 2).clamp(min=1))]
+
+def flex(mask: BlockMask, scale: float) -> Callable:
     """Attention under the mask by FlexAttention, for CUDA under torch.compile."""
-    return lambda q, k, v: flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.size(1) != k.size(1))
+    return partial(flex_attention, block_mask=mask, scale=scale)
 
-def block_sparse(mask: BlockMask, scale: float):
-    """Attention under the same mask in plain PyTorch, for devices where FlexAttention has no backward: each query block
-    gathers the key blocks that the mask names for it, so memory grows with T x window, never T x T."""
-    partial_N, full_N = mask.kv_num_blocks[0, 0], mask.full_kv_num_blocks[0, 0]
-    N, device = len(partial_N), partial_N.device
-    M = int((partial_N + full_N).max())
-    slot_M = torch.arange(M, device=device)
-    after_partial_NM = slot_M - partial_N[:, None]
-    keys_NM = torch.where(after_partial_NM < 0, mask.kv_indices[0, 0, :, :M],
-                          mask.full_kv_indices[0, 0].gather(1, after_partial_NM.clamp(min=0)))
-    listed_NM = slot_M < (partial_N + full_N)[:, None]
-    offset = torch.arange(BLOCK, device=device)
-    query = (torch.arange(N, device=device)[:, None] * BLOCK + offset)[:, :, None, None]
-    key = (keys_NM[:, :, None] * BLOCK + offset)[:, None]
-    seen = listed_NM[:, None, :, None] & mask.mask_mod(0, 0, query, key)  # which in a full block is true everywhere
-    bias = torch.zeros(seen.shape, device=device).masked_fill_(~seen, -torch.inf).view(N, 1, BLOCK, M * BLOCK)
+def block_sparse(mask: BlockMask, scale: float) -> Callable:
+    """Attention under the same mask in plain PyTorch, for devices on which FlexAttention has no
+    gradient. Each query block gathers its key blocks: memory grows with T times the window."""
+    partial_N1 = mask.kv_num_blocks[0, 0][:, None]
+    listed_N1 = partial_N1 + mask.full_kv_num_blocks[0, 0][:, None]
+    N, M = len(listed_N1), int(listed_N1.max())
+    # Each query block's key blocks: the partial ones, then the full ones, then anything.
+    slot_M = torch.arange(M, device=partial_N1.device)
+    full_NM = mask.full_kv_indices[0, 0].gather(1, (slot_M - partial_N1).clamp(min=0))
+    keys_NM = torch.where(slot_M < partial_N1, mask.kv_indices[0, 0, :, :M], full_NM)
+    token = torch.arange(BLOCK, device=partial_N1.device)
+    query = (torch.arange(N, device=partial_N1.device)[:, None] * BLOCK + token)[:, :, None, None]
+    key = (keys_NM[:, :, None] * BLOCK + token)[:, None]
+    seen = (slot_M < listed_N1)[:, None, :, None] & mask.mask_mod(0, 0, query, key)
+    bias = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
+    bias = bias.view(N, BLOCK, M * BLOCK)
     keys = keys_NM.flatten()
 
-    def attend(q, k, v):
-        """q_1HTK, k_1GTK, v_1GTK -> y_1HTK"""
-        _, H, T, K = q.shape
-        G = k.size(1)
-        # Query heads that share a key head stand one below the other in the rows of one matrix product.
-        q = q.view(G, H // G, N, BLOCK, K).transpose(1, 2).reshape(G * N, -1, K)
-        k, v = (x.view(G, N, BLOCK, K).index_select(1, keys).view(G * N, M * BLOCK, K) for x in (k, v))
-        biases = bias.to(q.dtype).expand(G, N, H // G, BLOCK, M * BLOCK).reshape(G * N, -1, M * BLOCK)
-        y = torch.baddbmm(biases, q, k.mT, alpha=scale).softmax(-1) @ v
-        return y.view(G, N, H // G, BLOCK, K).transpose(1, 2).reshape(1, H, T, K)
+    def attend(q_1HTK: Tensor, k_1HTK: Tensor, v_1HTK: Tensor) -> Tensor:
+        _, H, T, K = q_1HTK.shape
 
+        def gathered(x_1HTK: Tensor) -> Tensor:
+            blocks = x_1HTK.view(H, N, BLOCK, K).index_select(1, keys)
+            return blocks.view(H * N, M * BLOCK, K)
+        q = q_1HTK.reshape(H * N, BLOCK, K)
+        biases = bias.to(q.dtype).expand(H, N, BLOCK, -1).reshape(H * N, BLOCK, -1)
+        scores = torch.baddbmm(biases, q, gathered(k_1HTK).mT, alpha=scale)
+        return (scores.softmax(-1) @ gathered(v_1HTK)).view(1, H, T, K)
     return attend
 
-# ----------------------------------------------------------------------------------------------------------------------
-# 5. Model
-
+# ---------------------------- 5. Model
 def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
-def embedding(rows: int, dim: int, dtype: torch.dtype) -> nn.Embedding:
-    """nn.Embedding, with the same first weights; its own way to draw them on the meta device would import the compiler."""
-    return nn.Embedding.from_pretrained(torch.randn(rows, dim, dtype=dtype), freeze=False)
+def token_before(x: Tensor, begins_T: Tensor) -> Tensor:
+    """x[T, ...] of the token before each token, zero where a document begins."""
+    one_in_front = (0, 0) * (x.ndim - 1) + (1, 0)
+    begins = begins_T.view(-1, *[1] * (x.ndim - 1))
+    return F.pad(x[:-1], one_in_front).masked_fill(begins, 0)
 
 class CastedLinear(nn.Linear):
-    """A linear layer without bias whose weight is kept in float32 and cast to the input's type at use. With use_fp8 its
-    three matrix products run in FP8 while training (section 6); outside training it is always the plain one."""
-
-    def __init__(self, in_features: int, out_features: int, use_fp8: bool = False, *scales: float):
+    """A linear layer without bias whose weight is kept in float32 and cast at use. With fp8_scales
+    (of input, weight and gradient) its products run in FP8 while it trains (section 6)."""
+    def __init__(self, in_features: int, out_features: int, fp8_scales: tuple | None = None):
         super().__init__(in_features, out_features, bias=False)
-        self.use_fp8, self.scales = use_fp8, scales
+        self.fp8_scales = fp8_scales
 
     def reset_parameters(self):
-        bound = math.sqrt(3) * 0.5 * self.in_features**-0.5  # uniform with standard deviation 0.5 / sqrt(fan_in)
+        bound = math.sqrt(3) * 0.5 * self.in_features**-0.5  # std 0.5 / sqrt(fan_in)
         nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.use_fp8 and self.training:
-            return fp8_linear(x, self.weight, *self.scales)[0]
+        if self.fp8_scales and self.training:
+            return FP8Linear.apply(x, self.weight, self.fp8_scales)
         return F.linear(x, self.weight.type_as(x))
 
 class Rotary(nn.Module):
-    """Half-rotary positions: of a head's four quarters of channels the first two are rotated, the other two carry no position.
-    As x * cos + (x with the quarters of each half swapped) * sin, since a torch.cat of quarters compiles to branches."""
-
+    """Rotary positions (arXiv:2104.09864) on the first half of a head's channels; the other half
+    carries none (record 2025-01). Channel i of the first quarter and of the second turn together:
+    x * cos + (x with both swapped) * sin, which compiles to one pass, as a torch.cat does not."""
     def __init__(self, head_dim: int, max_seq_len: int, base: float):
         super().__init__()
-        with torch.device("cpu"):  # also for meta_model: arithmetic on meta tensors would import the compiler
-            frequency = base ** -torch.linspace(0, 1, head_dim // 4, dtype=torch.float64)
-            angle = torch.arange(max_seq_len, dtype=torch.float64)[:, None, None, None, None] * frequency  # float32 drifts at 256K
-            half, quarter = torch.tensor([1.0, 0.0])[:, None, None], torch.tensor([1.0, -1.0])[:, None]
-        self.register_buffer("cos", (angle.cos() * half + 1 - half).float(), persistent=False)
-        self.register_buffer("sin", (angle.sin() * half * quarter).float(), persistent=False)
+        frequency = base ** -torch.linspace(0, 1, head_dim // 4, dtype=torch.float64)
+        position = torch.arange(max_seq_len, dtype=torch.float64)  # float32 is off at 256K tokens
+        cos, sin = (position[:, None] * frequency).cos(), (position[:, None] * frequency).sin()
+        one, zero = torch.ones_like(cos), torch.zeros_like(cos)
+        shape = (max_seq_len, 1, 2, 2, head_dim // 4)  # 1 for all heads
+        cos = torch.stack((cos, cos, one, one), dim=1).float().view(shape)
+        sin = torch.stack((sin, -sin, zero, zero), dim=1).float().view(shape)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, x_THK: Tensor) -> Tensor:
         T, H, K = x_THK.shape
         x = x_THK.float().view(T, H, 2, 2, K // 4)
         return (x * self.cos[:T] + x.flip(3) * self.sin[:T]).type_as(x_THK).view(T, H, K)
 
-def token_before(x: Tensor, begins_T: Tensor) -> Tensor:
-    """x[T, ...] of the token before each token, zero where a document begins."""
-    each = (1,) * (x.ndim - 1)
-    return F.pad(x[:-1], (0, 0) * (x.ndim - 1) + (1, 0)).masked_fill(begins_T.view(-1, *each), 0)
+class LayerInput(NamedTuple):
+    """What a layer reads beside the residual stream."""
+    x0_TD: Tensor  # the embedded tokens
+    begins_T: Tensor  # where a document begins
+    residual_mix: Tensor  # weights of the stream and of x0
+    value_mix: Tensor  # weights of the values and of their embedding
+    value_embed: Tensor | None  # [T, H * K]
+    rotary: Rotary
+    attend: Callable  # attention under the layer's mask
 
 class CausalSelfAttention(nn.Module):
-    """With key_offset half of a key tells what came before its token (modded-nanogpt's partial key offset, 2025): a query that
-    looks for a token finds what followed it."""
-
+    """Attention with normed queries and keys, and embeddings of the tokens mixed into the values
+    (record 2024-12-04, after arXiv:2410.17897). key_offset takes the half of a key that carries no
+    position from the token before, so that looking for a token finds the next (record #49)."""
     def __init__(self, hp: Hyperparameters):
         super().__init__()
-        self.H, self.G, self.K, self.key_offset = hp.num_heads, hp.num_kv_heads, hp.head_dim, hp.key_offset
-        self.qkv = CastedLinear(hp.model_dim, (self.H + 2 * self.G) * self.K)
-        self.qkv.weight.row_split = (self.H * self.K, self.G * self.K, self.G * self.K)  # for Muon: three matrices
-        self.proj = CastedLinear(self.H * self.K, hp.model_dim)
+        self.heads = (2 * hp.num_heads, hp.num_heads)  # those of Q and K, and those of V
+        self.head_dim = hp.head_dim
+        self.key_offset = hp.key_offset
+        self.qkv = CastedLinear(hp.model_dim, 3 * hp.num_heads * hp.head_dim)
+        self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim)
         nn.init.zeros_(self.proj.weight)
 
-    def forward(self, x_TD: Tensor, begins_T: Tensor, value_embed, value_mix: Tensor, rotary: Rotary, attend) -> Tensor:
+    def forward(self, x_TD: Tensor, layer: LayerInput) -> Tensor:
         T = len(x_TD)
-        qk, v = self.qkv(x_TD).view(T, -1, self.K).split((self.H + self.G, self.G), dim=1)
-        q, k = rotary(norm(qk)).split((self.H, self.G), dim=1)
+        qk, v = self.qkv(x_TD).view(T, -1, self.head_dim).split(self.heads, dim=1)
+        q, k = layer.rotary(norm(qk)).chunk(2, dim=1)
         if self.key_offset:
             placed, unplaced = k.chunk(2, dim=-1)
-            k = torch.cat((placed, token_before(unplaced, begins_T)), dim=-1)
-        v = value_mix[0] * v
-        if value_embed is not None:
-            v = v + value_mix[1] * value_embed.view_as(v)
-        y = attend(*(x.transpose(0, 1)[None] for x in (q, k, v)))
-        return self.proj(y[0].transpose(0, 1).reshape(T, -1))
+            k = torch.cat((placed, token_before(unplaced, layer.begins_T)), dim=-1)
+        v = layer.value_mix[0] * v
+        if layer.value_embed is not None:
+            v = v + layer.value_mix[1] * layer.value_embed.view_as(v)
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        y_1HTK = layer.attend(q, k, v)
+        return self.proj(y_1HTK.squeeze(0).transpose(0, 1).reshape(T, -1))
 
 class MLP(nn.Module):
     def __init__(self, dim: int):
@@ -510,20 +427,7 @@ class MLP(nn.Module):
         nn.init.zeros_(self.proj.weight)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return self.proj(F.relu(self.fc(x_TD)).square())  # ReLU^2, arXiv:2109.08668
-
-class ValueEmbedding(nn.Module):
-    """Embeddings of the tokens that are mixed into the values of the layers that the pattern names (record 2024-12-04).
-    The pattern has a character a layer: the number of a table, or . for none; layers may share a table."""
-
-    def __init__(self, pattern: str, vocab_size: int, dim: int, dtype: torch.dtype = torch.float32):
-        super().__init__()
-        self.pattern = pattern
-        self.tables = nn.ModuleDict({c: embedding(vocab_size, dim, dtype) for c in sorted(set(pattern) - {"."})})
-
-    def forward(self, tokens_T: Tensor) -> list:
-        embedded = {c: table(tokens_T) for c, table in self.tables.items()}
-        return [embedded.get(c) for c in self.pattern]
+        return self.proj(F.relu(self.fc(x_TD)).square())  # ReLU^2 (arXiv:2109.08668)
 
 class Block(nn.Module):
     def __init__(self, hp: Hyperparameters, has_attention: bool):
@@ -531,1131 +435,765 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(hp) if has_attention else None
         self.mlp = MLP(hp.model_dim)
 
-    def forward(self, x_TD, x0_TD, begins_T, mix, value_embed, value_mix, rotary, attend) -> Tensor:
-        x_TD = mix[0] * x_TD + mix[1] * x0_TD
+    def forward(self, x_TD: Tensor, layer: LayerInput) -> Tensor:
+        x_TD = layer.residual_mix[0] * x_TD + layer.residual_mix[1] * layer.x0_TD
         if self.attn is not None:
-            x_TD = x_TD + self.attn(norm(x_TD), begins_T, value_embed, value_mix, rotary, attend)
+            x_TD = x_TD + self.attn(norm(x_TD), layer)
         return x_TD + self.mlp(norm(x_TD))
 
 class GPT(nn.Module):
-    """forward(tokens_T, targets_T, window) is the mean loss in nats over the T tokens of one sequence.
-
-    attend is flex or block_sparse (section 4). dtype is that of the embeddings, and so of every activation."""
-
-    LOGITS_TOKENS = 65536  # tokens whose logits exist at once: a validation sequence of 256K takes four portions
-
-    def __init__(self, hp: Hyperparameters, attend, dtype: torch.dtype = torch.float32):
+    """forward(tokens_T, targets_T, window) is the mean loss, in nats, over a sequence's tokens.
+    attend is flex or block_sparse; dtype is that of the embeddings, and so of every activation."""
+    LOGITS_TOKENS = 65536  # tokens whose logits exist at once; a validation sequence has more
+    def __init__(self, hp: Hyperparameters, attend: Callable, dtype: torch.dtype = torch.float32):
         super().__init__()
-        self.hp, self.attend = hp, attend
-        L, V = len(hp.windows), -(-hp.vocab_size // 64) * 64  # a padded vocabulary suits the matrix units
-        self.embed = embedding(V, hp.model_dim, dtype)
-        self.pair_embed = embedding(hp.pair_rows, hp.model_dim, dtype) if hp.pair_rows else None
-        self.smear = nn.Parameter(torch.zeros(hp.model_dim)) if hp.smear else None
-        self.value_embed = ValueEmbedding(hp.value_embeds, V, hp.num_kv_heads * hp.head_dim, dtype)
+        self.hp = hp
+        self.attend = attend
+        self.eot = hp.vocab_size - 1
+        L = len(hp.windows)
+        V = math.ceil(hp.vocab_size / 64) * 64  # a padded vocabulary suits the matrix units
+        self.embed = nn.Embedding(V, hp.model_dim, dtype=dtype)
+        if hp.pair_rows:
+            self.pair_embed = nn.Embedding(hp.pair_rows, hp.model_dim, dtype=dtype)
+        if hp.smear:
+            self.smear = nn.Parameter(torch.zeros(hp.model_dim))
+        self.value_embeds = nn.ModuleDict()  # layers may share a table (record 2024-12-08)
+        for number in sorted(set(hp.value_embeds) - {"."}):
+            self.value_embeds[number] = nn.Embedding(V, hp.num_heads * hp.head_dim, dtype=dtype)
         self.rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len), hp.rope_base)
-        self.blocks = nn.ModuleList(Block(hp, c == "x") for c in hp.attention)
-        self.residual_mix = nn.Parameter(torch.tensor([[1.0, 0.0]] * L))  # weights of the stream and of the embedding
-        self.value_mix = nn.Parameter(torch.tensor([[0.5, 0.5]] * L))  # weights of the value and of its embedding
+        self.blocks = nn.ModuleList([Block(hp, mark == "x") for mark in hp.attention])
+        self.residual_mix = nn.Parameter(torch.tensor([[1.0, 0.0]]).repeat(L, 1))
+        self.value_mix = nn.Parameter(torch.tensor([[0.5, 0.5]]).repeat(L, 1))
         self.skip_weights = nn.Parameter(torch.ones(L // 2))
-        self.lm_head = CastedLinear(hp.model_dim, V, hp.use_fp8, hp.fp8_x_scale, hp.fp8_w_scale, hp.fp8_grad_scale)
+        # For the gradient of a step's mean loss, of which a micro-batch has a share
+        scales = (2.0, 2.0**9, 2.0**19 * hp.micro_batches)
+        self.lm_head = CastedLinear(hp.model_dim, V, scales if hp.use_fp8 else None)
         nn.init.zeros_(self.lm_head.weight)
 
     def embedded(self, tokens_T: Tensor, begins_T: Tensor) -> Tensor:
-        """x_TD of the tokens; with what came right before them in their document, where the settings say so: the embedding
-        of both as a pair (modded-nanogpt's bigram hash embedding, 2026) and a share of the token before, learned for each
-        channel (after its smear gate, 2025)."""
-        eot, x_TD = self.hp.vocab_size - 1, self.embed(tokens_T)
-        if self.pair_embed is not None:
-            before_T = torch.where(begins_T, eot, F.pad(tokens_T[:-1], (1, 0), value=eot)).long()
-            x_TD = x_TD + self.pair_embed((before_T * 2654435761 + tokens_T) % self.hp.pair_rows)  # Knuth's factor spreads
+        """x_TD of the tokens, with what came right before each in its document: an embedding of the
+        pair, of which pairs share rows by a hash (record #62), and a learned share (record #34)."""
+        x_TD = self.embed(tokens_T)
+        if self.hp.pair_rows:
+            before_T = F.pad(tokens_T[:-1], (1, 0), value=self.eot).masked_fill(begins_T, self.eot)
+            hash_T = before_T.long() * 2654435761 + tokens_T  # Knuth's multiplicative hash
+            x_TD = x_TD + self.pair_embed(hash_T % self.hp.pair_rows)
         x_TD = norm(x_TD)
-        if self.smear is not None:
+        if self.hp.smear:
             x_TD = x_TD + self.smear.type_as(x_TD) * token_before(x_TD, begins_T)
         return x_TD
 
     def features(self, tokens_T: Tensor, window: Tensor) -> Tensor:
-        """x_TD as the head reads it."""
-        eot = self.hp.vocab_size - 1
-        masks, begins_T = build_block_masks(tokens_T, eot, window, queries_of_keys=self.attend is flex), tokens_T == eot
-        attend = {c: self.attend(mask, self.hp.attention_scale) for c, mask in zip("LS", masks) if c in self.hp.windows}
-        value_embeds = self.value_embed(tokens_T)
-        mixes, value_mixes, skip_weights = self.residual_mix.unbind(), self.value_mix.unbind(), self.skip_weights.unbind()
+        """x_TD as the head reads it. The layers form a U-Net (record 2024-11-11): each layer of the
+        first half adds its output to the input of its mirror image in the second."""
+        begins_T = tokens_T == self.eot
+        masks = zip("LS", build_block_masks(tokens_T, self.eot, window, self.attend is flex))
+        attends = {mark: self.attend(mask, self.hp.attention_scale) for mark, mask in masks
+                   if mark in self.hp.windows}
+        value_embeds = {number: embed(tokens_T) for number, embed in self.value_embeds.items()}
+        residual_mixes = self.residual_mix.unbind()
+        value_mixes = self.value_mix.unbind()
+        skip_weights = list(self.skip_weights.unbind())
         x_TD = x0_TD = self.embedded(tokens_T, begins_T)
-        # U-Net: the first half's outputs are added to the inputs of the second half, the last to the first.
-        L, skips = len(self.blocks), []
+        skips = []
+        half = len(self.blocks) // 2
         for i, block in enumerate(self.blocks):
-            if L - i <= L // 2:
-                x_TD = x_TD + skip_weights[i - L + L // 2] * skips.pop()
-            x_TD = block(x_TD, x0_TD, begins_T, mixes[i], value_embeds[i], value_mixes[i], self.rotary, attend[self.hp.windows[i]])
-            if i < L // 2:
+            if i >= len(self.blocks) - half:
+                x_TD = x_TD + skip_weights.pop(0) * skips.pop()
+            value_embed = value_embeds.get(self.hp.value_embeds[i])
+            x_TD = block(x_TD, LayerInput(x0_TD, begins_T, residual_mixes[i], value_mixes[i],
+                                          value_embed, self.rotary, attends[self.hp.windows[i]]))
+            if i < half:
                 skips.append(x_TD)
         return norm(x_TD)
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """Softcapped logits_TV in float32, between 0 and 2c."""
+        """Logits_TV in float32, capped smoothly to 0 ... 2c, which is c tanh(z / c) shifted."""
         c = self.hp.lm_head_softcap
         return 2 * c * torch.sigmoid(self.lm_head(x_TD).float() * (2 / c))
 
     def summed_loss(self, x_TD: Tensor, targets_T: Tensor) -> Tensor:
-        """The cross-entropies of the targets, summed. Capped logits need no maximum taken out before their exponentials are
-        summed, and what is written so compiles to one pass over the logits forward and one backward."""
+        """The cross-entropies of the targets (none where -1), summed. Capped logits need no maximum
+        taken out of their exponentials: so this is one pass over them forward and one backward."""
         logits_TV = self.logits(x_TD)
-        log_sum_T = logits_TV.exp().sum(-1).log()
-        return (log_sum_T.masked_fill(targets_T < 0, 0) + F.nll_loss(logits_TV, targets_T, reduction="none", ignore_index=-1)).sum()
+        log_sum_T = logits_TV.exp().sum(-1).log().masked_fill(targets_T < 0, 0)
+        nll_T = F.nll_loss(logits_TV, targets_T, reduction="none", ignore_index=-1)
+        return (log_sum_T + nll_T).sum()
 
     def forward(self, tokens_T: Tensor, targets_T: Tensor, window: Tensor) -> Tensor:
-        portions = zip(*(x.split(self.LOGITS_TOKENS) for x in (self.features(tokens_T, window), targets_T)))
-        return torch.stack([self.summed_loss(*portion) for portion in portions]).sum() / len(tokens_T)
+        x_TD = self.features(tokens_T, window)
+        portions = zip(x_TD.split(self.LOGITS_TOKENS), targets_T.split(self.LOGITS_TOKENS))
+        return torch.stack([self.summed_loss(*portion) for portion in portions]).sum() / len(x_TD)
 
-@torch.no_grad()
-def generate(model: GPT, tokens: list[int], num_tokens: int, window: int, temperature: float = 0.8, top_k: int = 50,
-             generator: torch.Generator | None = None) -> list[int]:
-    """Continue tokens by num_tokens, recomputing the prefix for each; stops early at an end of text."""
-    device, eot, attend = model.embed.weight.device, model.hp.vocab_size - 1, model.attend
-    was_training, model.attend = model.training, block_sparse  # lengths vary: nothing here is worth compiling
-    model.eval()
-    tokens, longest = list(tokens), len(model.rotary.cos)
-    for _ in range(num_tokens):
-        context = tokens[-longest:]
-        padded = context + [eot] * (-len(context) % BLOCK)  # what follows a token does not change its logits
-        x_TD = model.features(torch.tensor(padded, dtype=torch.int32, device=device),
-                              torch.tensor(window, dtype=torch.int32, device=device))
-        logits = model.logits(x_TD[len(context) - 1])[:model.hp.vocab_size].cpu() / max(temperature, 1e-6)
-        values, ids = logits.topk(min(top_k, len(logits)) if top_k else len(logits))
-        tokens.append(int(ids[torch.multinomial(values.softmax(-1), 1, generator=generator)]))
-        if tokens[-1] == eot:
-            break
-    model.attend = attend
-    model.train(was_training)
-    return tokens
-
-# ----------------------------------------------------------------------------------------------------------------------
-# 6. FP8 linear
+# ---------------------------- 6. FP8 linear
 #
-# FP8 matrix units run at twice the rate of bf16 but a value has 8 bits: e4m3 (up to 448, 3 bits of mantissa) for inputs
-# and weights, e5m2 (up to 57344, 2 bits of mantissa) for gradients, which spread over more orders of magnitude. Each
-# operand is multiplied by a fixed power of two before its cast, so that its values sit in the middle of that range, and
-# the product is divided by both factors. Too small a factor flushes small values to zero, too large a one saturates:
+# FP8 products take half the time of bf16 ones. A value has 8 bits: e4m3 (up to 448, 3 bits of
+# mantissa) for inputs and weights, e5m2 (up to 57344, 2 bits) for gradients, which spread more. It
+# is multiplied by a power of two before its cast, and the product is divided by both. Too small a
+# factor flushes values to zero, too large a one saturates:
 #     input     normed, so |x| <= sqrt(D) = 28 at D = 768: x2 leaves room to 448
 #     weight    starts at zero and learns slowly: x2^9 holds weights up to 0.875
-#     gradient  of a mean over T tokens, so |g| <= 1/T: at T = 48K x2^19 makes that 11, and its smallest step 3e-11
-# A cast past the largest value gives NaN, inf or the largest value, by version and type; hence the clamp.
-
-def compiled_on_cuda(function):
-    """function under torch.compile where its first argument is on a CUDA device, as it is elsewhere."""
-    compiled = cache(lambda: torch.compile(function, dynamic=False, fullgraph=True))  # the call imports the compiler: seconds
-    return lambda x, *args: (compiled() if x.is_cuda else function)(x, *args)
+#     gradient  of a mean over T tokens, so |g| <= 1/T: at T = 48K x2^19 makes that 11
 
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    limit = torch.finfo(dtype).max
+    limit = torch.finfo(dtype).max  # casting more gives NaN, inf or this, by version and type
     return (x.float() * scale).clamp(-limit, limit).to(dtype)
 
-def fp8_matmul(a_mk: Tensor, b_nk: Tensor, scale: float, out_dtype: torch.dtype, fast: bool) -> Tensor:
-    """a @ b.T / scale; both contiguous, the layout that the FP8 units read. fast sums in reduced precision."""
-    one, inverse = (torch.full((), s, dtype=torch.float32, device=a_mk.device) for s in (1.0, 1 / scale))
-    return torch._scaled_mm(a_mk, b_nk.T, scale_a=one, scale_b=inverse, out_dtype=out_dtype, use_fast_accum=fast)
+def fp8_matmul(a_MK: Tensor, b_NK: Tensor, scale: float, dtype: torch.dtype, fast: bool) -> Tensor:
+    """a @ b.T / scale, of contiguous FP8 matrices, in dtype. fast: sums of less precision."""
+    one = torch.full((), 1.0, device=a_MK.device)
+    inverse = torch.full((), 1 / scale, device=a_MK.device)
+    return torch._scaled_mm(a_MK, b_NK.T, one, inverse, out_dtype=dtype, use_fast_accum=fast)
 
-to_fp8_compiled = compiled_on_cuda(to_fp8)
+class FP8Linear(torch.autograd.Function):
+    """x_TD @ w_VD.T in x's type, by products in FP8 (record 2025-01-13). scales: the factors of
+    input, weight and gradient."""
+    @staticmethod
+    def forward(ctx, x_TD: Tensor, w_VD: Tensor, scales: tuple[float, float, float]) -> Tensor:
+        x8_TD = to_fp8(x_TD, scales[0], torch.float8_e4m3fn)
+        w8_VD = to_fp8(w_VD, scales[1], torch.float8_e4m3fn)
+        ctx.scales = scales
+        ctx.save_for_backward(x8_TD, w8_VD)
+        return fp8_matmul(x8_TD, w8_VD, scales[0] * scales[1], x_TD.dtype, True)
 
-# Custom ops with a registered backward are what torch.compile takes whole; an autograd.Function around such ops was
-# silently wrong in torch 2.11. The backward is traced, so that its casts fuse with the loss's own backward.
-@torch.library.custom_op("nanogpt::fp8_linear", mutates_args=())
-def fp8_linear(x: Tensor, w: Tensor, x_scale: float, w_scale: float, grad_scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(x_TD @ w_VD.T in x's type, and what the backward needs: x and w in FP8)"""
-    x8, w8 = to_fp8_compiled(x, x_scale, torch.float8_e4m3fn), to_fp8_compiled(w, w_scale, torch.float8_e4m3fn)
-    return fp8_matmul(x8, w8, x_scale * w_scale, x.dtype, fast=True), x8, w8
+    @staticmethod
+    def backward(ctx, grad_TV: Tensor):
+        x_scale, w_scale, grad_scale = ctx.scales
+        x8_TD, w8_VD = ctx.saved_tensors
+        g8_TV = to_fp8(grad_TV, grad_scale, torch.float8_e5m2).contiguous()
+        g8_VT, x8_DT, w8_DV = (x.T.contiguous() for x in (g8_TV, x8_TD, w8_VD))
+        grad_x_TD = fp8_matmul(g8_TV, w8_DV, grad_scale * w_scale, grad_TV.dtype, False)
+        grad_w_VD = fp8_matmul(g8_VT, x8_DT, grad_scale * x_scale, torch.float32, False)
+        return grad_x_TD, grad_w_VD, None
 
-@fp8_linear.register_fake
-def _(x, w, x_scale, w_scale, grad_scale):
-    fp8 = torch.float8_e4m3fn
-    return x.new_empty(len(x), len(w)), torch.empty_like(x, dtype=fp8), torch.empty_like(w, dtype=fp8)
+# ---------------------------- 7. Optimizers
+def build_optimizers(model: nn.Module, hp: Hyperparameters, ranks: "Ranks") -> list["Optimizer"]:
+    """The table of optimizers: a new parameter, learning rate or optimizer is one row."""
+    params = dict(model.named_parameters())
 
-@torch.library.custom_op("nanogpt::fp8_grad_matmul", mutates_args=())
-def fp8_grad_matmul(a: Tensor, b: Tensor, scale: float, out_dtype: torch.dtype) -> Tensor:
-    return fp8_matmul(a, b, scale, out_dtype, fast=False)
+    def named(pattern: str) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in params.items() if re.fullmatch(pattern, name)}
 
-@fp8_grad_matmul.register_fake
-def _(a, b, scale, out_dtype):
-    return a.new_empty(len(a), len(b), dtype=out_dtype)
-
-def fp8_setup_context(ctx, inputs, output):
-    _, _, *ctx.scales = inputs
-    ctx.save_for_backward(*output[1:])
-    ctx.set_materialize_grads(False)
-
-def fp8_autograd(ctx, g, *_):
-    (x_scale, w_scale, grad_scale), (x8, w8) = ctx.scales, ctx.saved_tensors
-    g8 = to_fp8(g, grad_scale, torch.float8_e5m2)
-    grad_x = fp8_grad_matmul(g8.contiguous(), w8.T.contiguous(), grad_scale * w_scale, g.dtype)
-    grad_w = fp8_grad_matmul(g8.T.contiguous(), x8.T.contiguous(), grad_scale * x_scale, torch.float32)
-    return grad_x, grad_w, None, None, None
-
-fp8_linear.register_autograd(fp8_autograd, setup_context=fp8_setup_context)
-
-# ----------------------------------------------------------------------------------------------------------------------
-# 7. Optimizers
-
-def optimizer_groups(model: GPT, hp: Hyperparameters) -> tuple[list[nn.Parameter], list[dict]]:
-    """Which optimizer owns which parameters: Muon's, and Adam's groups."""
-    matrices = list(model.blocks.parameters())
-    embeddings = [p for name, p in model.named_parameters() if "embed" in name]
-    scalars = [p for name, p in model.named_parameters() if name in ("smear", "residual_mix", "value_mix", "skip_weights")]
-    adam = [  # params, peak learning rate, betas, epsilon                                            example shape
-        dict(params=[model.lm_head.weight], peak_lr=hp.head_lr, betas=hp.adam_betas, eps=hp.adam_eps),  # [50304, 768]
-        dict(params=embeddings, peak_lr=hp.embed_lr, betas=hp.adam_betas, eps=hp.adam_eps),             # [50304, 768]
-        dict(params=scalars, peak_lr=hp.scalar_lr, betas=hp.adam_betas, eps=hp.adam_eps),               # [12, 2]
+    scalars = "residual_mix|value_mix|skip_weights|smear"
+    table = [
+        # optimizer and parameters              peak learning rate           shape in `speedrun`
+        Muon(named(r".*attn\.qkv\.weight"), hp.muon_lr, hp, ranks, 3),     # [2304, 768]
+        Muon(named(r".*attn\.proj\.weight"), hp.muon_lr, hp, ranks),       # [768, 768]
+        Muon(named(r".*mlp\.fc\.weight"), hp.muon_lr, hp, ranks),          # [3072, 768]
+        Muon(named(r".*mlp\.proj\.weight"), hp.muon_lr, hp, ranks),        # [768, 3072]
+        Adam(named(r"lm_head\.weight"), hp.head_lr, hp, ranks),            # [50304, 768]
+        Adam(named(r".*embed.*"), hp.embed_lr, hp, ranks),               # [50304, 768]
+        Adam(named(scalars), hp.scalar_lr, hp, ranks),                     # [12, 2]
     ]
-    owned = matrices + [p for group in adam for p in group["params"]]
-    assert sorted(map(id, owned)) == sorted(map(id, model.parameters())), "a parameter is in no group or in two"
-    assert all(p.ndim == 2 for p in matrices), "Muon takes matrices"
-    assert sum(hasattr(p, "row_split") for p in matrices) == hp.attention.count("x"), "Q, K and V are to be orthogonalized separately"
-    return matrices, adam
+    owned = [name for optimizer in table for name in optimizer.params]
+    for name in params:
+        require(owned.count(name) == 1, f"the parameter {name} is in {owned.count(name)} rows of "
+                "the table in build_optimizers; enter it in one")
+    return table
 
-def flat_gradients(params: list[nn.Parameter], numel: int) -> Tensor:
-    """One tensor of numel elements that holds the gradients of params end to end: each p.grad is a view of it, and
-    autograd accumulates in place, so what is sent to other ranks is never copied together first."""
-    flat, sizes = torch.zeros(numel, dtype=params[0].dtype, device=params[0].device), [p.numel() for p in params]
-    for p, part in zip(params, flat[:sum(sizes)].split(sizes)):
-        p.grad = part.view_as(p)
-    return flat
+class Optimizer:
+    """One row of the table, which updates its parameters {name: parameter} in three calls:
+    send_gradients, compute and apply(step). Each is made on all rows before the next, so that what
+    one sends travels while another computes."""
+    def __init__(self, params: dict, lr: float, hp: Hyperparameters, ranks: "Ranks"):
+        self.params = params
+        self.lr = lr  # at its peak
+        self.hp = hp
+        self.ranks = ranks
+        self.owned = list(params)  # names of the parameters whose state this rank keeps
+        self.kept = {}  # that state, {kind: a tensor for each of owned}: it goes into checkpoints
+
+    def send_gradients(self):
+        """Launch the exchange of the gradients, which are to be summed over the ranks."""
+        self.sent = [self.ranks.all_reduce(p.grad) for p in self.params.values()]
+
+    def compute(self, step: int):
+        """Where the ranks share out the updates: compute some, and launch their exchange."""
+
+    def gathered(self, tensors):
+        """The tensors of a kind for all of params, from those that the ranks keep for owned."""
+        return tensors
+
+class Adam(Optimizer):
+    """Adam (arXiv:1412.6980) by the kernel of torch.optim.Adam, which would import the compiler."""
+    def __init__(self, params: dict, lr: float, hp: Hyperparameters, ranks: "Ranks"):
+        super().__init__(params, lr, hp, ranks)
+        self.kept["exp_avg"] = [torch.zeros_like(p) for p in params.values()]
+        self.kept["exp_avg_sq"] = [torch.zeros_like(p) for p in params.values()]
+        self.kept["adam_steps"] = [torch.zeros((), device=ranks.device)] * len(params)  # one tensor
+
+    def apply(self, step: int):
+        for sent in self.sent:
+            sent.wait()
+        params = list(self.params.values())
+        self.kept["adam_steps"][0] += 1
+        beta1, beta2 = self.hp.adam_betas
+        torch._fused_adam_(params, [p.grad for p in params], self.kept["exp_avg"],
+                           self.kept["exp_avg_sq"], [], self.kept["adam_steps"],
+                           lr=self.lr * lr_scale(step, self.hp), beta1=beta1, beta2=beta2,
+                           eps=self.hp.adam_eps, weight_decay=0, amsgrad=False, maximize=False)
+
+def compiled_on_cuda(function: Callable) -> Callable:
+    """function; on CUDA tensors compiled (and only then: importing the compiler takes seconds)."""
+    compiled = cache(lambda: torch.compile(function, dynamic=False, fullgraph=True))
+    return lambda x, *args: (compiled() if x.is_cuda else function)(x, *args)
 
 @compiled_on_cuda
 def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
-    """For each matrix of x[..., rows, cols] = U S V^T about U V^T: singular values end between 0.7 and 1.2, which serves
-    as well as 1. Quintic iteration with coefficients that are steepest at zero (Keller Jordan's Muon, record 2024-10)."""
+    """For each matrix U S V^T of x[n, rows, cols] about U V^T, by a quintic iteration that is steep
+    at zero: singular values of 0.7 to 1.2 serve as well as 1 (Keller Jordan, record 2024-10)."""
     a, b, c = 3.4445, -4.7750, 2.0315
-    shape, tall = x.shape, x.size(-2) > x.size(-1)
-    x = x.flatten(0, -3)
-    x = x.mT if tall else x
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    tall = x.size(1) > x.size(2)
+    if tall:
+        x = x.mT
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(steps):
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.mT if tall else x).reshape(shape)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x.mT if tall else x
 
-def orthogonalize(x: Tensor, row_split: tuple) -> Tensor:
-    """newton_schulz of the row_split parts of each x[n, rows, cols] by themselves, each scaled by sqrt(rows / cols)
-    where it is tall, so that an update changes outputs by as much for any shape."""
-    if len(set(row_split)) == 1:
-        parts = newton_schulz(x.unflatten(1, (len(row_split), -1)))
-        return parts.flatten(1, 2) * max(1, row_split[0] / x.size(-1)) ** 0.5
-    return torch.cat([orthogonalize(part, (part.size(1),)) for part in x.split(row_split, dim=1)], dim=1)
+def orthogonalize(x: Tensor, parts: int) -> Tensor:
+    """newton_schulz of each x[n, rows, cols], of its parts one by one. What is tall is scaled by
+    sqrt(rows / cols), so that an update changes outputs alike at any shape."""
+    u = newton_schulz(x.unflatten(1, (parts, -1)).flatten(0, 1))
+    return u.reshape(x.shape) * max(1, u.size(1) / u.size(2)) ** 0.5
 
 @compiled_on_cuda
 def even_rows(x: Tensor, squares: Tensor, beta2: float) -> Tensor:
-    """NorMuon (arXiv:2510.05491): each row of x[n, rows, cols] over the root of its mean square, of which squares[n, rows, 1] keeps
-    a running mean, so that no output of a layer learns far faster than another; each matrix keeps its norm, Q, K and V as one."""
+    """NorMuon (arXiv:2510.05491, record #41): each row of x[n, rows, cols] over the root of its
+    mean square, whose running mean squares[n, rows, 1] keeps. Each matrix keeps its norm."""
     now = x.float().square().mean(-1, keepdim=True)
-    squares.lerp_(now, 1 - beta2)
-    factor = (squares + 1e-10).rsqrt()  # squares begins at zero, but what all rows have in common is lost in the next line
-    factor = factor * (now.sum(1, keepdim=True) / ((now * factor.square()).sum(1, keepdim=True) + 1e-10)).sqrt()
+    squares.lerp_(now, 1 - beta2)  # from zero on: the bias is that of all rows, and cancels below
+    factor = (squares + 1e-10).rsqrt()
+    after = (now * factor.square()).sum(1, keepdim=True)
+    factor = factor * (now.sum(1, keepdim=True) / (after + 1e-10)).sqrt()
     return (x * factor).type_as(x)
 
-class Muon:
-    """Momentum, orthogonalized, for matrices (Keller Jordan et al., 2024). Parameters of equal shape form a group that is
-    one batch of arithmetic; each rank owns an equal share of a group's slots (the last may be empty), keeps the
-    state of those alone, and sends its updates to the others while it works on the next group."""
+class Muon(Optimizer):
+    """Momentum, orthogonalized, for matrices of one shape, or of parts such as Q, K and V (Keller
+    Jordan et al., 2024). Each rank owns an equal share of them (zeros fill up the last ones'): it
+    gets their summed gradients, keeps their state, and sends their updates to all."""
+    def __init__(self, params: dict, lr: float, hp: Hyperparameters, ranks: "Ranks", parts=1):
+        super().__init__(params, lr, hp, ranks)
+        shapes = {p.shape for p in params.values()}
+        require(len(shapes) == 1, f"Muon takes matrices of one shape in a row, not {list(params)}")
+        rows, cols = min(shapes)
+        self.parts = parts
+        self.share = math.ceil(len(params) / ranks.world_size)
+        self.owned = self.owned[ranks.rank * self.share:(ranks.rank + 1) * self.share]
+        self.kept["momentum"] = torch.zeros(self.share, rows, cols, device=ranks.device)
+        self.kept["row_squares"] = torch.zeros(self.share, rows, 1, device=ranks.device)
 
-    STATE = ("momentum", "row_squares")
+    def send_gradients(self):
+        grads = [p.grad for p in self.params.values()]
+        missing = self.share * self.ranks.world_size - len(grads)
+        grads += [torch.zeros_like(grads[0])] * missing
+        self.grads, self.sent = self.ranks.reduce_scatter(torch.stack(grads))
 
-    def __init__(self, params: list[nn.Parameter], rank: int, world_size: int, dtype: torch.dtype, deterministic: bool = False):
-        self.rank, self.world_size, self.dtype, self.deterministic = rank, world_size, dtype, deterministic
-        by_shape = {}
-        for p in params:
-            by_shape.setdefault((p.shape, getattr(p, "row_split", (len(p),))), []).append(p)
-        self.groups = []
-        for (shape, row_split), members in by_shape.items():
-            own = -(-len(members) // world_size)
-            grads = flat_gradients(members, own * world_size * shape.numel()).view(-1, *shape)
-            mine = grads.new_zeros(own, *shape) if world_size > 1 else grads
-            self.groups.append(dict(
-                params=members, row_split=row_split, grads=grads, mine=mine, received=None,
-                momentum=torch.zeros_like(mine), row_squares=mine.new_zeros(own, shape[0], 1),
-                updates=torch.zeros_like(grads, dtype=dtype) if world_size > 1 else None))
+    def compute(self, step: int):
+        self.sent.wait()
+        momentum = muon_momentum(step, self.hp)
+        self.kept["momentum"].lerp_(self.grads, 1 - momentum)
+        update = self.grads.lerp(self.kept["momentum"], momentum)  # Nesterov: one step ahead
+        update = orthogonalize(update.to(getattr(torch, self.hp.dtype)), self.parts)
+        if self.hp.muon_beta2:
+            update = even_rows(update, self.kept["row_squares"], self.hp.muon_beta2)
+        self.updates, self.sent = self.ranks.all_gather(update)
 
-    def reduce_gradients(self):
-        """Launch the exchange that leaves each rank with the summed gradients of the matrices it owns."""
-        for group in self.groups if self.world_size > 1 else ():
-            group["received"] = (tree_reduce_scatter if self.deterministic else reduce_scatter)(group["mine"], group["grads"])
+    def apply(self, step: int):
+        self.sent.wait()
+        for p, update in zip(self.params.values(), self.updates):
+            p.add_(update, alpha=-self.lr * lr_scale(step, self.hp))
+        self.grads = self.updates = None
 
-    @torch.no_grad()
-    def step(self, lr: float, momentum: float, beta2: float = 0.0):
-        sent = []
-        for group in self.groups:
-            if group["received"]:
-                group["received"].wait()
-            grad, average = group["mine"], group["momentum"]
-            average.lerp_(grad, 1 - momentum)
-            update = grad.lerp(average, momentum)  # Nesterov: look ahead along the new average
-            # The number of matrices in a batch, which depends on that of ranks, can change the order of sums.
-            batches = update.to(self.dtype).split(1 if self.deterministic else len(update))
-            updates = [orthogonalize(batch, group["row_split"]) for batch in batches]
-            if beta2:
-                updates = [even_rows(x, squares, beta2) for x, squares in zip(updates, group["row_squares"].split(len(updates[0])))]
-            update, gathering = torch.cat(updates) if self.deterministic else updates[0], None
-            if self.world_size > 1:
-                update, gathering = group["updates"], all_gather(group["updates"], update.contiguous())
-            sent.append((group, update, gathering))
-        for group, update, gathering in sent:
-            if gathering:
-                gathering.wait()
-            torch._foreach_add_(group["params"], list(update[:len(group["params"])].unbind()), alpha=-lr)
-            group["grads"].zero_()
+    def gathered(self, tensors: Tensor) -> Tensor:
+        tensors, sent = self.ranks.all_gather(tensors)
+        sent.wait()
+        return tensors
 
-    def gathered(self, kind: str) -> dict:
-        """{parameter: what of STATE belongs to it}, from the ranks that own it."""
-        table = {}
-        for group in self.groups:
-            whole = own = group[kind]
-            if self.world_size > 1:
-                whole = own.new_empty(self.world_size * len(own), *own.shape[1:])
-                all_gather(whole, own).wait()
-            table |= zip(group["params"], whole)
-        return table
+# ---------------------------- 8. Ranks
+# torch 2.13 renamed these and warns of the old names, which 2.11 needs.
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-    def take(self, kind: str, table: dict):
-        """The inverse of gathered."""
-        for group in self.groups:
-            for own, p in zip(group[kind], group["params"][self.rank * len(group[kind]):]):
-                own.copy_(table[p])
-
-class Adam:
-    """Adam (arXiv:1412.6980), by torch.optim's own kernel; an optimizer of torch.optim would import the compiler, seconds that a
-    CPU has no use for. A group's gradients lie in one buffer, which travels on a channel of its own while Muon works."""
-
-    STATE = ("exp_avg", "exp_avg_sq")
-
-    def __init__(self, groups: list[dict], world_size: int, deterministic: bool = False):
-        self.groups = []
-        for group in groups:
-            padded = -(-sum(p.numel() for p in group["params"]) // world_size) * world_size
-            state = {kind: [torch.zeros_like(p) for p in group["params"]] for kind in self.STATE}
-            self.groups.append(dict(group, **state, grads=flat_gradients(group["params"], padded)))
-        self.steps = torch.zeros((), device=groups[0]["params"][0].device)
-        self.world_size, self.deterministic, self.received = world_size, deterministic, []
-        self.channel = dist.new_group() if world_size > 1 else None
-
-    def reduce_gradients(self):
-        """Launch the exchange that leaves each rank with the summed gradients."""
-        buffers = [group["grads"] for group in self.groups]
-        if self.world_size > 1 and self.deterministic:
-            for grads in buffers:
-                share = grads.new_empty(len(grads) // self.world_size)
-                tree_reduce_scatter(share, grads)
-                all_gather(grads, share).wait()
-        elif self.world_size > 1:
-            self.received = [dist.all_reduce(grads, group=self.channel, async_op=True) for grads in buffers]
-
-    @torch.no_grad()
-    def step(self, lr_scale: float):
-        for received in self.received:
-            received.wait()
-        self.steps += 1
-        for group in self.groups:
-            params, (beta1, beta2) = group["params"], group["betas"]
-            torch._fused_adam_(params, [p.grad for p in params], group["exp_avg"], group["exp_avg_sq"], [], [self.steps] * len(params),
-                               lr=group["peak_lr"] * lr_scale, beta1=beta1, beta2=beta2, weight_decay=0.0, eps=group["eps"],
-                               amsgrad=False, maximize=False)
-            group["grads"].zero_()
-
-    def gathered(self, kind: str) -> dict:
-        """{parameter: what of STATE belongs to it}: the tensors themselves, which are the same on every rank."""
-        return {p: own for group in self.groups for p, own in zip(group["params"], group[kind])}
-
-# ----------------------------------------------------------------------------------------------------------------------
-# 8. Gradient exchange: ranks, their collectives, and how an error on one is told to all
-
-LOOK = ("look at what the others printed and at the network between the machines (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name "
-        "its interface, NCCL_DEBUG=INFO tells more)")
+DONE = SimpleNamespace(wait=lambda: None)  # in place of a torch.distributed.Work
 
 @dataclass(frozen=True)
 class Ranks:
+    """This process's place among those that train, and what they send each other."""
     rank: int
     world_size: int
     device: torch.device
-    control: dist.ProcessGroup | None = None  # for words between the ranks: gloo, and as patient as saving takes
 
-def start_ranks() -> Ranks:
-    """This process's place among those that torchrun started (alone without torchrun), and its device."""
-    rank, world_size, local_rank = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-    cuda, count = torch.cuda.is_available(), torch.cuda.device_count()
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    if cuda:
-        require(local_rank < count, f"rank {rank} has no GPU: {count} on this machine; lower --nproc_per_node")
-        if "PYTORCH_ALLOC_CONF" not in os.environ:
-            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # read at CUDA's first allocation
+    def reduce_scatter(self, parts: Tensor) -> tuple:
+        """(this rank's share of the first dimension, summed over the ranks; what to wait for)"""
+        if self.world_size == 1:
+            return parts, DONE
+        share = parts.new_empty(len(parts) // self.world_size, *parts.shape[1:])
+        return share, REDUCE_SCATTER(share, parts, async_op=True)
+
+    def all_gather(self, share: Tensor) -> tuple:
+        """(all ranks' shares of the first dimension; what to wait for)"""
+        if self.world_size == 1:
+            return share, DONE
+        parts = share.new_empty(len(share) * self.world_size, *share.shape[1:])
+        return parts, ALL_GATHER(parts, share.contiguous(), async_op=True)
+
+    def all_reduce(self, tensor: Tensor):
+        """Sum over the ranks in place; returns what to wait for."""
+        if self.world_size == 1:
+            return DONE
+        return dist.all_reduce(tensor, async_op=True)
+
+def start_ranks(connect: bool = True) -> Ranks:
+    """Join the ranks that torchrun started; without torchrun this process is alone."""
+    rank = int(os.environ.get("RANK", "0"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        require(local_rank < torch.cuda.device_count(), f"this machine has no GPU {local_rank}; "
+                f"lower --nproc_per_node to {torch.cuda.device_count()}")
+        device = torch.device("cuda", local_rank)
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(device)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        threading.Thread(target=end_with_launcher, daemon=True).start()
-    if world_size == 1:
-        return Ranks(rank, world_size, device)
-
-    def give_up():
-        say_error(f"error: rank {rank} on {platform.node()} reached no common start with the other ranks in two minutes: {LOOK}")
-        os._exit(2)
-
-    alarm = threading.Timer(120, give_up)  # connecting can hang where no exception and no signal gets through
-    alarm.daemon = True
-    alarm.start()
-    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
-    silence = dist.new_group(backend="gloo", timeout=timedelta(days=365))
-    threading.Thread(target=end_with_neighbour, args=(rank, world_size, silence), daemon=True).start()
-    ranks = Ranks(rank, world_size, device, dist.new_group(backend="gloo", timeout=timedelta(hours=1)))
-    probe_connections()
-    self_test(ranks)
-    alarm.cancel()
-    return ranks
-
-def end_with_launcher():
-    """A thread: torchrun's workers live in sessions of their own and would outlive a launcher that was killed."""
-    while os.getppid() == LAUNCHER:
-        time.sleep(0.5)
-    os.kill(os.getpid(), signal.SIGTERM)  # as the launcher would have done: finish the step and save
-    time.sleep(30)
-    os._exit(1)
-
-def probe_connections():
-    """Have the kernel end the connections to a machine that has vanished without a word within a minute; else it is half an hour."""
-    for fd in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
+    if connect and world_size > 1:
         try:
-            if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(fd))) as connection:
-                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                    for option, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 15), ("TCP_USER_TIMEOUT", 60_000)):  # s, s, ms
-                        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-        except OSError:
-            pass  # closed by now, or not of TCP
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(minutes=10))
+            dist.barrier()  # who is missing shows before anything slow
+        except (RuntimeError, ValueError) as e:
+            raise UserError(f"the ranks do not reach each other ({first_line(e)}); set the network "
+                            "interface by GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME") from None
+    return Ranks(rank, world_size, device)
 
-def end_with_neighbour(rank: int, world_size: int, channel: dist.ProcessGroup):
-    """A thread: the end of a rank would leave the others waiting in a collective, but its connections close with it. So each
-    rank listens to the next one, which never speaks."""
-    try:
-        dist.recv(torch.empty(1), src=(rank + 1) % world_size, group=channel)
-    except Exception:
-        time.sleep(5)  # where all end for one reason each says so itself
-        say_error(f"error: rank {rank} ends, since rank {(rank + 1) % world_size} has; the first error that a rank printed, on "
-                  "whichever machine, is the reason")
-        os._exit(1)
-
-def agree(ranks: Ranks, function, everyone: bool = False):
-    """function()'s result on rank 0, on every rank. It runs on rank 0 alone, or on everyone; a UserError is raised on all."""
-    result, complaint = None, None
-    try:
-        if everyone or ranks.rank == 0:
-            result = function()
-    except UserError as e:
-        complaint = f"rank {ranks.rank} on {platform.node()}: {e}" if everyone and ranks.world_size > 1 else str(e)
-    answers = [(result, complaint)] * ranks.world_size
-    if ranks.world_size > 1:
-        dist.all_gather_object(answers, (result, complaint), group=ranks.control)
-    for _, complaint in answers:
-        require(not complaint, complaint, everywhere=True)
-    return answers[0][0]
-
-def self_test(ranks: Ranks, seconds: float = 60):
-    """Refuse to start where a rank is missing or a collective gives a wrong sum."""
-    try:
-        dist.monitored_barrier(ranks.control, timedelta(seconds=seconds), wait_all_ranks=True)
-    except RuntimeError as e:
-        missing = re.search(r"Ranks ([\d, ]+) failed|$", str(e))[1] or "0"
-        raise UserError(f"rank {ranks.rank} waited {seconds:.0f} s in vain for rank(s) {missing}: {LOOK}") from None
-
-    def add_up():
-        x = torch.full((1024,), float(ranks.rank), device=ranks.device)
-        dist.all_reduce(x)
-        require((x == sum(range(ranks.world_size))).all(),
-                "an all_reduce gave a wrong sum; its GPU, its driver or the network is at fault")
-
-    agree(ranks, add_up, everyone=True)
-
-# torch 2.13 renamed both collectives and warns of the old names, which torch 2.11 needs.
-reduce_scatter = partial(getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor, async_op=True)
-all_gather = partial(getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor, async_op=True)
-
-def tree_sum(terms) -> list[Tensor]:
-    """The sum of lists of tensors, in pairs, pairs of pairs and so on: the same bits whether all terms are summed here or
-    each rank sums an equal run of them, a power of two long, and the ranks' sums are summed here."""
-    partial_sums = []
-    for i, term in enumerate(terms):
-        while i % 2:
-            term, i = torch._foreach_add(partial_sums.pop(), term), i // 2
-        partial_sums.append(term)
-    return reduce(torch._foreach_add, partial_sums)
-
-def tree_reduce_scatter(out: Tensor, parts: Tensor):
-    """reduce_scatter whose sums are tree_sums over the ranks."""
-    received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts)
-    out.copy_(tree_sum([part] for part in received.view(-1, *out.shape))[0])
-
-# ----------------------------------------------------------------------------------------------------------------------
-# 9. Run log and checkpoints
-
-SEPARATOR, CHECKPOINT_FORMAT, STATE = "=" * 100, 2, ("model", *Muon.STATE, *Adam.STATE)
-LOWER_RATES = "lower the learning rates (--muon_lr, --embed_lr, --head_lr)"
-
-def lock(file) -> bool:
-    """Whether this process now holds the lock on a log, which a run keeps to its end, however it ends."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as e:
-        return not isinstance(e, BlockingIOError)  # any other error: a file system without locks
-    return True
+# ---------------------------- 9. Run log and clock
+SEPARATOR = "=" * 100
 
 class RunLog:
-    """Rank 0's log file and console. On other ranks, which never begin one, every call does nothing."""
-
-    file = bar = None
-
-    def begin(self, hp: Hyperparameters, start: dict):
-        """start: the checkpoint that is resumed, whose log is cut back to where it was then."""
-        self.path = Path(start["log"]) if start else Path(hp.records, f"{datetime.now(timezone.utc):%Y-%m-%dT%H-%M-%SZ}_{hp.name}.log")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            if not start and self.path.exists():  # another run began in the same second
-                self.path = self.path.with_stem(f"{self.path.stem}_{os.getpid()}")
-            self.file, self.folder = open(self.path, "a" if start else "x", encoding="utf-8"), self.path.with_suffix("")
-            require(lock(self.file), f"{self.path}: this run is alive; wait for its end or stop it")
-            if start:
-                for path in checkpoints_in(self.folder):
-                    if path.name > f"step{start['step']:08}.pt":  # damaged, or of a future that is given up
-                        path.rename(path.with_suffix(".set_aside"))
-                self.file.truncate(start["log_bytes"])
-        except OSError as e:
-            raise UserError(f"{self.path}: the log cannot be written ({e.strerror}); choose another --records") from None
-        if sys.stdout.isatty():
-            self.bar = tqdm(total=hp.num_iterations, unit="step", dynamic_ncols=True)
+    """Rank 0's log file and console; on other ranks, which open none, writing does nothing."""
+    file = path = None
+    def open(self, path: Path, size: int = 0):
+        """Begin a log; or go on with one, of which what follows the first size bytes is cut off."""
+        self.path = path
+        self.folder = path.with_suffix("")  # of the checkpoints
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = open(path, "r+b" if size else "xb")
+        self.file.truncate(size)
+        self.file.seek(size)
 
     def write(self, text: str, console: bool = True):
         if self.file is None:
             return
+        self.file.write(f"{text}\n".encode())
+        self.file.flush()
         if console:
-            try:
-                tqdm.write(text) if self.bar is not None else print(text, flush=True)
-            except OSError:  # whoever read the console has gone; the log goes on
-                sys.stdout = open(os.devnull, "w")
-        try:
-            self.file.write(text + "\n")
-            self.file.flush()
-        except OSError as e:
-            raise UserError(f"{self.path}: the log cannot be written ({e.strerror}); free space and start again") from None
+            print(text, flush=True)
 
-    def step_line(self, step: int, kind: str, loss: float, seconds: float, hp: Hyperparameters):
-        schedule = step if kind == "val_loss" else step - 1  # training step n runs on the schedules' values at n - 1
+    def step_line(self, kind: str, loss: float, step: int, seconds: float, hp: Hyperparameters):
+        """kind: train_loss of this step, or val_loss after it. seconds: of training until then."""
+        at = step if kind == "val_loss" else step - 1  # the first step has the schedules' start
         average = f"{1000 * seconds / step:.2f}" if step else "nan"
-        self.write(f"step:{step}/{hp.num_iterations} {kind}:{loss:.4f} train_time:{1000 * seconds:.0f}ms "
-                   f"step_avg:{average}ms tokens:{step * hp.micro_batches * hp.train_seq_len} "
-                   f"lr:{lr_scale(schedule, hp):.3f} window:{window_tokens(schedule, hp)}",
-                   console=kind == "val_loss" or self.bar is None)
-        if self.bar is not None and kind == "train_loss":
-            self.bar.update(step - self.bar.n)
-            self.bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
+        self.write(f"step:{step}/{hp.num_iterations} {kind}:{loss:.4f} "
+                   f"train_time:{1000 * seconds:.0f}ms step_avg:{average}ms "
+                   f"tokens:{step * hp.micro_batches * hp.train_seq_len} "
+                   f"lr:{lr_scale(at, hp):.3f} window:{window_tokens(at, hp)}")
+        require(math.isfinite(loss), f"step {step}: {kind} is {loss}; lower --muon_lr, --embed_lr "
+                "and --head_lr, or look at the data; the log and the checkpoints are kept")
 
-    def close(self):
-        for what in (self.bar, self.file):
-            try:
-                what is None or what.close()
-            except OSError:
-                pass  # as write has said
-
-class Clock:
-    """Training time in seconds: the sum of the stretches between start and stop, each begun and ended with an idle device."""
-
-    def __init__(self, device: torch.device, elapsed: float = 0.0):
-        self.cuda, self.elapsed = device.type == "cuda", elapsed
+class StepClock:
+    """Training time in seconds, between starts and stops with an idle device; and training losses
+    on their way to the log: on a GPU read two steps late, when that makes nothing wait."""
+    def __init__(self, device: torch.device, elapsed: float, log: RunLog, hp: Hyperparameters):
+        self.cuda = device.type == "cuda"
+        self.elapsed = elapsed
+        self.log = log
+        self.hp = hp
+        self.losses = deque()
 
     def start(self):
         if self.cuda:
             torch.cuda.synchronize()
-            self.origin = torch.cuda.Event(enable_timing=True)
-            self.origin.record()
         self.began = time.perf_counter()
 
     def stop(self):
+        self.read_losses(keep=0)
         if self.cuda:
             torch.cuda.synchronize()
         self.elapsed += time.perf_counter() - self.began
 
-    def mark(self):
-        """A function that gives the training time at which the device gets to this point, and waits until it has."""
-        if not self.cuda:
+    def add_loss(self, step: int, loss: Tensor):
+        loss = loss.to("cpu", non_blocking=True)
+        arrived = torch.cuda.current_stream().record_event() if self.cuda else None
+        self.losses.append((step, loss, arrived))
+        self.read_losses(keep=2 if self.cuda else 0)
+
+    def read_losses(self, keep: int):
+        while len(self.losses) > keep:
+            step, loss, arrived = self.losses.popleft()
+            if arrived:
+                arrived.synchronize()
             seconds = self.elapsed + time.perf_counter() - self.began
-            return lambda: seconds
-        event, origin, elapsed = torch.cuda.Event(enable_timing=True), self.origin, self.elapsed
-        event.record()
-        return lambda: event.synchronize() or elapsed + origin.elapsed_time(event) / 1000
+            self.log.step_line("train_loss", float(loss), step, seconds, self.hp)
 
-def shell(*command: str) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=Path(__file__).parent).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-
-def fingerprint(path: str) -> str:
-    """A shard's path, size and a hash of its first and last megabyte."""
-    content = np.memmap(path, dtype=np.uint8, mode="r")
-    digest = hashlib.sha256(content[:1 << 20].tobytes() + content[-1 << 20:].tobytes()).hexdigest()
-    return f"{path} {(len(content) - SHARD_HEADER_BYTES) // 2} tokens sha256 {digest[:16]}"
-
-def describe_environment(hp: Hyperparameters, ranks: Ranks, data: dict) -> list[str]:
-    """The environment as `key: value` lines."""
-    lines = [f"command: {' '.join(sys.argv)}", f"host: {platform.node()}", f"platform: {platform.platform()}",
-             f"python: {platform.python_version()}", f"torch: {torch.__version__}", f"ranks: {ranks.world_size}",
-             f"nodes: {ranks.world_size // int(os.environ.get('LOCAL_WORLD_SIZE', ranks.world_size))}", f"seed: {hp.seed}"]
+def environment(plan: "Plan", ranks: Ranks) -> list[str]:
+    """Lines `key: value`."""
+    model = subprocess.getoutput("grep -m1 'model name' /proc/cpuinfo").partition(": ")[2]
+    git = "git describe --always --dirty --abbrev=40 --exclude='*'"
+    lines = [f"command: {' '.join(sys.argv)}",
+             f"host: {platform.node()}, {platform.platform()}",
+             f"cpu: {os.cpu_count()} x {model}, {torch.backends.cpu.get_cpu_capability()}",
+             f"torch: {torch.__version__}, Python {platform.python_version()}",
+             f"ranks: {ranks.world_size}",
+             f"threads: {torch.get_num_threads()} a rank",
+             f"git: {subprocess.getoutput(git)}",
+             *[f"data: {line}" for line in plan.data]]
     if ranks.device.type == "cuda":
-        query = "index,name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu,ecc.mode.current"
-        lines += [f"gpus: {torch.cuda.device_count()} x {torch.cuda.get_device_name()}", f"cuda: {torch.version.cuda}",
-                  f"nccl: {'.'.join(map(str, torch.cuda.nccl.version()))}",
-                  *(f"gpu: {line}" for line in shell("nvidia-smi", f"--query-gpu={query}", "--format=csv").splitlines())]
-    else:
-        model = shell("grep", "-m1", "model name", "/proc/cpuinfo").partition(": ")[2] or platform.machine()
-        lines += [f"cpu: {os.cpu_count()} x {model}, {torch.backends.cpu.get_cpu_capability()}",
-                  f"threads: {1 if hp.deterministic else torch.get_num_threads()} a rank"]
-    if commit := shell("git", "rev-parse", "HEAD"):
-        lines.append(f"git: {commit}{' with uncommitted changes' if shell('git', 'status', '--porcelain', '-uno') else ''}")
-    return lines + [f"data: {line}" for line in data["fingerprints"]]
+        lines.append(f"gpus: {torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
+        query = "driver_version,clocks.sm,clocks.max.sm,power.limit,temperature.gpu"
+        table = subprocess.getoutput(f"nvidia-smi --query-gpu={query} --format=csv").splitlines()
+        lines += [f"gpu: {line}" for line in table]
+    length = plan.script.count("\n")
+    lines.append(f"script: sha256 {plan.script_hash} {length} lines")
+    return [" ".join(line.split()) for line in lines]  # a name with a line break stays one line
 
-def write_checkpoint(path: Path, payload: dict):
-    """payload, then the sha256 of it; under its final name only once it is whole on the disk."""
-    unfinished = path.with_name("unfinished")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(unfinished, "wb") as f:
-            torch.save(dict(payload, format=CHECKPOINT_FORMAT), f)
-            f.flush()
-            f.write(hashlib.sha256(np.memmap(unfinished, dtype=np.uint8, mode="r")).digest())  # torch.load ignores what follows
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(unfinished, path)
-    except (OSError, RuntimeError) as e:
-        unfinished.unlink(missing_ok=True)
-        reason = e.strerror if isinstance(e, OSError) else first_line(e)
-        raise UserError(f"{path}: cannot be saved ({reason}); free space, then go on with --resume; what was saved before is "
-                        "whole") from None
+# ---------------------------- 10. Checkpoints
+# One file has all that a run needs to go on, on any number of ranks: the weights, the optimizers'
+# state, the settings, and how long the log was. The two newest are kept.
 
-def read_checkpoint(path: Path) -> dict:
-    try:
-        content = np.memmap(path, dtype=np.uint8, mode="r")
-        require(hashlib.sha256(content[:-32]).digest() == content[-32:].tobytes(), "its checksum is wrong")
-        payload = torch.load(path, map_location="cpu", weights_only=True)
-        require(payload["format"] == CHECKPOINT_FORMAT, "another version of this script wrote it")
-    except Exception as e:
-        raise UserError(f"{path}: is damaged, or no checkpoint of this script ({first_line(e)})") from None
-    return payload
+FACTS = ("step", "seconds", "log_bytes", "hyperparameters", "script", "data")
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Newest first."""
-    return sorted(folder.glob("step*.pt"), reverse=True)
+    return sorted(Path(folder).glob("step*.pt"), reverse=True)
 
-def training_state(params: dict, muon: Muon, adam: Adam) -> dict:
-    """{each of STATE: {parameter's name: tensor}}, whole, on every rank."""
-    tables = {kind: optimizer.gathered(kind) for optimizer in (muon, adam) for kind in optimizer.STATE}
-    tables["model"] = {p: p.detach() for p in params.values()}
-    return {kind: {name: tables[kind][p] for name, p in params.items() if p in tables[kind]} for kind in STATE}
-
-def save_checkpoint(payload: dict, ranks: Ranks, log: RunLog):
-    """One file for any number of ranks; the two newest files are kept."""
-    began = time.perf_counter()
-    require(all(p.isfinite().all() for p in payload["model"].values()), f"step {payload['step']}: a weight is no longer finite; "
-            f"{LOWER_RATES}; the checkpoint before it is kept", everywhere=True)
-
-    def write() -> Path:
-        os.fsync(log.file.fileno())
-        path = log.folder / f"step{payload['step']:08}.pt"
-        write_checkpoint(path, dict(payload, log_bytes=os.path.getsize(log.path)))
-        for old in checkpoints_in(path.parent)[2:]:
-            old.unlink()
-        return path
-
-    path = agree(ranks, write)
-    log.write(f"checkpoint: {path}, saved in {time.perf_counter() - began:.2f} s, untimed")
+def training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict:
+    """{kind: {parameter's name: tensor}}, whole on every rank; weights are of the kind "model"."""
+    state = {"model": {name: p.detach() for name, p in model.named_parameters()}}
+    for optimizer in optimizers:
+        for kind, tensors in optimizer.kept.items():
+            tensors = optimizer.gathered(tensors)
+            state.setdefault(kind, {}).update(zip(optimizer.params, tensors))
+    return state
 
 @torch.no_grad()
-def restore(saved: dict, step: int, params: dict, muon: Muon, adam: Adam, ranks: Ranks):
-    """Give every rank the state that rank 0 has, whatever the number of ranks that saved it; zeros for what it lacks."""
-    state = training_state(params, muon, adam)
+def load_training_state(saved: dict, model: nn.Module, optimizers: list[Optimizer], ranks: Ranks):
+    """Give every rank the training state that rank 0 has saved."""
+    state = training_state(model, optimizers)
     for kind, tensors in state.items():
         for name, tensor in tensors.items():
-            tensor.copy_(saved[kind][name]) if kind in saved else tensor.zero_()
+            if ranks.rank == 0:
+                found = saved.get(kind, {}).get(name)
+                require(found is not None and found.shape == tensor.shape, "the checkpoint lacks "
+                        f"{kind} of {name} in this shape; resume with the script that saved it")
+                tensor.copy_(found)
             if ranks.world_size > 1:
                 dist.broadcast(tensor, src=0)
-    for kind in Muon.STATE:
-        muon.take(kind, {params[name]: tensor for name, tensor in state[kind].items()})
-    adam.steps.fill_(step)
+    for optimizer in optimizers:
+        for kind, tensors in optimizer.kept.items():
+            for name, tensor in zip(optimizer.owned, tensors):
+                tensor.copy_(state[kind][name])
 
-def find_checkpoint(hp: Hyperparameters, command: argparse.Namespace, data: dict) -> tuple[dict, list[str]]:
-    """The checkpoint that --resume asks for, with its log's path, and lines about what was passed over to get to it. Without a
-    path that is the newest unfinished run's of this name and these settings; one without a checkpoint is not passed over."""
-    settings = {name: value for name, value in dataclasses.asdict(hp).items()  # a seed of -1 takes the run's own
-                if name not in ("records", "save_every") and (name, value) != ("seed", -1)}
-    asked, broken, refusals, what = Path(command.resume).absolute(), [], [], command.resume
-    one_file = asked.suffix == ".pt" and asked.is_file()
-    if what:
-        folder = asked.parent if one_file else asked
-        logs = [asked if asked.is_file() and not one_file else folder.parent / f"{folder.name}.log"]
-    else:
-        what, logs = f"a run named {hp.name} in {hp.records}", sorted(Path(hp.records).glob(f"*_{hp.name}*.log"), reverse=True)
-    for log in logs:
-        text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-        named = command.resume or text.startswith(f"name = {hp.name!r}\n")
-        if not text or not named or "\nfinal_val_loss: " in text:
-            continue
-        passed_over = []
-        for path in checkpoints_in(log.with_suffix("")):
-            if one_file and path.name > asked.name:
-                continue
-            try:
-                payload = read_checkpoint(path)
-                require(log.stat().st_size >= payload["log_bytes"], f"{log}: was cut to before {path.name}")
-                break
-            except UserError as e:
-                passed_over.append(str(e))
-        else:  # none is whole; is the run of these settings, as the log's first lines tell?
-            mine = all(f"{name} = {value!r}\n" in text for name, value in settings.items())
-            require(command.resume or not mine, f"{log}: this run has no whole checkpoint to go on from; start it anew, or name an "
-                                                "older run with --resume=PATH")
-            broken += passed_over
-            continue
-        differ = differences(payload, settings, data)
-        if differ and not command.resume_anyway:
-            refusals.append(f"{path}: {'; '.join(differ)}. Give the run its own settings back, or add --resume_anyway")
-            continue
-        with open(log, "rb") as file:
-            require(lock(file), f"{log}: this run is alive; wait for its end or stop it")
-        shapes = {name: p.shape for name, p in meta_model(hp).named_parameters()}
-        require({name: p.shape for name, p in payload["model"].items()} == shapes,
-                f"{path}: the checkpoint holds a model of another shape: {'; '.join(differ)}")
-        require(payload["step"] <= hp.num_iterations, f"{path} is past --num_iterations={hp.num_iterations}")
-        notes = [f"note: {reason}; going on from the checkpoint before it" for reason in passed_over]
-        return dict(payload, log=os.path.relpath(log)), notes + [f"note: resumed although {line}" for line in differ]
-    nothing = f"--resume: {what} is not there, is finished or has no checkpoint to go on from"
-    raise UserError("; ".join(refusals[:1] or [*broken, nothing]))
+def save_checkpoint(step: int, seconds: float, state: dict, plan: "Plan", log: RunLog):
+    """Under its name only when it is whole on the disk, so that what is there always loads."""
+    facts = dict(step=step, seconds=seconds, log_bytes=log.file.tell(), data=plan.data,
+                 hyperparameters=asdict(plan.hp), script=plan.script_hash, script_path=sys.argv[0])
+    path = log.folder / f"step{step:08}.pt"
+    unfinished = log.folder / "unfinished"
+    log.folder.mkdir(exist_ok=True)
+    try:
+        with open(unfinished, "wb") as f:
+            torch.save(facts | state, f)
+            os.fsync(f.fileno())
+        os.fsync(log.file.fileno())
+        os.replace(unfinished, path)
+    except (OSError, RuntimeError) as e:  # torch.save makes a RuntimeError of a full disk
+        unfinished.unlink(missing_ok=True)
+        raise UserError(f"{path}: cannot be saved ({first_line(e)}); free space and go on with "
+                        f"--resume={log.path}: what was saved before is whole") from None
+    for old in checkpoints_in(log.folder)[2:]:
+        old.unlink()
+    log.write(f"checkpoint: {path}")
 
-def differences(payload: dict, settings: dict, data: dict) -> list[str]:
-    """What would make the rest of a run differ from what it began as."""
-    then = payload["hyperparameters"]
-    lines = [f"--{name} was {then.get(name)} and is {value}" for name, value in settings.items() if then.get(name) != value]
-    lines += ["this script is not the one in the log"] if payload["script"] != data["script"] else []
-    shards = zip_longest(payload["data"], data["fingerprints"])
-    return lines + [f"the data was {was} and is {now}" for was, now in shards if was != now][:1]
+def read_checkpoint(path: Path) -> dict:
+    """A checkpoint whose checksums are right, its tensors mapped from the disk."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            require(archive.testzip() is None, "a checksum is wrong")
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        require(set(FACTS) < set(saved), "it is not of this version of the script")
+    except Exception as e:  # a damaged archive leads to many kinds
+        raise UserError(f"{path}: is damaged or no checkpoint ({first_line(e)}); delete it to go "
+                        "on from the one before it") from None
+    return saved
 
-# ----------------------------------------------------------------------------------------------------------------------
-# 10. Preflight checks: what can be known to go wrong is said before anything slow begins
+def find_checkpoint(argument: str) -> tuple[Path, Path]:
+    """(newest checkpoint, log) of the run whose log, folder or newest checkpoint is named."""
+    path = Path(argument).resolve()
+    require(path.exists(), f"--resume={argument} does not exist; name a run's log or folder")
+    folder = path.parent if path.match("step*.pt") else Path(str(path).removesuffix(".log"))
+    checkpoints = checkpoints_in(folder)
+    require(checkpoints, f"--resume={argument}: this run has saved no checkpoint; start it anew")
+    require(path in (folder, checkpoints[0]) or path.suffix == ".log", f"--resume={argument}: "
+            f"{checkpoints[0].name} is newer; resume from it, or delete it to give it up")
+    log = folder.with_name(f"{folder.name}.log")
+    require(log.is_file(), f"--resume={argument}: the run's log, {log}, is missing")
+    return checkpoints[0], log
 
+# ---------------------------- 11. Checks
 def check_settings(hp: Hyperparameters, world_size: int):
     """Refuse settings that contradict themselves or each other."""
-    version = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2])
-    require((2, 11) <= version < (3, 0), f"torch {torch.__version__} is not between 2.11 and 3.0; requirements.txt has one")
-    require(hp.name and all(c.isalnum() or c in "._-" for c in hp.name), f"--name={hp.name}: use letters, digits and ._- only")
-    require(hp.dtype in ("auto", "bfloat16", "float32"), f"--dtype={hp.dtype} is not auto, bfloat16 or float32")
-    for f in dataclasses.fields(hp):
-        value, (least, most, multiple) = getattr(hp, f.name), f.metadata["range"]
-        for number in value if isinstance(value, tuple) else [] if isinstance(value, str) else [value]:
-            require(least <= number <= most and abs(number) < (math.inf if type(number) is float else 2**63),
-                    f"--{f.name}={value} is not between {least} and {most}: {f.metadata['help']}")
-            require(not multiple or number % multiple == 0, f"--{f.name}={value} is not a multiple of {multiple}")
-    require(hp.window_start <= hp.window_end, f"--window_start={hp.window_start} is above --window_end={hp.window_end}")
-    table = f"--windows={hp.windows} --value_embeds={hp.value_embeds} --attention={hp.attention}"
-    require(len(hp.windows) == len(hp.value_embeds) == len(hp.attention) > 0, f"{table}: each needs one character a layer")
-    for name, allowed in (("windows", "LS"), ("attention", "x."), ("value_embeds", "0123456789.")):
-        strange = set(getattr(hp, name)) - set(allowed)
-        require(not strange, f"--{name}={getattr(hp, name)} has {', '.join(sorted(strange))}; it takes {', '.join(allowed)}")
-    require("x" in hp.attention, f"--attention={hp.attention} has no layer with attention")
-    lost = [i for i, (a, v) in enumerate(zip(hp.attention, hp.value_embeds)) if a == "." != v]
-    require(not lost, f"{table}: layer {lost and lost[0]} has a value embedding but no attention")
-    fits = hp.num_heads % (hp.num_kv_heads or 1) == 0
-    require(fits, f"--num_kv_heads={hp.num_kv_heads} does not divide --num_heads={hp.num_heads}")
-    fits = [str(n) for n in range(1, hp.micro_batches + 1) if hp.micro_batches % n == 0]
-    require(str(world_size) in fits, f"{world_size} ranks do not divide {hp.micro_batches} micro-batches: start "
-                                     f"{', '.join(fits)} ranks, or set --micro_batches to a multiple of {world_size}")
-    share = hp.micro_batches // world_size
-    require(not hp.deterministic or world_size == 1 or share & (share - 1) == 0, "--deterministic sums in pairs: "
-            f"{share} micro-batches a rank are no power of two; set --micro_batches to {world_size} times one")
-
-def meta_model(hp: Hyperparameters) -> GPT:
-    """The model's parameters without their numbers: names, shapes and types. (The angles have numbers; hence few of them.)"""
-    with torch.device("meta"):
-        return GPT(dataclasses.replace(hp, train_seq_len=BLOCK, val_seq_len=BLOCK), block_sparse, getattr(torch, hp.dtype))
-
-def state_bytes(hp: Hyperparameters) -> tuple[int, int]:
-    """Bytes of (the model, a checkpoint): Muon keeps one number for each of its weights, Adam two."""
-    sizes = {name: p.nbytes for name, p in meta_model(hp).named_parameters()}
-    return sum(sizes.values()), sum(n * (2 if name.startswith("blocks.") else 3) for name, n in sizes.items())
-
-def check_disk(hp: Hyperparameters, start: dict):
-    """Refuse a disk without room for the trained model, the two checkpoints that are kept and the one being written; of those a
-    resumed run has some."""
-    records, (model, state) = Path(hp.records).absolute(), state_bytes(hp)
-    folder = next(path for path in (records, *records.parents) if os.path.exists(path))
-    held = len(checkpoints_in(Path(start["log"]).with_suffix(""))) if start else 0
-    states = max(1, (3 if hp.save_every else 1) - held)
-    free, need = shutil.disk_usage(folder).free >> 20, (hp.save * model + states * state) >> 20
-    require(free > need, f"{folder}: {free} MiB free, checkpoints take {need} MiB; free some, or choose another --records")
-
-def check_memory(hp: Hyperparameters, device: torch.device):
-    """Refuse a GPU whose free memory is less than a lower bound of what training takes."""
-    if device.type == "cuda":
-        a_token = (2 if hp.dtype == "bfloat16" else 4) * (10 * len(hp.windows) * hp.model_dim + hp.vocab_size)  # activations
-        need = sum(state_bytes(hp)) + hp.train_seq_len * a_token  # gradients take what weights do
-        free, total = torch.cuda.mem_get_info(device)
-        require(free > need, f"{free >> 20} of {total >> 20} MiB of GPU memory are free, training takes more than {need >> 20}: "
-                             "end other processes, or lower --train_seq_len and raise --micro_batches")
-
-def check_data(hp: Hyperparameters) -> dict:
-    """Check the shards; {train, val: paths, train_tokens, val_tokens: how many each holds, spans: what each step reads}."""
-    data = {}
-    for kind in ("train", "val"):
-        pattern = getattr(hp, f"{kind}_files")
-        data[kind] = sorted(glob.glob(pattern, recursive=True))
-        require(data[kind], f"no file matches --{kind}_files={pattern}; ./run.sh makes or fetches a preset's data, "
-                            "data/tokenize_text.py makes shards of your own text")
-        data[f"{kind}_tokens"] = [check_shard(path, hp.vocab_size) for path in data[kind]]
-    held = sum(data["val_tokens"]) - 1  # the first token is not predicted
-    need = max(1, hp.val_tokens)
-    require(need <= held, f"--val_files={hp.val_files} holds {held} tokens to predict, {need} are asked for: add shards, or lower "
-                          "--val_tokens (0 takes all)")
-    step_tokens = hp.micro_batches * hp.train_seq_len
-    data["spans"] = plan_spans(data["train_tokens"], step_tokens, hp.train_seq_len, hp.epochs)
-    steps = sum(span.steps for span in data["spans"])
-    require(steps >= max(1, hp.num_iterations), f"{hp.num_iterations} steps of {step_tokens} tokens were asked for, "
-            f"{len(data['train'])} shard(s) with {sum(data['train_tokens'])} tokens hold {steps} in {hp.epochs} pass(es): add shards, "
-            "raise --epochs, or lower --num_iterations, --micro_batches or --train_seq_len")
-    data["fingerprints"] = [fingerprint(path) for path in data["train"] + data["val"]]
-    return data
+    for f in fields(hp):
+        value = getattr(hp, f.name)
+        said = f"--{f.name}={value}: {f.metadata['help']}; it takes"
+        if isinstance(value, str):
+            require(re.fullmatch(f.metadata["pattern"], value), f"{said} {f.metadata['pattern']}")
+            continue
+        least, most, multiple = f.metadata["range"]
+        for number in np.ravel(value).tolist():
+            require(least <= number <= most and abs(number) < math.inf, f"{said} {least} to {most}")
+            require(multiple == 1 or number % multiple == 0, f"{said} multiples of {multiple}")
+    require(len(hp.windows) == len(hp.value_embeds) == len(hp.attention),
+            "--windows, --value_embeds and --attention are not for the same number of layers")
+    fitting = [n for n in range(1, hp.micro_batches + 1) if hp.micro_batches % n == 0]
+    require(world_size in fitting, f"{world_size} ranks do not divide {hp.micro_batches} "
+            f"micro-batches: start {fitting} ranks, or set --micro_batches to a multiple of theirs")
 
 def fast_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return any(getattr(torch.cpu, name, bool)() for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
+    tests = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")  # as the torch version has them
+    return any(getattr(torch.cpu, name)() for name in tests if hasattr(torch.cpu, name))
 
 def resolve(hp: Hyperparameters, device: torch.device) -> tuple[Hyperparameters, list[str]]:
-    """What was left open, decided: the number of key heads, what the hardware can do; and lines that say so."""
-    cuda = device.type == "cuda"
-    use_fp8 = hp.use_fp8 and cuda and torch.cuda.get_device_capability(device) >= (8, 9)
-    dtype = hp.dtype if hp.dtype != "auto" else "bfloat16" if fast_bf16(device) else "float32"
-    fallbacks = (
-        (dtype != hp.dtype and dtype == "float32", "activations in float32, since this hardware has no fast bfloat16"),
-        (use_fp8 != hp.use_fp8, f"the head trains in {dtype}, since this hardware has no FP8 (GPUs of compute capability 8.9 on "
-                                "have it)"),
-        (not cuda, "block-sparse attention in plain PyTorch and no compiler, since there is no CUDA GPU"))
-    notes = [f"note: {note}" for chosen, note in fallbacks if chosen]
-    return dataclasses.replace(hp, dtype=dtype, use_fp8=use_fp8, num_kv_heads=hp.num_kv_heads or hp.num_heads), notes
+    """What was left open, decided; and lines on what the hardware lacks."""
+    notes = []
+    if hp.dtype == "auto":
+        hp = replace(hp, dtype="bfloat16" if fast_bf16(device) else "float32")
+        if hp.dtype == "float32":
+            notes.append("note: activations in float32: this hardware has no fast bfloat16")
+    if hp.use_fp8 and (device.type == "cpu" or torch.cuda.get_device_capability(device) < (8, 9)):
+        hp = replace(hp, use_fp8=False)
+        notes.append("note: no FP8 head: it needs a GPU of compute capability 8.9 or newer")
+    if device.type == "cpu":
+        notes.append("note: block-sparse attention in plain PyTorch, no compiler: there is no GPU")
+    return hp, notes
 
-def prepare(hp: Hyperparameters, command: argparse.Namespace, world_size: int, device: torch.device, script: str):
-    """Every check that one process can do: (hyperparameters with nothing left open, lines, data, the checkpoint to resume)."""
-    check_settings(hp, world_size)
-    (hp, notes), data, start = resolve(hp, device), check_data(hp), {}
-    hp = dataclasses.replace(hp, val_tokens=hp.val_tokens or sum(data["val_tokens"]) - 1)
-    data["script"] = hashlib.sha256(script.encode()).hexdigest()
+@dataclass
+class Plan:
+    """What a run does, as rank 0 has decided and checked it."""
+    hp: Hyperparameters
+    train: dict[str, int]  # {shard: number of tokens}
+    val: dict[str, int]
+    script: str  # this file's text
+    notes: list[str]  # lines for the log
+    checkpoint: Path | None  # to go on from
+    log: Path | None  # of the run that goes on
+    facts: dict  # of the checkpoint: what it has but for tensors
+
+    def __post_init__(self):
+        self.script_hash = hashlib.sha256(self.script.encode()).hexdigest()
+        self.data = [f"{path} {tokens} tokens" for path, tokens in (self.train | self.val).items()]
+
+def prepare(hp: Hyperparameters, command: argparse.Namespace, script: str, ranks: Ranks) -> Plan:
+    """Every check that one process can do."""
+    checkpoint = log = None
+    facts = {}
     if command.resume is not None:
-        try:
-            start, more = find_checkpoint(hp, command, data)
-        except OSError as e:
-            raise UserError(f"--resume: {e.filename} cannot be read ({e.strerror})") from None
-        notes += more
-    check_disk(hp, start)
+        checkpoint, log = find_checkpoint(command.resume)
+        facts = {name: v for name, v in read_checkpoint(checkpoint).items() if name in FACTS}
+        saved = {name: v for name, v in facts["hyperparameters"].items() if hasattr(hp, name)}
+        hp = Hyperparameters(**saved | command.given)
+    check_settings(hp, ranks.world_size)
+    hp, notes = resolve(hp, ranks.device)
+    train, val = find_shards(hp.train_files), find_shards(hp.val_files)
+    held = sum(val.values()) - 1  # the first token is not predicted
+    hp = replace(hp, val_tokens=hp.val_tokens or held)
     if hp.seed < 0:
-        drawn = int(np.random.default_rng().integers(2**31))
-        hp = dataclasses.replace(hp, seed=start["hyperparameters"]["seed"] if start else drawn)
-    return hp, notes, data, start
+        hp = replace(hp, seed=int(np.random.default_rng().integers(2**31)))
+    require(0 < hp.val_tokens <= held, f"--val_files={hp.val_files} holds {held} tokens to "
+            f"predict, not {hp.val_tokens}: add shards, or lower --val_tokens (0 takes all)")
+    steps = len(list(islice(steps_of(train, hp), hp.num_iterations)))
+    require(steps == hp.num_iterations, f"--train_files={hp.train_files} holds {steps} steps of "
+            f"{hp.micro_batches * hp.train_seq_len} tokens, not {hp.num_iterations}: add shards, "
+            "raise --epochs, or lower --num_iterations or --train_seq_len")
+    plan = Plan(hp, train, val, script, notes, checkpoint, log, facts)
+    if checkpoint:
+        length = facts["log_bytes"]
+        require(log.stat().st_size >= length, f"{log}: was cut to before {checkpoint.name}")
+        finished = b"\nfinal_val_loss: " in log.read_bytes()[length:]
+        require(facts["step"] < hp.num_iterations + (not finished), f"--resume={command.resume}: "
+                f"the run is finished, or past --num_iterations={hp.num_iterations}")
+        then = dict(facts["hyperparameters"], script=facts["script"], data=facts["data"])
+        for name, value in dict(asdict(hp), script=plan.script_hash, data=plan.data).items():
+            if then.get(name) != value:
+                notes.append(f"changed: {name} was {then.get(name)} and is {value}")
+    return plan
 
-# ----------------------------------------------------------------------------------------------------------------------
-# 11. Main: build, warm up, restore, train
-
-# Dense bf16 and FP8 with float32 sums, from the makers' data sheets
-PEAK_TFLOPS = {"H200": (989, 1979), "H100 80GB HBM3": (989, 1979), "H100 PCIe": (756, 1513), "A100": (312, 312),
-               "L40S": (362, 733), "RTX 4090": (165, 330)}
-
-def hardware_limit(device: torch.device, dtype: torch.dtype) -> tuple[float, float, str]:
-    """(FLOP/s of a rank in the main type, in FP8, where the figures come from)"""
-    if device.type == "cuda" and dtype == torch.bfloat16:
-        for name, (bf16, fp8) in PEAK_TFLOPS.items():
-            if name in torch.cuda.get_device_name(device):
-                return bf16 * 1e12, fp8 * 1e12, f"data sheet's {bf16} bf16 and {fp8} FP8 TFLOP/s of the {name}"
-    n, best = 4096 if device.type == "cuda" else 1024, 0.0
-    a = torch.randn(n, n, device=device, dtype=dtype)
-    for _ in range(6):
-        began = time.perf_counter()
-        float((a @ a)[0, 0])  # reading a value waits for the device
-        best = max(best, 2 * n**3 / (time.perf_counter() - began))
-    return best, best, f"{best / 1e12:.3g} TFLOP/s of {str(dtype)[6:]} matrix products that a rank reached at start"
-
-def train_flops(model: GPT, hp: Hyperparameters) -> tuple[float, float]:
-    """(FLOPs a token in the blocks, in the head), forward and backward, averaged over the steps' windows. Attention counts
-    what window and diagonal leave visible; document borders, which hide more, are not subtracted."""
-    sampled = range(0, max(1, hp.num_iterations), max(1, hp.num_iterations // 50))
-    long = np.array([-(-window_tokens(step, hp) // BLOCK) for step in sampled])
-    block = np.arange(1, hp.train_seq_len // BLOCK + 1)
-    keys = {layer: np.minimum.outer(window, block).mean() * BLOCK - (BLOCK - 1) / 2
-            for layer, window in (("L", long), ("S", np.maximum(1, long // 2)))}
-    seen = sum(keys[layer] for layer, has_attention in zip(hp.windows, hp.attention) if has_attention == "x")
-    blocks = 6 * sum(p.numel() for p in model.blocks.parameters()) + 12 * hp.num_heads * hp.head_dim * seen
-    return blocks, 6 * model.lm_head.weight.numel()
+# ---------------------------- 12. Main
+def window_tensor(step: int, hp: Hyperparameters, ranks: Ranks) -> Tensor:
+    # Filled, not copied, since a copy would wait for the device.
+    return torch.full((), window_tokens(step, hp), dtype=torch.int32, device=ranks.device)
 
 @torch.no_grad()
-def evaluate(model, sequences: list, window: Tensor, hp: Hyperparameters, ranks: Ranks, stop=None) -> tuple[float, bool]:
-    """(mean loss in nats over exactly the validation tokens of all ranks, whether a signal cut this short on one)"""
+def evaluate(model, sequences: list, step: int, hp: Hyperparameters, ranks: Ranks) -> float:
+    """The mean loss, in nats, over the validation tokens of all ranks."""
     model.eval()
-    total = torch.zeros(2, dtype=torch.float64, device=ranks.device)
-    for inputs, targets in sequences:
-        if stop and stop.signal:
-            total[1] = 1
-            break
-        total[0] += model(inputs, targets, window).double() * len(inputs)  # a sum, whatever share of the targets is padding
+    total = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    for inputs_T, targets_T in sequences:
+        mean = model(inputs_T, targets_T, window_tensor(step, hp, ranks))
+        total += mean.double() * len(inputs_T)
     model.train()
-    if ranks.world_size > 1:
-        dist.all_reduce(total)
-    return float(total[0]) / hp.val_tokens, bool(total[1] > 0)
+    ranks.all_reduce(total).wait()
+    return float(total) / hp.val_tokens
 
-def train_step(model, batches: list, window: Tensor, muon: Muon, adam: Adam, step: int, hp: Hyperparameters) -> Tensor:
-    """One step on this rank's micro-batches; returns the sum of their losses. It only launches work: nothing here waits for
-    the device, and ranks talk after the last micro-batch only."""
-    buffers, losses = [group["grads"] for group in muon.groups + adam.groups], []
+def train_step(model, batches: list, optimizers: list[Optimizer], step: int, hp: Hyperparameters,
+               ranks: Ranks) -> Tensor:
+    """One step on this rank's micro-batches; returns the mean loss of all ranks'. It only launches
+    work: nothing here waits for the device, and ranks talk after the last micro-batch only."""
+    window = window_tensor(step, hp, ranks)
+    loss = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    for inputs_T, targets_T in batches:
+        part = model(inputs_T, targets_T, window) / hp.micro_batches
+        part.backward()
+        loss += part.detach()
+    with torch.no_grad():
+        for optimizer in optimizers:
+            optimizer.send_gradients()
+        for optimizer in optimizers:
+            optimizer.compute(step)
+        for optimizer in optimizers:
+            optimizer.apply(step)
+    model.zero_grad(set_to_none=True)
+    ranks.all_reduce(loss).wait()
+    return loss
 
-    def accumulate(inputs: Tensor, targets: Tensor):
-        loss = model(inputs, targets, window)
-        loss.backward()
-        losses.append(loss.detach().double())
-
-    if hp.deterministic:
-        def alone(batch) -> list[Tensor]:
-            torch._foreach_zero_(buffers)
-            accumulate(*batch)
-            return torch._foreach_div(buffers, hp.micro_batches)
-
-        torch._foreach_copy_(buffers, tree_sum(map(alone, batches)))
-    else:
-        for batch in batches:
-            accumulate(*batch)
-        torch._foreach_div_(buffers, hp.micro_batches)
-    # Muon's gradients travel first, since it has arithmetic to do; the embeddings' travel while it does.
-    muon.reduce_gradients()
-    adam.reduce_gradients()
-    muon.step(hp.muon_lr * lr_scale(step, hp), muon_momentum(step, hp), hp.muon_beta2)
-    adam.step(lr_scale(step, hp))
-    return sum(losses)  # exact in float64, in any order
-
-def warm_up(model, params: dict, muon: Muon, adam: Adam, hp: Hyperparameters, ranks: Ranks):
-    """Compile and allocate by a step and a validation on random tokens, of which restore leaves no trace."""
-    reached, generator = set(), torch.Generator().manual_seed(0)
-    hooks = [p.register_post_accumulate_grad_hook(lambda _, name=name: reached.add(name)) for name, p in params.items()]
-    window = torch.tensor(hp.window_start, dtype=torch.int32).to(ranks.device)
-
-    def dummy(length: int):
-        tokens = torch.randint(hp.vocab_size, (length + 1,), generator=generator).to(ranks.device)
+def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, ranks: Ranks):
+    """Compile and allocate by a step and a validation on random tokens; they are undone later."""
+    def dummy(length: int) -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(hp.vocab_size, (length + 1,), device=ranks.device)
         return tokens[:-1].int(), tokens[1:].clone()
+    model(*dummy(hp.train_seq_len), window_tensor(0, hp, ranks)).backward()
+    for optimizer in optimizers:
+        for name, p in optimizer.params.items():
+            require(p.grad is not None, f"no gradient reaches the parameter {name}: use it in the "
+                    "forward pass, or remove it")
+    train_step(model, [dummy(hp.train_seq_len)], optimizers, 0, hp, ranks)
+    evaluate(model, [dummy(hp.val_seq_len)], 0, hp, ranks)
 
-    train_step(model, [dummy(hp.train_seq_len) for _ in range(2)], window, muon, adam, 0, hp)
-    evaluate(model, [dummy(hp.val_seq_len)], window, hp, ranks)
-    for hook in hooks:
-        hook.remove()
-    unreached = {name for name, p in params.items() if p.numel()} - reached  # one layer has no skip weights
-    assert not unreached, f"no gradient reaches {sorted(unreached)}"
-    assert all(not p.grad.any() for p in params.values()), "a step left a gradient behind"
-
-class Stop:
-    """The first SIGTERM, SIGINT or SIGHUP asks for an end as soon as all is saved; a second one ends the process at once."""
-
-    def __init__(self):
-        self.signal, self.when = 0, 0.0
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
-                signal.signal(number, self)
-
-    def __call__(self, number, frame):
-        if self.signal and time.monotonic() - self.when > 1:  # closer ones are one, sent to the launcher and by the launcher
-            os._exit(128 + number)
-        self.signal, self.when = number, time.monotonic()
-        if os.environ.get("RANK", "0") == "0":
-            say_error(f"{signal.Signals(number).name}: saving; a second signal ends at once")
-
-def train(hp: Hyperparameters, ranks: Ranks, data: dict, log: RunLog, start: dict, saved: dict):
-    device, cuda, dtype = ranks.device, ranks.device.type == "cuda", getattr(torch, hp.dtype)
-    if hp.deterministic:
-        torch.set_num_threads(1)  # which is all that a CPU needs
-        if cuda:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True, warn_only=True)
+def train(plan: Plan, ranks: Ranks, log: RunLog):
+    """Build, warm up, restore, train."""
+    hp = plan.hp
+    cuda = ranks.device.type == "cuda"
     torch.manual_seed(hp.seed)
-    model = GPT(hp, flex if cuda else block_sparse, dtype).to(device)
-    compiled = torch.compile(model, dynamic=False, fullgraph=True) if cuda else model
-    params, first = dict(model.named_parameters()), start.get("step", 0)
-    matrices, adam_groups = optimizer_groups(model, hp)
-    muon = Muon(matrices, ranks.rank, ranks.world_size, dtype, hp.deterministic)
-    adam = Adam(adam_groups, ranks.world_size, hp.deterministic)
-    loader = TrainLoader(data["train"], data["spans"], hp, ranks.rank, ranks.world_size, device, first)
-    val_sequences, text_bytes = load_validation(data["val"], data["val_tokens"], hp, ranks.rank, ranks.world_size, device)
-    limit = hardware_limit(device, dtype)
-    log.write(f"model: {sum(p.numel() for p in params.values())} parameters, {sum(p.numel() for p in matrices)} of them in the "
-              f"blocks; {hp.micro_batches} x {hp.train_seq_len} tokens a step on {ranks.world_size} rank(s); seed {hp.seed}")
-
+    plain = GPT(hp, flex if cuda else block_sparse, getattr(torch, hp.dtype)).to(ranks.device)
+    model = torch.compile(plain, dynamic=False, fullgraph=True) if cuda else plain
+    optimizers = build_optimizers(plain, hp, ranks)
+    val_sequences = load_validation(plan.val, hp, ranks)
+    log.write(f"model: {sum(p.numel() for p in plain.parameters())} parameters; "
+              f"{hp.micro_batches} x {hp.train_seq_len} tokens a step, {ranks.world_size} rank(s)")
     began = time.perf_counter()
-    saved.setdefault("model", {name: p.detach().clone() for name, p in params.items()})
-    warm_up(compiled, params, muon, adam, hp, ranks)
-    # What was resumed or, the warmup undone, rank 0's first weights: one seed can draw other last bits on another kind of CPU.
-    restore(saved, first, params, muon, adam, ranks)
-    saved.clear()
-    if start:
-        torch.set_rng_state(start["generator"])
+    start = copy.deepcopy(training_state(plain, optimizers))
+    if plan.checkpoint and ranks.rank == 0:  # whose start is that of all
+        start = read_checkpoint(plan.checkpoint)
+    warm_up(model, optimizers, hp, ranks)
+    load_training_state(start, plain, optimizers, ranks)
+    del start
     if cuda:
-        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        torch.compiler.set_stance("fail_on_recompile")  # a recompile under the clock is an error, not a mystery
+        torch.compiler.set_stance("fail_on_recompile")  # under the clock that is an error
     log.write(f"warmup: {time.perf_counter() - began:.1f} s, untimed")
-
-    unread, stopping = [], False  # losses are read two steps late, when reading them no longer waits for the device
-
-    def read_losses(keep: int):
-        nonlocal stopping
-        while len(unread) > keep:
-            step, shared, when = unread.pop(0)
-            seconds = when()  # before this returns, what shared holds has not arrived
-            loss, stopping = float(shared[0]) / hp.micro_batches, stopping or bool(shared[1] > 0)  # any rank may have the signal
-            log.step_line(step, "train_loss", loss, seconds, hp)
-            require(math.isfinite(loss), f"step {step}: the training loss is {loss}; {LOWER_RATES} or look at the data; the log "
-                                         "and earlier checkpoints are kept", everywhere=True)
-
-    def keep_state():  # all that decides the rest of the run
-        facts = dict(step=step, seconds=clock.elapsed, position=loader.position, hyperparameters=dataclasses.asdict(hp),
-                     script=data["script"], data=data["fingerprints"], ranks=ranks.world_size, torch=str(torch.__version__),
-                     generator=torch.get_rng_state())
-        save_checkpoint(training_state(params, muon, adam) | facts, ranks, log)
-
-    clock, stop = Clock(device, start.get("seconds", 0.0)), Stop()
+    first = plan.facts.get("step", 0)
+    batches = train_batches(plan.train, hp, ranks, log, first)
+    clock = StepClock(ranks.device, plan.facts.get("seconds", 0.0), log, hp)
     clock.start()
     for step in range(first, hp.num_iterations + 1):
         last = step == hp.num_iterations
-        save = step > first and hp.save_every and step % hp.save_every == 0
-        validate = last or (hp.val_loss_every and step % hp.val_loss_every == 0)
-        window = torch.tensor(window_tokens(step, hp), dtype=torch.int32).to(device, non_blocking=True)
-        if save or validate or stopping:
+        saves = hp.save_every and step > first and (last or step % hp.save_every == 0)
+        validates = last or (hp.val_loss_every and step % hp.val_loss_every == 0)
+
+        # Untimed: save and validate
+        if saves or validates:
             clock.stop()
-            read_losses(keep=0)
-            if save and not stopping:
-                keep_state()
-            if validate and not stopping:
-                val_loss, stopping = evaluate(compiled, val_sequences, window, hp, ranks, stop)
-                if not stopping:
-                    log.step_line(step, "val_loss", val_loss, clock.elapsed, hp)
-            if stopping:
-                keep_state()
-                number = stop.signal or signal.SIGTERM
-                raise UserError(f"stopped by {signal.Signals(number).name}; step {step} is saved, the same command with "
-                                "--resume goes on", everywhere=True, status=128 + number)
+            if saves:
+                state = training_state(plain, optimizers)
+                if ranks.rank == 0:
+                    save_checkpoint(step, clock.elapsed, state, plan, log)
+            if validates:
+                val_loss = evaluate(model, val_sequences, step, hp, ranks)
+                log.step_line("val_loss", val_loss, step, clock.elapsed, hp)
             if last:
                 break
             clock.start()
-        loss = train_step(compiled, loader.next_step(), window, muon, adam, step, hp)
-        shared = torch.stack([loss, torch.full_like(loss, bool(stop.signal))])
-        if ranks.world_size > 1:
-            dist.all_reduce(shared)
-        unread.append((step + 1, shared.to("cpu", non_blocking=True), clock.mark()))
-        while loader.news:
-            log.write(loader.news.pop(0))
-        read_losses(keep=2 if cuda else 0)
-    report(model, hp, ranks, limit, first, clock.elapsed - start.get("seconds", 0.0), loader.wait_seconds, val_loss, text_bytes, log)
 
-def report(model: GPT, hp: Hyperparameters, ranks: Ranks, limit: tuple, first: int, seconds: float, wait_seconds: float,
-           val_loss: float, text_bytes: int, log: RunLog):
-    """The last lines of the log, the saved model and a sample of its text. seconds: the training from step first on."""
-    steps, (in_blocks, in_head) = hp.num_iterations - first, train_flops(model, hp)
-    tokens, since = steps * hp.micro_batches * hp.train_seq_len, f", since step {first}" if first else ""
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    peak = torch.cuda.max_memory_allocated() if ranks.device.type == "cuda" else resident
-    log.write(f"peak_memory: {peak / 2**20:.0f} MiB on rank 0")
-    if tokens:
-        rate, fp8_rate, source = limit
-        floor = tokens * (in_blocks / rate + in_head / (fp8_rate if hp.use_fp8 else rate)) / ranks.world_size
-        log.write(f"throughput: {tokens / seconds:.0f} tokens/s{since}\nhardware: {100 * floor / seconds:.1f} % of the limit "
-                  f"({(in_blocks + in_head) / 1e6:.1f} MFLOP a token would take {floor:.2f} s at the {source}){since}\n"
-                  f"data_wait: {1000 * wait_seconds / steps:.3f} ms a step{since}")
-    require(math.isfinite(val_loss), f"the validation loss is {val_loss}; {LOWER_RATES}; the log is kept", everywhere=True)
-    if ranks.rank == 0 and hp.save:  # before the line that makes the run a finished one
-        path = log.folder / "model.pt"
-        write_checkpoint(path, dict(step=hp.num_iterations, hyperparameters=dataclasses.asdict(hp), model=model.state_dict()))
-        log.write(f"model: saved as {path}")
-    bits = f", {val_loss / math.log(2) * hp.val_tokens / text_bytes:.4f} bits per byte" if text_bytes else ""
-    log.write(f"final_val_loss: {val_loss:.4f} nats per token{bits}, on {hp.val_tokens} tokens")
-    if ranks.rank == 0:
-        log.write(f"log: {log.path}")
-        if hp.sample_tokens:
-            generator, window = torch.Generator().manual_seed(hp.seed), window_tokens(hp.num_iterations, hp)
-            sample = generate(model, [hp.vocab_size - 1], hp.sample_tokens, window, generator=generator)
-            log.write("sample:\n" + decode(sample[1:], hp.vocab_size))  # last, since it may look like anything
+        # Timed: one step
+        loss = train_step(model, next(batches), optimizers, step, hp, ranks)
+        clock.add_loss(step + 1, loss)
+    tokens = hp.num_iterations * hp.micro_batches * hp.train_seq_len
+    log.write(f"throughput: {tokens / max(clock.elapsed, 1e-9):.0f} tokens/s")
+    if cuda:
+        log.write(f"peak_memory: {torch.cuda.max_memory_allocated() >> 20} MiB on rank 0")
+    log.write(f"final_val_loss: {val_loss:.4f} nats per token, on {hp.val_tokens} tokens")
+    log.write(f"log: {log.path}")
 
-def decode(tokens: list[int], vocab_size: int) -> str:
-    """Tokens as text where their vocabulary is at hand, else as numbers."""
-    if vocab_size == 257:
-        return bytes(t for t in tokens if t < 256).decode("utf-8", "replace")
-    try:
-        import tiktoken
-        return tiktoken.get_encoding("gpt2").decode(tokens)
-    except Exception as e:  # not installed, or its vocabulary cannot be fetched
-        return f"{tokens} (in numbers, since GPT-2's vocabulary is not at hand: {type(e).__name__})"
+def begin_log(log: RunLog, plan: Plan, ranks: Ranks):
+    """Write what comes before the steps; or, of a run that goes on, that it does."""
+    now = datetime.now(timezone.utc)
+    if plan.checkpoint:
+        log.open(plan.log, plan.facts["log_bytes"])
+        log.write(f"resumed: step {plan.facts['step']} at {now:%Y-%m-%dT%H:%M:%SZ}, on "
+                  f"{ranks.world_size} rank(s) of {platform.node()} with torch {torch.__version__}")
+    else:
+        log.open(Path(plan.hp.records, f"{now:%Y-%m-%dT%H-%M-%SZ}_{plan.hp.name}.log"))
+        settings = [f"{name} = {value!r}" for name, value in asdict(plan.hp).items()]
+        script = plan.script.removesuffix("\n")
+        head = [*settings, SEPARATOR, *environment(plan, ranks), SEPARATOR, script, SEPARATOR]
+        log.write("\n".join(head), console=False)
+        log.write("clock: train_time counts all from the first step on but validating and saving; "
+                  "compiling and a warmup, which is undone, come before")
+    for note in plan.notes:
+        log.write(note)
+
+def end_at_signals(log: RunLog):
+    """Have a signal end the run at once; on rank 0 with a line on how to go on with it."""
+    def end(number, frame):
+        newest = [str(path) for path in checkpoints_in(log.folder)[:1]] or "nothing"
+        os.write(2, f"error: stopped by {signal.Signals(number).name} with {newest[0]} saved, from "
+                    f"which --resume={log.path} goes on\n".encode())
+        os._exit(128 + number)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end if log.file else signal.SIG_DFL)
 
 def run(argv: list[str]):
-    cuda, script = torch.cuda.is_available(), Path(__file__).read_text(encoding="utf-8")  # what runs, whatever the file becomes
-    hp, command = parse_flags(argv, "speedrun" if cuda else "demo")
-    ranks = Ranks(0, 1, torch.device("cuda" if cuda else "cpu")) if command.check else start_ranks()
-    saved, log = {}, RunLog()
-
-    def settle():
-        *settled, start = prepare(hp, command, int(os.environ.get("WORLD_SIZE", 1)), ranks.device, script)
-        saved.update({kind: start.pop(kind) for kind in STATE if kind in start})  # too large to send so
-        return *settled, start
-
-    hp, notes, data, start = agree(ranks, settle)
-    agree(ranks, lambda: check_memory(hp, ranks.device), everyone=True)
+    script = Path(__file__).read_text(encoding="utf-8")  # before anyone edits it
+    hp, command = parse_flags(argv, "speedrun" if torch.cuda.is_available() else "demo")
+    ranks = start_ranks(connect=not command.check)
     if command.check:
-        shards = f"{len(data['train'])} training and {len(data['val'])} validation shard(s)"
-        tokens = f"{sum(data['train_tokens'])} and {sum(data['val_tokens'])} tokens"
-        print(f"checks passed: {shards}, {tokens}" + (f"; to resume at step {start['step']}" if start else ""), flush=True)
+        print("checks passed", *prepare(hp, command, script, ranks).data, sep="\n")
         return
-    agree(ranks, lambda: log.begin(hp, start))
-    if start:
-        now = f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}, on {ranks.world_size} rank(s) of {platform.node()}"
-        log.write(f"resumed: step {start['step']} at {now} with torch {torch.__version__}; saved on {start['ranks']} with torch "
-                  f"{start['torch']}")
-    elif ranks.rank == 0:
-        settings = [f"{name} = {value!r}" for name, value in dataclasses.asdict(hp).items()]
-        environment = describe_environment(hp, ranks, data)
-        log.write("\n".join([*settings, SEPARATOR, *environment, SEPARATOR, script, SEPARATOR]), console=False)
-        log.write("clock: train_time counts everything from the first step on, except validation; compiling, a warmup on "
-                  "dummy data that is undone, and reading the first shard come before it")
-    for note in notes:
-        log.write(note)
-    try:
-        train(hp, ranks, data, log, start, saved)
-    finally:
-        log.close()
+    log = RunLog()
+    plans = [None]
+    if ranks.rank == 0:  # which decides; where it finds an error, torchrun ends the others
+        plans = [prepare(hp, command, script, ranks)]
+        begin_log(log, plans[0], ranks)
     if ranks.world_size > 1:
-        dist.barrier(ranks.control)  # rank 0 may still be writing, and a rank that ends takes the others with it
+        dist.broadcast_object_list(plans, src=0)
+    end_at_signals(log)
+    train(plans[0], ranks, log)
+    if ranks.world_size > 1:
+        dist.destroy_process_group()
 
 def main():
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    rank, error = os.environ.get("RANK", "0"), None
     try:
         run(sys.argv[1:])
-    except UserError as e:
-        error = e
-    except KeyboardInterrupt:
-        error = UserError("interrupted before or after training; the log is kept", everywhere=True, status=130)
-    except BrokenPipeError:
-        error = UserError("whoever read the console has gone", status=1)
-    except Exception as e:
-        status, asked = 1, re.search(r"(tried|unable) to allocate \S+ \w+|$", str(e), re.IGNORECASE)[0]
-        if isinstance(e, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(e):
-            status, said = 2, (f"is out of memory ({asked or first_line(e)}): lower --train_seq_len (and raise --micro_batches) or "
-                               "--val_seq_len")
-        elif isinstance(e, dist.DistError) or "gloo" in str(e):
-            said = f"lost contact with another rank ({first_line(e)}): {LOOK}"
-        else:
-            said = f"met a defect of the script, please report it:\n{traceback.format_exc()}"
-        error = UserError(f"rank {rank} {said}", status=status)
-    if error and (rank == "0" or not error.everywhere):
-        say_error(f"error: {error}")
-    if error or dist.is_initialized():  # an orderly exit could wait for ranks that wait for this one
-        os._exit(error.status if error else 0)
+    except (UserError, OSError, torch.OutOfMemoryError) as e:
+        said = f"error: {first_line(e)}"
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(5)  # where rank 0 says the same, torchrun has ended this one by then
+            said += f" (rank {os.environ['RANK']} on {platform.node()})"
+        print(said, file=sys.stderr, flush=True)
+        os._exit(2)  # an orderly end could wait for ranks that wait for this one
 
 if __name__ == "__main__":
     main()
