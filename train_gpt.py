@@ -60,7 +60,7 @@ def require(condition, message: str):
 def first_line(e: Exception) -> str:
     return str(e).partition("\n")[0] or type(e).__name__
 
-# ---------------------------- 1. Hyperparameters and presets
+# ---------------- 1. Hyperparameters and presets
 def flag(default, help: str, least=-math.inf, most=math.inf, multiple=1, pattern=".+"):
     """A field: its help, and its range (inclusive) and divisor, or the pattern that a text fits."""
     limits = dict(range=(least, most, multiple), pattern=pattern)
@@ -74,8 +74,8 @@ class Hyperparameters:
     records: str = flag("records", "folder of the log and the checkpoints")
     seed: int = flag(-1, "seed of the initial weights; -1 draws one", -1, 2**63 - 1)
     dtype: str = flag("auto", "activations; auto: what is fast", pattern="auto|bfloat16|float32")
-    save_every: int = flag(500, "steps between checkpoints, one more at the end; 0: none at all", 0)
-    val_loss_every: int = flag(125, "steps between validations, one more at the end; 0: only it", 0)
+    save_every: int = flag(500, "steps between checkpoints, besides one at the end; 0: none", 0)
+    val_loss_every: int = flag(125, "steps between validations, besides one at the end; 0: none", 0)
     # Data
     train_files: str = flag("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
     val_files: str = flag("data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
@@ -83,7 +83,7 @@ class Hyperparameters:
     train_seq_len: int = flag(48 * 1024, "tokens in a training sequence", 1, multiple=BLOCK)
     val_seq_len: int = flag(256 * 1024, "tokens in a validation sequence", 1, multiple=BLOCK)
     val_tokens: int = flag(10485760, "tokens to validate on; 0 takes all", 0)
-    micro_batches: int = flag(8, "training sequences in a step, shared out to the ranks", 1)
+    micro_batches: int = flag(8, "training sequences in a step, divided among the ranks", 1)
     epochs: int = flag(1, "passes over the training shards that the run may use", 1)
     # Model. The layer table: three strings of one character for each layer
     windows: str = flag("LSSSLSSLSSSL", "L: long window, S: half of it", pattern="[LS]{2,}")
@@ -121,7 +121,7 @@ class Hyperparameters:
 PRESETS = {
     "speedrun": Hyperparameters(),
     "demo": Hyperparameters(
-        name="demo", save_every=125, train_files="data/demo/demo_train_*.bin",
+        name="demo", save_every=125, val_loss_every=50, train_files="data/demo/demo_train_*.bin",
         val_files="data/demo/demo_val_*.bin", vocab_size=257, train_seq_len=1024, val_seq_len=2048,
         val_tokens=131072, micro_batches=4, windows="LSSL", value_embeds="0..0", attention="xx.x",
         model_dim=128, num_heads=4, head_dim=32, smear=True, key_offset=True, pair_rows=8192,
@@ -162,9 +162,10 @@ def parse_flags(argv: list[str], default_preset: str) -> tuple[Hyperparameters, 
     command.given = {name: value for name, value in vars(command).items() if hasattr(hp, name)}
     return replace(hp, **command.given), command
 
-# ---------------------------- 2. Schedules: pure functions of the step
+# ---------------- 2. Schedules: pure functions of the step
 def window_tokens(step: int, hp: Hyperparameters) -> int:
-    """The long window in tokens: it grows in whole quanta, to its end before the last step."""
+    """The long window in tokens, which grows linearly in whole quanta."""
+    # Less half a quantum: as in the record (1728 of 1792), the end is reached before the last step.
     grown = (hp.window_end - hp.window_quantum / 2) * step / max(1, hp.num_iterations)
     rounded = math.ceil(grown / hp.window_quantum) * hp.window_quantum
     return min(hp.window_end, max(hp.window_start, rounded))
@@ -182,10 +183,9 @@ def muon_momentum(step: int, hp: Hyperparameters) -> float:
     rise = hp.muon_momentum_end - hp.muon_momentum_start
     return hp.muon_momentum_start + rise * (step / hp.muon_momentum_steps)
 
-# ---------------------------- 3. Shards and the loader
+# ---------------- 3. Shards and the loader
 # A shard is a header of 256 int32 (magic number, version, number of tokens, zeros), then the tokens
 # in uint16. A document begins with the end-of-text token, which is vocab_size - 1.
-
 SHARD_MAGIC = 20240520
 SHARD_VERSION = 1
 SHARD_HEADER_INTS = 256
@@ -196,12 +196,12 @@ def find_shards(pattern: str) -> dict[str, int]:
     shards = {}
     for path in sorted(glob.glob(pattern, recursive=True)):
         header = np.fromfile(path, dtype="<i4", count=3).tolist()
-        held = (os.path.getsize(path) - SHARD_HEADER_BYTES) / 2
+        held = (os.path.getsize(path) - SHARD_HEADER_BYTES) // 2
         require(header == [SHARD_MAGIC, SHARD_VERSION, held], f"{path}: begins with {header}, not "
                 f"{[SHARD_MAGIC, SHARD_VERSION, held]}: it is no token shard, or not whole")
         shards[path] = header[2]
     require(shards, f"no file matches {pattern}; ./run.sh makes or fetches a preset's data, "
-            "data/tokenize_text.py makes shards of a text")
+            "data/tokenize_text.py other data")
     return shards
 
 def read_tokens(path: str, start: int, count: int, vocab_size: int, pin: bool = False) -> Tensor:
@@ -211,7 +211,7 @@ def read_tokens(path: str, start: int, count: int, vocab_size: int, pin: bool = 
         f.seek(SHARD_HEADER_BYTES + 2 * start)
         read = f.readinto(tokens.numpy())
     require(read == tokens.nbytes, f"{path}: has become shorter since the run began")
-    largest = tokens.numpy().max()  # PyTorch would start threads beside those that train
+    largest = tokens.numpy().max()  # by NumPy, which starts no threads
     require(largest < vocab_size, f"{path}: holds the token {largest}, which is not below "
             f"--vocab_size={vocab_size}; data/inspect_shards.py says where")
     return tokens
@@ -242,7 +242,7 @@ def train_batches(shards: dict[str, int], hp: Hyperparameters, ranks: "Ranks", l
         tokens = read_tokens(path, start, share * T + 1, hp.vocab_size, pin).view(torch.int16)
         # uint16 has no arithmetic: the bits travel as int16, and lose their sign on the device.
         tokens = tokens.to(ranks.device, non_blocking=True).to(torch.int32) & 0xFFFF
-        inputs = tokens[:-1].view(share, T).clone()
+        inputs = tokens[:-1].view(share, T)
         targets = tokens[1:].to(torch.int64).view(share, T)
         yield list(zip(inputs, targets))
 
@@ -257,7 +257,7 @@ def load_validation(shards: dict[str, int], hp: Hyperparameters, ranks: "Ranks")
     mine = range(ranks.rank, len(inputs), ranks.world_size)
     return [(inputs[i].to(ranks.device), targets[i].to(ranks.device)) for i in mine]
 
-# ---------------------------- 4. Block masks and attention
+# ---------------- 4. Block masks and attention
 def ordered_blocks(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
     """A map of blocks in FlexAttention's form: how many each row has, and which they are, from the
     nearest to the diagonal to the farthest (what follows them in a row is not read)."""
@@ -267,11 +267,11 @@ def ordered_blocks(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
     count_N = chosen_NN.sum(1, dtype=torch.int32)
     return count_N[None, None], order_NN.to(torch.int32)[None, None]
 
-def build_block_masks(tokens_T: Tensor, eot: int, window: Tensor, backward=True) -> list[BlockMask]:
+def build_block_masks(tokens_T: Tensor, eot: int, window: Tensor) -> list[BlockMask]:
     """The long and the short mask: a token sees itself and what came before it in its document and
     window. window is the long one in tokens, an int tensor on the device, so that it can grow
     without a recompile. It is rounded up to blocks, a query's own and those before; the short one
-    has half of them, at least one. backward adds the lists that FlexAttention's gradient reads."""
+    has half of them, at least one."""
     assert len(tokens_T) % BLOCK == 0, f"{len(tokens_T)} tokens are not whole blocks of {BLOCK}"
     position_T = torch.arange(len(tokens_T), dtype=torch.int32, device=tokens_T.device)
     # The position at which each token's document begins: all there is to know about documents.
@@ -280,12 +280,12 @@ def build_block_masks(tokens_T: Tensor, eot: int, window: Tensor, backward=True)
     def sees(batch, head, query, key):
         return (key <= query) & (begin_T[query] <= key)
 
-    # By blocks, with queries as rows and keys as columns. The first token of a query block sees the
-    # farthest back. A block off the diagonal without a border is seen whole: it needs no mask.
+    # The same by blocks. The first token of a query block sees the farthest back. A block off the
+    # diagonal in which no document begins or ends is seen whole, and needs no mask by token.
+    key_N = torch.arange(len(tokens_T) // BLOCK, dtype=torch.int32, device=tokens_T.device)
+    query_N1 = key_N[:, None]
     first_begin_N1 = begin_T[::BLOCK, None]
     last_begin_N1 = begin_T[BLOCK - 1::BLOCK, None]
-    key_N = position_T[:len(first_begin_N1)]
-    query_N1 = key_N[:, None]
     reachable_NN = (key_N <= query_N1) & (first_begin_N1 < (key_N + 1) * BLOCK)
     one_document_N1 = first_begin_N1 == last_begin_N1
     whole_NN = (key_N < query_N1) & (first_begin_N1 <= key_N * BLOCK) & one_document_N1
@@ -293,10 +293,10 @@ def build_block_masks(tokens_T: Tensor, eot: int, window: Tensor, backward=True)
     def mask(window_blocks: Tensor) -> BlockMask:
         seen_NN = reachable_NN & (query_N1 - key_N < window_blocks)
         partial_NN, full_NN = seen_NN & ~whole_NN, seen_NN & whole_NN
-        lists = [*ordered_blocks(partial_NN), *ordered_blocks(full_NN), None, None, None, None]
-        if backward:
-            lists[4:] = [*ordered_blocks(partial_NN.T), *ordered_blocks(full_NN.T)]
-        return BlockMask((len(tokens_T),) * 2, *lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=sees)
+        keys_of_queries = [*ordered_blocks(partial_NN), *ordered_blocks(full_NN)]
+        queries_of_keys = [*ordered_blocks(partial_NN.T), *ordered_blocks(full_NN.T)]
+        return BlockMask((len(tokens_T),) * 2, *keys_of_queries, *queries_of_keys,
+                         BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=sees)
 
     long = (window + BLOCK - 1) // BLOCK
     return [mask(long), mask((long // 2).clamp(min=1))]
@@ -308,26 +308,25 @@ def flex(mask: BlockMask, scale: float) -> Callable:
 def block_sparse(mask: BlockMask, scale: float) -> Callable:
     """Attention under the same mask in plain PyTorch, for devices on which FlexAttention has no
     gradient. Each query block gathers its key blocks: memory grows with T times the window."""
-    partial_N1 = mask.kv_num_blocks[0, 0][:, None]
-    listed_N1 = partial_N1 + mask.full_kv_num_blocks[0, 0][:, None]
-    N, M = len(listed_N1), int(listed_N1.max())
+    num_partial_N1 = mask.kv_num_blocks[0, 0][:, None]
+    num_seen_N1 = num_partial_N1 + mask.full_kv_num_blocks[0, 0][:, None]
+    N, M = len(num_seen_N1), int(num_seen_N1.max())
     # Each query block's key blocks: the partial ones, then the full ones, then anything.
-    slot_M = torch.arange(M, device=partial_N1.device)
-    full_NM = mask.full_kv_indices[0, 0].gather(1, (slot_M - partial_N1).clamp(min=0))
-    keys_NM = torch.where(slot_M < partial_N1, mask.kv_indices[0, 0, :, :M], full_NM)
-    token = torch.arange(BLOCK, device=partial_N1.device)
-    query = (torch.arange(N, device=partial_N1.device)[:, None] * BLOCK + token)[:, :, None, None]
-    key = (keys_NM[:, :, None] * BLOCK + token)[:, None]
-    seen = (slot_M < listed_N1)[:, None, :, None] & mask.mask_mod(0, 0, query, key)
+    slot_M = torch.arange(M, device=num_seen_N1.device)
+    full_NM = mask.full_kv_indices[0, 0].gather(1, (slot_M - num_partial_N1).clamp(min=0))
+    blocks_NM = torch.where(slot_M < num_partial_N1, mask.kv_indices[0, 0, :, :M], full_NM)
+    token = torch.arange(BLOCK, device=num_seen_N1.device)
+    query = torch.arange(N * BLOCK, device=num_seen_N1.device).view(N, BLOCK, 1, 1)
+    key = (blocks_NM[:, :, None] * BLOCK + token)[:, None]
+    seen = (slot_M < num_seen_N1)[:, None, :, None] & mask.mask_mod(0, 0, query, key)
     bias = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
     bias = bias.view(N, BLOCK, M * BLOCK)
-    keys = keys_NM.flatten()
 
     def attend(q_1HTK: Tensor, k_1HTK: Tensor, v_1HTK: Tensor) -> Tensor:
         _, H, T, K = q_1HTK.shape
 
         def gathered(x_1HTK: Tensor) -> Tensor:
-            blocks = x_1HTK.view(H, N, BLOCK, K).index_select(1, keys)
+            blocks = x_1HTK.view(H, N, BLOCK, K).index_select(1, blocks_NM.flatten())
             return blocks.view(H * N, M * BLOCK, K)
         q = q_1HTK.reshape(H * N, BLOCK, K)
         biases = bias.to(q.dtype).expand(H, N, BLOCK, -1).reshape(H * N, BLOCK, -1)
@@ -335,15 +334,14 @@ def block_sparse(mask: BlockMask, scale: float) -> Callable:
         return (scores.softmax(-1) @ gathered(v_1HTK)).view(1, H, T, K)
     return attend
 
-# ---------------------------- 5. Model
+# ---------------- 5. Model
 def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
 def token_before(x: Tensor, begins_T: Tensor) -> Tensor:
     """x[T, ...] of the token before each token, zero where a document begins."""
     one_in_front = (0, 0) * (x.ndim - 1) + (1, 0)
-    begins = begins_T.view(-1, *[1] * (x.ndim - 1))
-    return F.pad(x[:-1], one_in_front).masked_fill(begins, 0)
+    return F.pad(x[:-1], one_in_front).masked_fill(begins_T.view(-1, *[1] * (x.ndim - 1)), 0)
 
 class CastedLinear(nn.Linear):
     """A linear layer without bias whose weight is kept in float32 and cast at use. With fp8_scales
@@ -362,16 +360,16 @@ class CastedLinear(nn.Linear):
         return F.linear(x, self.weight.type_as(x))
 
 class Rotary(nn.Module):
-    """Rotary positions (arXiv:2104.09864) on the first half of a head's channels; the other half
-    carries none (record 2025-01). Channel i of the first quarter and of the second turn together:
-    x * cos + (x with both swapped) * sin, which compiles to one pass, as a torch.cat does not."""
+    """Rotary positions (arXiv:2104.09864) on half of a head's channels (record 2025-01): those of
+    its first and second quarter are rotated as pairs, the others stay (cos 1, sin 0). Written as
+    x * cos + (x with the pairs swapped) * sin, it is one pass when compiled."""
     def __init__(self, head_dim: int, max_seq_len: int, base: float):
         super().__init__()
         frequency = base ** -torch.linspace(0, 1, head_dim // 4, dtype=torch.float64)
         position = torch.arange(max_seq_len, dtype=torch.float64)  # float32 is off at 256K tokens
         cos, sin = (position[:, None] * frequency).cos(), (position[:, None] * frequency).sin()
         one, zero = torch.ones_like(cos), torch.zeros_like(cos)
-        shape = (max_seq_len, 1, 2, 2, head_dim // 4)  # 1 for all heads
+        shape = (max_seq_len, 1, 2, 2, head_dim // 4)  # position, head, half, quarter, channel
         cos = torch.stack((cos, cos, one, one), dim=1).float().view(shape)
         sin = torch.stack((sin, -sin, zero, zero), dim=1).float().view(shape)
         self.register_buffer("cos", cos, persistent=False)
@@ -383,14 +381,14 @@ class Rotary(nn.Module):
         return (x * self.cos[:T] + x.flip(3) * self.sin[:T]).type_as(x_THK).view(T, H, K)
 
 class LayerInput(NamedTuple):
-    """What a layer reads beside the residual stream."""
+    """What a layer reads beside the residual stream; the mixes are rows of parameters of GPT."""
     x0_TD: Tensor  # the embedded tokens
     begins_T: Tensor  # where a document begins
     residual_mix: Tensor  # weights of the stream and of x0
     value_mix: Tensor  # weights of the values and of their embedding
     value_embed: Tensor | None  # [T, H * K]
     rotary: Rotary
-    attend: Callable  # attention under the layer's mask
+    attend: Callable  # (q_1HTK, k_1HTK, v_1HTK) -> y_1HTK, under the layer's mask
 
 class CausalSelfAttention(nn.Module):
     """Attention with normed queries and keys, and embeddings of the tokens mixed into the values
@@ -405,18 +403,18 @@ class CausalSelfAttention(nn.Module):
         self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim)
         nn.init.zeros_(self.proj.weight)
 
-    def forward(self, x_TD: Tensor, layer: LayerInput) -> Tensor:
+    def forward(self, x_TD: Tensor, given: LayerInput) -> Tensor:
         T = len(x_TD)
         qk, v = self.qkv(x_TD).view(T, -1, self.head_dim).split(self.heads, dim=1)
-        q, k = layer.rotary(norm(qk)).chunk(2, dim=1)
+        q, k = given.rotary(norm(qk)).chunk(2, dim=1)
         if self.key_offset:
             placed, unplaced = k.chunk(2, dim=-1)
-            k = torch.cat((placed, token_before(unplaced, layer.begins_T)), dim=-1)
-        v = layer.value_mix[0] * v
-        if layer.value_embed is not None:
-            v = v + layer.value_mix[1] * layer.value_embed.view_as(v)
+            k = torch.cat((placed, token_before(unplaced, given.begins_T)), dim=-1)
+        v = given.value_mix[0] * v
+        if given.value_embed is not None:
+            v = v + given.value_mix[1] * given.value_embed.view_as(v)
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        y_1HTK = layer.attend(q, k, v)
+        y_1HTK = given.attend(q, k, v)
         return self.proj(y_1HTK.squeeze(0).transpose(0, 1).reshape(T, -1))
 
 class MLP(nn.Module):
@@ -435,20 +433,21 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(hp) if has_attention else None
         self.mlp = MLP(hp.model_dim)
 
-    def forward(self, x_TD: Tensor, layer: LayerInput) -> Tensor:
-        x_TD = layer.residual_mix[0] * x_TD + layer.residual_mix[1] * layer.x0_TD
+    def forward(self, x_TD: Tensor, given: LayerInput) -> Tensor:
+        x_TD = given.residual_mix[0] * x_TD + given.residual_mix[1] * given.x0_TD
         if self.attn is not None:
-            x_TD = x_TD + self.attn(norm(x_TD), layer)
+            x_TD = x_TD + self.attn(norm(x_TD), given)
         return x_TD + self.mlp(norm(x_TD))
 
 class GPT(nn.Module):
     """forward(tokens_T, targets_T, window) is the mean loss, in nats, over a sequence's tokens.
-    attend is flex or block_sparse; dtype is that of the embeddings, and so of every activation."""
+    attention is flex or block_sparse; dtype is that of the embeddings and so of all activations:
+    parameters in float32 are cast at use (type_as), or they would make the stream float32."""
     LOGITS_TOKENS = 65536  # tokens whose logits exist at once; a validation sequence has more
-    def __init__(self, hp: Hyperparameters, attend: Callable, dtype: torch.dtype = torch.float32):
+    def __init__(self, hp: Hyperparameters, attention: Callable, dtype=torch.float32):
         super().__init__()
         self.hp = hp
-        self.attend = attend
+        self.attention = attention
         self.eot = hp.vocab_size - 1
         L = len(hp.windows)
         V = math.ceil(hp.vocab_size / 64) * 64  # a padded vocabulary suits the matrix units
@@ -465,7 +464,7 @@ class GPT(nn.Module):
         self.residual_mix = nn.Parameter(torch.tensor([[1.0, 0.0]]).repeat(L, 1))
         self.value_mix = nn.Parameter(torch.tensor([[0.5, 0.5]]).repeat(L, 1))
         self.skip_weights = nn.Parameter(torch.ones(L // 2))
-        # For the gradient of a step's mean loss, of which a micro-batch has a share
+        # train_step divides the loss by micro_batches, and so the gradient.
         scales = (2.0, 2.0**9, 2.0**19 * hp.micro_batches)
         self.lm_head = CastedLinear(hp.model_dim, V, scales if hp.use_fp8 else None)
         nn.init.zeros_(self.lm_head.weight)
@@ -476,7 +475,7 @@ class GPT(nn.Module):
         x_TD = self.embed(tokens_T)
         if self.hp.pair_rows:
             before_T = F.pad(tokens_T[:-1], (1, 0), value=self.eot).masked_fill(begins_T, self.eot)
-            hash_T = before_T.long() * 2654435761 + tokens_T  # Knuth's multiplicative hash
+            hash_T = before_T.long() * 2654435761 + tokens_T  # a large prime spreads the pairs
             x_TD = x_TD + self.pair_embed(hash_T % self.hp.pair_rows)
         x_TD = norm(x_TD)
         if self.hp.smear:
@@ -487,8 +486,8 @@ class GPT(nn.Module):
         """x_TD as the head reads it. The layers form a U-Net (record 2024-11-11): each layer of the
         first half adds its output to the input of its mirror image in the second."""
         begins_T = tokens_T == self.eot
-        masks = zip("LS", build_block_masks(tokens_T, self.eot, window, self.attend is flex))
-        attends = {mark: self.attend(mask, self.hp.attention_scale) for mark, mask in masks
+        masks = zip("LS", build_block_masks(tokens_T, self.eot, window))
+        attends = {mark: self.attention(mask, self.hp.attention_scale) for mark, mask in masks
                    if mark in self.hp.windows}
         value_embeds = {number: embed(tokens_T) for number, embed in self.value_embeds.items()}
         residual_mixes = self.residual_mix.unbind()
@@ -501,8 +500,9 @@ class GPT(nn.Module):
             if i >= len(self.blocks) - half:
                 x_TD = x_TD + skip_weights.pop(0) * skips.pop()
             value_embed = value_embeds.get(self.hp.value_embeds[i])
-            x_TD = block(x_TD, LayerInput(x0_TD, begins_T, residual_mixes[i], value_mixes[i],
-                                          value_embed, self.rotary, attends[self.hp.windows[i]]))
+            given = LayerInput(x0_TD, begins_T, residual_mixes[i], value_mixes[i], value_embed,
+                               self.rotary, attends[self.hp.windows[i]])
+            x_TD = block(x_TD, given)
             if i < half:
                 skips.append(x_TD)
         return norm(x_TD)
@@ -513,8 +513,8 @@ class GPT(nn.Module):
         return 2 * c * torch.sigmoid(self.lm_head(x_TD).float() * (2 / c))
 
     def summed_loss(self, x_TD: Tensor, targets_T: Tensor) -> Tensor:
-        """The cross-entropies of the targets (none where -1), summed. Capped logits need no maximum
-        taken out of their exponentials: so this is one pass over them forward and one backward."""
+        """The cross-entropies, log sum exp(logits) - logit of the target, summed (0 for targets of
+        -1). Capped logits need no maximum subtracted first, which would be one more pass."""
         logits_TV = self.logits(x_TD)
         log_sum_T = logits_TV.exp().sum(-1).log().masked_fill(targets_T < 0, 0)
         nll_T = F.nll_loss(logits_TV, targets_T, reduction="none", ignore_index=-1)
@@ -525,7 +525,7 @@ class GPT(nn.Module):
         portions = zip(x_TD.split(self.LOGITS_TOKENS), targets_T.split(self.LOGITS_TOKENS))
         return torch.stack([self.summed_loss(*portion) for portion in portions]).sum() / len(x_TD)
 
-# ---------------------------- 6. FP8 linear
+# ---------------- 6. FP8 linear
 #
 # FP8 products take half the time of bf16 ones. A value has 8 bits: e4m3 (up to 448, 3 bits of
 # mantissa) for inputs and weights, e5m2 (up to 57344, 2 bits) for gradients, which spread more. It
@@ -539,11 +539,11 @@ def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     limit = torch.finfo(dtype).max  # casting more gives NaN, inf or this, by version and type
     return (x.float() * scale).clamp(-limit, limit).to(dtype)
 
-def fp8_matmul(a_MK: Tensor, b_NK: Tensor, scale: float, dtype: torch.dtype, fast: bool) -> Tensor:
+def fp8_matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast: bool) -> Tensor:
     """a @ b.T / scale, of contiguous FP8 matrices, in dtype. fast: sums of less precision."""
-    one = torch.full((), 1.0, device=a_MK.device)
-    inverse = torch.full((), 1 / scale, device=a_MK.device)
-    return torch._scaled_mm(a_MK, b_NK.T, one, inverse, out_dtype=dtype, use_fast_accum=fast)
+    one = torch.full((), 1.0, device=a.device)
+    inverse = torch.full((), 1 / scale, device=a.device)
+    return torch._scaled_mm(a, b.T, one, inverse, out_dtype=dtype, use_fast_accum=fast)
 
 class FP8Linear(torch.autograd.Function):
     """x_TD @ w_VD.T in x's type, by products in FP8 (record 2025-01-13). scales: the factors of
@@ -566,7 +566,7 @@ class FP8Linear(torch.autograd.Function):
         grad_w_VD = fp8_matmul(g8_VT, x8_DT, grad_scale * x_scale, torch.float32, False)
         return grad_x_TD, grad_w_VD, None
 
-# ---------------------------- 7. Optimizers
+# ---------------- 7. Optimizers
 def build_optimizers(model: nn.Module, hp: Hyperparameters, ranks: "Ranks") -> list["Optimizer"]:
     """The table of optimizers: a new parameter, learning rate or optimizer is one row."""
     params = dict(model.named_parameters())
@@ -583,7 +583,7 @@ def build_optimizers(model: nn.Module, hp: Hyperparameters, ranks: "Ranks") -> l
         Muon(named(r".*mlp\.proj\.weight"), hp.muon_lr, hp, ranks),        # [768, 3072]
         Adam(named(r"lm_head\.weight"), hp.head_lr, hp, ranks),            # [50304, 768]
         Adam(named(r".*embed.*"), hp.embed_lr, hp, ranks),               # [50304, 768]
-        Adam(named(scalars), hp.scalar_lr, hp, ranks),                     # [12, 2]
+        Adam(named(scalars), hp.scalar_lr, hp, ranks),                     # [12, 2], [6]
     ]
     owned = [name for optimizer in table for name in optimizer.params]
     for name in params:
@@ -592,56 +592,58 @@ def build_optimizers(model: nn.Module, hp: Hyperparameters, ranks: "Ranks") -> l
     return table
 
 class Optimizer:
-    """One row of the table, which updates its parameters {name: parameter} in three calls:
-    send_gradients, compute and apply(step). Each is made on all rows before the next, so that what
-    one sends travels while another computes."""
+    """One row of the table. A step calls send_gradients, compute and apply, each on all rows before
+    the next, so that what one row sends travels while another computes."""
     def __init__(self, params: dict, lr: float, hp: Hyperparameters, ranks: "Ranks"):
-        self.params = params
+        self.params = params  # {name: parameter}
         self.lr = lr  # at its peak
         self.hp = hp
         self.ranks = ranks
-        self.owned = list(params)  # names of the parameters whose state this rank keeps
-        self.kept = {}  # that state, {kind: a tensor for each of owned}: it goes into checkpoints
+        self.owned = list(params)  # names of the parameters whose state is on this rank
+        self.state = {}  # {kind: a tensor for each of owned}; checkpoints save and restore it
 
     def send_gradients(self):
-        """Launch the exchange of the gradients, which are to be summed over the ranks."""
-        self.sent = [self.ranks.all_reduce(p.grad) for p in self.params.values()]
+        """Start summing the gradients over the ranks."""
+        self.pending = [self.ranks.all_reduce(p.grad) for p in self.params.values()]
 
     def compute(self, step: int):
-        """Where the ranks share out the updates: compute some, and launch their exchange."""
+        """For optimizers that divide the work: compute this rank's updates, start sending them."""
 
-    def gathered(self, tensors):
-        """The tensors of a kind for all of params, from those that the ranks keep for owned."""
+    def apply(self, step: int):
+        """Update the parameters, by the schedules' values at this step."""
+
+    def gather(self, tensors):
+        """The tensors of a kind of state, of all ranks: one for each of params."""
         return tensors
 
 class Adam(Optimizer):
-    """Adam (arXiv:1412.6980) by the kernel of torch.optim.Adam, which would import the compiler."""
+    """Adam (arXiv:1412.6980), by torch.optim's kernel: torch.optim itself imports the compiler."""
     def __init__(self, params: dict, lr: float, hp: Hyperparameters, ranks: "Ranks"):
         super().__init__(params, lr, hp, ranks)
-        self.kept["exp_avg"] = [torch.zeros_like(p) for p in params.values()]
-        self.kept["exp_avg_sq"] = [torch.zeros_like(p) for p in params.values()]
-        self.kept["adam_steps"] = [torch.zeros((), device=ranks.device)] * len(params)  # one tensor
+        self.state["exp_avg"] = [torch.zeros_like(p) for p in params.values()]
+        self.state["exp_avg_sq"] = [torch.zeros_like(p) for p in params.values()]
+        self.state["adam_steps"] = [torch.zeros((), device=ranks.device)] * len(params)  # the same
 
     def apply(self, step: int):
-        for sent in self.sent:
-            sent.wait()
+        for exchange in self.pending:
+            exchange.wait()
         params = list(self.params.values())
-        self.kept["adam_steps"][0] += 1
+        self.state["adam_steps"][0] += 1
         beta1, beta2 = self.hp.adam_betas
-        torch._fused_adam_(params, [p.grad for p in params], self.kept["exp_avg"],
-                           self.kept["exp_avg_sq"], [], self.kept["adam_steps"],
+        torch._fused_adam_(params, [p.grad for p in params], self.state["exp_avg"],
+                           self.state["exp_avg_sq"], [], self.state["adam_steps"],
                            lr=self.lr * lr_scale(step, self.hp), beta1=beta1, beta2=beta2,
                            eps=self.hp.adam_eps, weight_decay=0, amsgrad=False, maximize=False)
 
 def compiled_on_cuda(function: Callable) -> Callable:
-    """function; on CUDA tensors compiled (and only then: importing the compiler takes seconds)."""
+    """function, compiled when it is first called on CUDA: importing the compiler takes seconds."""
     compiled = cache(lambda: torch.compile(function, dynamic=False, fullgraph=True))
     return lambda x, *args: (compiled() if x.is_cuda else function)(x, *args)
 
 @compiled_on_cuda
 def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
-    """For each matrix U S V^T of x[n, rows, cols] about U V^T, by a quintic iteration that is steep
-    at zero: singular values of 0.7 to 1.2 serve as well as 1 (Keller Jordan, record 2024-10)."""
+    """Approximately U V^T for each matrix U S V^T of x[n, rows, cols]: the singular values end up
+    between 0.7 and 1.2, by a quintic iteration steep at zero (Keller Jordan, record 2024-10)."""
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = x.size(1) > x.size(2)
     if tall:
@@ -654,65 +656,65 @@ def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
     return x.mT if tall else x
 
 def orthogonalize(x: Tensor, parts: int) -> Tensor:
-    """newton_schulz of each x[n, rows, cols], of its parts one by one. What is tall is scaled by
-    sqrt(rows / cols), so that an update changes outputs alike at any shape."""
+    """newton_schulz of x[n, rows, cols], each matrix as so many matrices below each other. Those
+    with more rows than columns are scaled by sqrt(rows / cols), to change outputs as much."""
     u = newton_schulz(x.unflatten(1, (parts, -1)).flatten(0, 1))
     return u.reshape(x.shape) * max(1, u.size(1) / u.size(2)) ** 0.5
 
 @compiled_on_cuda
 def even_rows(x: Tensor, squares: Tensor, beta2: float) -> Tensor:
-    """NorMuon (arXiv:2510.05491, record #41): each row of x[n, rows, cols] over the root of its
-    mean square, whose running mean squares[n, rows, 1] keeps. Each matrix keeps its norm."""
-    now = x.float().square().mean(-1, keepdim=True)
-    squares.lerp_(now, 1 - beta2)  # from zero on: the bias is that of all rows, and cancels below
+    """NorMuon (arXiv:2510.05491, record #41): divide each row of x[n, rows, cols] by the root of
+    its mean square, averaged over the steps in squares[n, rows, 1]; keep each matrix's norm."""
+    square = x.float().square().mean(-1, keepdim=True)
+    squares.lerp_(square, 1 - beta2)  # its bias is the same for all rows, and so it cancels below
     factor = (squares + 1e-10).rsqrt()
-    after = (now * factor.square()).sum(1, keepdim=True)
-    factor = factor * (now.sum(1, keepdim=True) / (after + 1e-10)).sqrt()
+    evened = (square * factor.square()).sum(1, keepdim=True)
+    factor = factor * (square.sum(1, keepdim=True) / (evened + 1e-10)).sqrt()
     return (x * factor).type_as(x)
 
 class Muon(Optimizer):
-    """Momentum, orthogonalized, for matrices of one shape, or of parts such as Q, K and V (Keller
-    Jordan et al., 2024). Each rank owns an equal share of them (zeros fill up the last ones'): it
-    gets their summed gradients, keeps their state, and sends their updates to all."""
+    """Momentum, orthogonalized (Keller Jordan et al., 2024), for matrices of one shape. parts: how
+    many matrices each one is, as Q, K and V. Each rank owns equally many, padded with zeros: it
+    receives their summed gradients, keeps their state and sends their updates to all ranks."""
     def __init__(self, params: dict, lr: float, hp: Hyperparameters, ranks: "Ranks", parts=1):
         super().__init__(params, lr, hp, ranks)
         shapes = {p.shape for p in params.values()}
         require(len(shapes) == 1, f"Muon takes matrices of one shape in a row, not {list(params)}")
         rows, cols = min(shapes)
         self.parts = parts
-        self.share = math.ceil(len(params) / ranks.world_size)
-        self.owned = self.owned[ranks.rank * self.share:(ranks.rank + 1) * self.share]
-        self.kept["momentum"] = torch.zeros(self.share, rows, cols, device=ranks.device)
-        self.kept["row_squares"] = torch.zeros(self.share, rows, 1, device=ranks.device)
+        self.per_rank = math.ceil(len(params) / ranks.world_size)
+        self.owned = self.owned[ranks.rank * self.per_rank:(ranks.rank + 1) * self.per_rank]
+        self.state["momentum"] = torch.zeros(self.per_rank, rows, cols, device=ranks.device)
+        self.state["row_squares"] = torch.zeros(self.per_rank, rows, 1, device=ranks.device)
 
     def send_gradients(self):
         grads = [p.grad for p in self.params.values()]
-        missing = self.share * self.ranks.world_size - len(grads)
+        missing = self.per_rank * self.ranks.world_size - len(grads)
         grads += [torch.zeros_like(grads[0])] * missing
-        self.grads, self.sent = self.ranks.reduce_scatter(torch.stack(grads))
+        self.grads, self.pending = self.ranks.reduce_scatter(torch.stack(grads))
 
     def compute(self, step: int):
-        self.sent.wait()
+        self.pending.wait()
         momentum = muon_momentum(step, self.hp)
-        self.kept["momentum"].lerp_(self.grads, 1 - momentum)
-        update = self.grads.lerp(self.kept["momentum"], momentum)  # Nesterov: one step ahead
+        self.state["momentum"].lerp_(self.grads, 1 - momentum)
+        update = self.grads.lerp(self.state["momentum"], momentum)  # Nesterov: one step ahead
         update = orthogonalize(update.to(getattr(torch, self.hp.dtype)), self.parts)
         if self.hp.muon_beta2:
-            update = even_rows(update, self.kept["row_squares"], self.hp.muon_beta2)
-        self.updates, self.sent = self.ranks.all_gather(update)
+            update = even_rows(update, self.state["row_squares"], self.hp.muon_beta2)
+        self.updates, self.pending = self.ranks.all_gather(update)
 
     def apply(self, step: int):
-        self.sent.wait()
+        self.pending.wait()
         for p, update in zip(self.params.values(), self.updates):
             p.add_(update, alpha=-self.lr * lr_scale(step, self.hp))
         self.grads = self.updates = None
 
-    def gathered(self, tensors: Tensor) -> Tensor:
-        tensors, sent = self.ranks.all_gather(tensors)
-        sent.wait()
+    def gather(self, tensors: Tensor) -> Tensor:
+        tensors, pending = self.ranks.all_gather(tensors)
+        pending.wait()
         return tensors
 
-# ---------------------------- 8. Ranks
+# ---------------- 8. Ranks
 # torch 2.13 renamed these and warns of the old names, which 2.11 needs.
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -726,19 +728,19 @@ class Ranks:
     world_size: int
     device: torch.device
 
-    def reduce_scatter(self, parts: Tensor) -> tuple:
+    def reduce_scatter(self, whole: Tensor) -> tuple:
         """(this rank's share of the first dimension, summed over the ranks; what to wait for)"""
         if self.world_size == 1:
-            return parts, DONE
-        share = parts.new_empty(len(parts) // self.world_size, *parts.shape[1:])
-        return share, REDUCE_SCATTER(share, parts, async_op=True)
+            return whole, DONE
+        share = whole.new_empty(len(whole) // self.world_size, *whole.shape[1:])
+        return share, REDUCE_SCATTER(share, whole, async_op=True)
 
     def all_gather(self, share: Tensor) -> tuple:
-        """(all ranks' shares of the first dimension; what to wait for)"""
+        """(all ranks' shares along the first dimension; what to wait for)"""
         if self.world_size == 1:
             return share, DONE
-        parts = share.new_empty(len(share) * self.world_size, *share.shape[1:])
-        return parts, ALL_GATHER(parts, share.contiguous(), async_op=True)
+        whole = share.new_empty(len(share) * self.world_size, *share.shape[1:])
+        return whole, ALL_GATHER(whole, share.contiguous(), async_op=True)
 
     def all_reduce(self, tensor: Tensor):
         """Sum over the ranks in place; returns what to wait for."""
@@ -768,14 +770,14 @@ def start_ranks(connect: bool = True) -> Ranks:
                             "interface by GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME") from None
     return Ranks(rank, world_size, device)
 
-# ---------------------------- 9. Run log and clock
+# ---------------- 9. Run log and clock
 SEPARATOR = "=" * 100
 
 class RunLog:
     """Rank 0's log file and console; on other ranks, which open none, writing does nothing."""
     file = path = None
     def open(self, path: Path, size: int = 0):
-        """Begin a log; or go on with one, of which what follows the first size bytes is cut off."""
+        """Begin a log; or cut one to its first size bytes, and append to it."""
         self.path = path
         self.folder = path.with_suffix("")  # of the checkpoints
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -792,19 +794,19 @@ class RunLog:
             print(text, flush=True)
 
     def step_line(self, kind: str, loss: float, step: int, seconds: float, hp: Hyperparameters):
-        """kind: train_loss of this step, or val_loss after it. seconds: of training until then."""
+        """Write a train_loss, or the val_loss after a step. UserError if it is not finite."""
         at = step if kind == "val_loss" else step - 1  # the first step has the schedules' start
         average = f"{1000 * seconds / step:.2f}" if step else "nan"
         self.write(f"step:{step}/{hp.num_iterations} {kind}:{loss:.4f} "
                    f"train_time:{1000 * seconds:.0f}ms step_avg:{average}ms "
                    f"tokens:{step * hp.micro_batches * hp.train_seq_len} "
                    f"lr:{lr_scale(at, hp):.3f} window:{window_tokens(at, hp)}")
-        require(math.isfinite(loss), f"step {step}: {kind} is {loss}; lower --muon_lr, --embed_lr "
-                "and --head_lr, or look at the data; the log and the checkpoints are kept")
+        require(math.isfinite(loss), f"step {step}: {kind} is {loss}; lower the learning rates "
+                "or look at the data; the log and the checkpoints are kept")
 
 class StepClock:
-    """Training time in seconds, between starts and stops with an idle device; and training losses
-    on their way to the log: on a GPU read two steps late, when that makes nothing wait."""
+    """Training time in seconds, which stops with an idle device; and the queue of training losses,
+    which on a GPU are read two steps late, so that the host does not wait for the newest."""
     def __init__(self, device: torch.device, elapsed: float, log: RunLog, hp: Hyperparameters):
         self.cuda = device.type == "cuda"
         self.elapsed = elapsed
@@ -854,31 +856,29 @@ def environment(plan: "Plan", ranks: Ranks) -> list[str]:
         query = "driver_version,clocks.sm,clocks.max.sm,power.limit,temperature.gpu"
         table = subprocess.getoutput(f"nvidia-smi --query-gpu={query} --format=csv").splitlines()
         lines += [f"gpu: {line}" for line in table]
-    length = plan.script.count("\n")
-    lines.append(f"script: sha256 {plan.script_hash} {length} lines")
+    lines.append(f"script: sha256 {plan.script_hash} {plan.script.count(chr(10))} lines")
     return [" ".join(line.split()) for line in lines]  # a name with a line break stays one line
 
-# ---------------------------- 10. Checkpoints
+# ---------------- 10. Checkpoints
 # One file has all that a run needs to go on, on any number of ranks: the weights, the optimizers'
 # state, the settings, and how long the log was. The two newest are kept.
-
 FACTS = ("step", "seconds", "log_bytes", "hyperparameters", "script", "data")
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Newest first."""
     return sorted(Path(folder).glob("step*.pt"), reverse=True)
 
-def training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict:
+def training_state(model: nn.Module, optimizers: list) -> dict:
     """{kind: {parameter's name: tensor}}, whole on every rank; weights are of the kind "model"."""
     state = {"model": {name: p.detach() for name, p in model.named_parameters()}}
     for optimizer in optimizers:
-        for kind, tensors in optimizer.kept.items():
-            tensors = optimizer.gathered(tensors)
+        for kind, tensors in optimizer.state.items():
+            tensors = optimizer.gather(tensors)
             state.setdefault(kind, {}).update(zip(optimizer.params, tensors))
     return state
 
 @torch.no_grad()
-def load_training_state(saved: dict, model: nn.Module, optimizers: list[Optimizer], ranks: Ranks):
+def load_training_state(saved: dict, model: nn.Module, optimizers: list, ranks: Ranks):
     """Give every rank the training state that rank 0 has saved."""
     state = training_state(model, optimizers)
     for kind, tensors in state.items():
@@ -891,13 +891,13 @@ def load_training_state(saved: dict, model: nn.Module, optimizers: list[Optimize
             if ranks.world_size > 1:
                 dist.broadcast(tensor, src=0)
     for optimizer in optimizers:
-        for kind, tensors in optimizer.kept.items():
+        for kind, tensors in optimizer.state.items():
             for name, tensor in zip(optimizer.owned, tensors):
                 tensor.copy_(state[kind][name])
 
-def save_checkpoint(step: int, seconds: float, state: dict, plan: "Plan", log: RunLog):
+def save_checkpoint(step: int, seconds: float, log_bytes: int, state: dict, plan, log: RunLog):
     """Under its name only when it is whole on the disk, so that what is there always loads."""
-    facts = dict(step=step, seconds=seconds, log_bytes=log.file.tell(), data=plan.data,
+    facts = dict(step=step, seconds=seconds, log_bytes=log_bytes, data=plan.data,
                  hyperparameters=asdict(plan.hp), script=plan.script_hash, script_path=sys.argv[0])
     path = log.folder / f"step{step:08}.pt"
     unfinished = log.folder / "unfinished"
@@ -924,8 +924,8 @@ def read_checkpoint(path: Path) -> dict:
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         require(set(FACTS) < set(saved), "it is not of this version of the script")
     except Exception as e:  # a damaged archive leads to many kinds
-        raise UserError(f"{path}: is damaged or no checkpoint ({first_line(e)}); delete it to go "
-                        "on from the one before it") from None
+        raise UserError(f"{path}: cannot be used ({first_line(e)}); if it is damaged, delete it to "
+                        "go on from the one before it") from None
     return saved
 
 def find_checkpoint(argument: str) -> tuple[Path, Path]:
@@ -937,11 +937,9 @@ def find_checkpoint(argument: str) -> tuple[Path, Path]:
     require(checkpoints, f"--resume={argument}: this run has saved no checkpoint; start it anew")
     require(path in (folder, checkpoints[0]) or path.suffix == ".log", f"--resume={argument}: "
             f"{checkpoints[0].name} is newer; resume from it, or delete it to give it up")
-    log = folder.with_name(f"{folder.name}.log")
-    require(log.is_file(), f"--resume={argument}: the run's log, {log}, is missing")
-    return checkpoints[0], log
+    return checkpoints[0], folder.with_name(f"{folder.name}.log")
 
-# ---------------------------- 11. Checks
+# ---------------- 11. Checks
 def check_settings(hp: Hyperparameters, world_size: int):
     """Refuse settings that contradict themselves or each other."""
     for f in fields(hp):
@@ -998,40 +996,41 @@ class Plan:
 
 def prepare(hp: Hyperparameters, command: argparse.Namespace, script: str, ranks: Ranks) -> Plan:
     """Every check that one process can do."""
-    checkpoint = log = None
+    checkpoint = log_path = None
     facts = {}
     if command.resume is not None:
-        checkpoint, log = find_checkpoint(command.resume)
+        checkpoint, log_path = find_checkpoint(command.resume)
         facts = {name: v for name, v in read_checkpoint(checkpoint).items() if name in FACTS}
         saved = {name: v for name, v in facts["hyperparameters"].items() if hasattr(hp, name)}
         hp = Hyperparameters(**saved | command.given)
     check_settings(hp, ranks.world_size)
     hp, notes = resolve(hp, ranks.device)
-    train, val = find_shards(hp.train_files), find_shards(hp.val_files)
-    held = sum(val.values()) - 1  # the first token is not predicted
+    train_shards = find_shards(hp.train_files)
+    val_shards = find_shards(hp.val_files)
+    held = sum(val_shards.values()) - 1  # the first token is not predicted
     hp = replace(hp, val_tokens=hp.val_tokens or held)
     if hp.seed < 0:
         hp = replace(hp, seed=int(np.random.default_rng().integers(2**31)))
     require(0 < hp.val_tokens <= held, f"--val_files={hp.val_files} holds {held} tokens to "
             f"predict, not {hp.val_tokens}: add shards, or lower --val_tokens (0 takes all)")
-    steps = len(list(islice(steps_of(train, hp), hp.num_iterations)))
+    steps = len(list(islice(steps_of(train_shards, hp), hp.num_iterations)))
     require(steps == hp.num_iterations, f"--train_files={hp.train_files} holds {steps} steps of "
             f"{hp.micro_batches * hp.train_seq_len} tokens, not {hp.num_iterations}: add shards, "
             "raise --epochs, or lower --num_iterations or --train_seq_len")
-    plan = Plan(hp, train, val, script, notes, checkpoint, log, facts)
+    plan = Plan(hp, train_shards, val_shards, script, notes, checkpoint, log_path, facts)
     if checkpoint:
-        length = facts["log_bytes"]
-        require(log.stat().st_size >= length, f"{log}: was cut to before {checkpoint.name}")
-        finished = b"\nfinal_val_loss: " in log.read_bytes()[length:]
-        require(facts["step"] < hp.num_iterations + (not finished), f"--resume={command.resume}: "
-                f"the run is finished, or past --num_iterations={hp.num_iterations}")
+        text = log_path.read_bytes()
+        require(len(text) >= facts["log_bytes"], f"{log_path}: was cut to before {checkpoint.name}")
+        finished = b"\nfinal_val_loss: " in text[facts["log_bytes"]:]
+        last = hp.num_iterations - int(finished)
+        require(facts["step"] <= last, f"--resume={command.resume}: the run is finished")
         then = dict(facts["hyperparameters"], script=facts["script"], data=facts["data"])
         for name, value in dict(asdict(hp), script=plan.script_hash, data=plan.data).items():
             if then.get(name) != value:
                 notes.append(f"changed: {name} was {then.get(name)} and is {value}")
     return plan
 
-# ---------------------------- 12. Main
+# ---------------- 12. Main
 def window_tensor(step: int, hp: Hyperparameters, ranks: Ranks) -> Tensor:
     # Filled, not copied, since a copy would wait for the device.
     return torch.full((), window_tokens(step, hp), dtype=torch.int32, device=ranks.device)
@@ -1048,16 +1047,16 @@ def evaluate(model, sequences: list, step: int, hp: Hyperparameters, ranks: Rank
     ranks.all_reduce(total).wait()
     return float(total) / hp.val_tokens
 
-def train_step(model, batches: list, optimizers: list[Optimizer], step: int, hp: Hyperparameters,
+def train_step(model, batches: list, optimizers: list, step: int, hp: Hyperparameters,
                ranks: Ranks) -> Tensor:
     """One step on this rank's micro-batches; returns the mean loss of all ranks'. It only launches
     work: nothing here waits for the device, and ranks talk after the last micro-batch only."""
     window = window_tensor(step, hp, ranks)
     loss = torch.zeros((), dtype=torch.float64, device=ranks.device)
     for inputs_T, targets_T in batches:
-        part = model(inputs_T, targets_T, window) / hp.micro_batches
-        part.backward()
-        loss += part.detach()
+        micro_loss = model(inputs_T, targets_T, window) / hp.micro_batches
+        micro_loss.backward()
+        loss += micro_loss.detach()
     with torch.no_grad():
         for optimizer in optimizers:
             optimizer.send_gradients()
@@ -1069,7 +1068,7 @@ def train_step(model, batches: list, optimizers: list[Optimizer], step: int, hp:
     ranks.all_reduce(loss).wait()
     return loss
 
-def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, ranks: Ranks):
+def warm_up(model, optimizers: list, hp: Hyperparameters, ranks: Ranks):
     """Compile and allocate by a step and a validation on random tokens; they are undone later."""
     def dummy(length: int) -> tuple[Tensor, Tensor]:
         tokens = torch.randint(hp.vocab_size, (length + 1,), device=ranks.device)
@@ -1095,14 +1094,14 @@ def train(plan: Plan, ranks: Ranks, log: RunLog):
               f"{hp.micro_batches} x {hp.train_seq_len} tokens a step, {ranks.world_size} rank(s)")
     began = time.perf_counter()
     start = copy.deepcopy(training_state(plain, optimizers))
-    if plan.checkpoint and ranks.rank == 0:  # whose start is that of all
+    if plan.checkpoint and ranks.rank == 0:  # which gives all ranks its start, after the warmup
         start = read_checkpoint(plan.checkpoint)
     warm_up(model, optimizers, hp, ranks)
     load_training_state(start, plain, optimizers, ranks)
     del start
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-        torch.compiler.set_stance("fail_on_recompile")  # under the clock that is an error
+        torch.compiler.set_stance("fail_on_recompile")  # scheduled numbers go in as tensors
     log.write(f"warmup: {time.perf_counter() - began:.1f} s, untimed")
     first = plan.facts.get("step", 0)
     batches = train_batches(plan.train, hp, ranks, log, first)
@@ -1113,16 +1112,17 @@ def train(plan: Plan, ranks: Ranks, log: RunLog):
         saves = hp.save_every and step > first and (last or step % hp.save_every == 0)
         validates = last or (hp.val_loss_every and step % hp.val_loss_every == 0)
 
-        # Untimed: save and validate
+        # Untimed: validate and save
         if saves or validates:
             clock.stop()
-            if saves:
-                state = training_state(plain, optimizers)
-                if ranks.rank == 0:
-                    save_checkpoint(step, clock.elapsed, state, plan, log)
+            log_bytes = log.file.tell() if log.file else 0  # a resumed run validates again
             if validates:
                 val_loss = evaluate(model, val_sequences, step, hp, ranks)
                 log.step_line("val_loss", val_loss, step, clock.elapsed, hp)
+            if saves:
+                state = training_state(plain, optimizers)
+                if ranks.rank == 0:
+                    save_checkpoint(step, clock.elapsed, log_bytes, state, plan, log)
             if last:
                 break
             clock.start()
@@ -1158,9 +1158,10 @@ def begin_log(log: RunLog, plan: Plan, ranks: Ranks):
 def end_at_signals(log: RunLog):
     """Have a signal end the run at once; on rank 0 with a line on how to go on with it."""
     def end(number, frame):
-        newest = [str(path) for path in checkpoints_in(log.folder)[:1]] or "nothing"
-        os.write(2, f"error: stopped by {signal.Signals(number).name} with {newest[0]} saved, from "
-                    f"which --resume={log.path} goes on\n".encode())
+        said = f"error: stopped by {signal.Signals(number).name}"
+        for newest in checkpoints_in(log.folder)[:1]:
+            said += f"; {newest} is saved, and --resume={log.path} goes on from it"
+        os.write(2, f"{said}\n".encode())
         os._exit(128 + number)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end if log.file else signal.SIG_DFL)

@@ -1,18 +1,33 @@
-#!/usr/bin/env python3
-"""Read the logs of NanoGPT speedruns and say what was changed, whether it is faster, whether it is better, how surely.
+"""Read the logs of NanoGPT speedruns: what was changed, is it faster, is it better, how surely.
 
-    python records/compare.py records/*.log                        one setting: every run, mean, spread, p-value
-    python records/compare.py NEW.log NEW2.log --vs records/base   two settings: what differs, loss, time, verdict
-    python records/compare.py new/ --vs base/ --plot new.png       the same, drawn
-    python records/compare.py --update-readme                      the table of this repository's records
+    python records/compare.py records/*.log                       one setting: runs, spread, p-value
+    python records/compare.py NEW.log NEW2.log --vs records/base  two settings and a verdict
+    python records/compare.py new/ --vs base/ --plot new.png      the same, drawn
+    python records/compare.py --update-readme                     the table in records/README.md
 
-A log is a file of this project (hyperparameters, environment, source, steps) or any published log of the speedrun since
-May 2024; a folder stands for every .log and .txt below it. The runs named first are A, those after --vs are B, the
-baseline: "B -> A" and A - B throughout. Only finished runs with a finite loss enter the statistics; the others are
-listed and counted. Exit status: 0 all read, 1 some input was no log (the rest is still reported), 2 wrong usage.
+A log is a file of this project (settings, environment, source, steps) or any published log of the
+speedrun since May 2024; a folder stands for every .log and .txt below it. The runs named first are
+A, those after --vs are B, the baseline: "B -> A" and A - B throughout. Only finished runs with a
+finite loss enter the statistics, and none that was resumed with other settings as long as there are
+others; what is left out is named. --update-readme keeps the table's last column, where one writes
+by hand what a folder's runs were asked and what came out. Exit status: 0 all read, 1 some input was
+no log (the rest is still reported), 2 wrong usage.
+
+--json prints one object, with null for what the logs do not say or too few runs cannot say:
+  version: 1; target: the loss to reach; unread: a line for each input that was no log
+  sides: A, or A and B: label, warnings, independent, mixed, diverged, used (names of the runs in
+    the statistics), target_reached (step and seconds of each run), loss and seconds (n, mean, sd,
+    interval: 95 % of the mean; of loss p: one-sided t-test, and needed: runs for p < 0.01), runs:
+    name, path, steps, total, seconds, untimed (steps), tokens, ms_per_step, loss, finished,
+    diverged, changed (on resuming), validations (rows of step, seconds, tokens, loss), hardware,
+    torch, ranks, seed, hyperparameters, environment and end (as logged), source (its sha256)
+  comparison: hyperparameters, environment (rows of name, values in B, in A), source (a diff), loss
+    and seconds (difference A - B, interval, p), equal (by step, tokens, training time: rows of x,
+    n, a, b, difference, interval, p), same_batch, warnings, verdict
 """
 
 import argparse
+import ast
 import difflib
 import glob
 import hashlib
@@ -23,450 +38,422 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections import Counter
-from dataclasses import asdict, dataclass, field
+import warnings
+from collections import Counter, namedtuple
 from pathlib import Path
 
 import numpy as np
 from scipy import stats
 
-TARGET, GPT2_VOCABS = 3.28, ("50257", "50304")  # the target is a loss over the GPT-2 vocabulary, and means nothing else
-ALPHA = 0.01                                    # the speedrun's level of significance
+TARGET = 3.28                     # a loss over the GPT-2 vocabulary; over another it means nothing
+ALPHA = 0.01                      # the speedrun's level of significance
 WIDTH = 100
 RECORDS = Path(__file__).resolve().parent
-MARKERS = "<!-- table: compare.py --update-readme -->", "<!-- end of table -->"
-
+MARKERS = ("<!-- table: compare.py --update-readme -->", "<!-- end of table -->")
 
 class BadInput(Exception):
     """What a user can cause: the message is one line."""
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Reading
+# ---- The parts of a file -------------------------------------------------------------------------
+# A source may quote logs and a sample may look like one: both are passed over before reading on.
 
 LINE = "=" * 100
-SEPARATOR = re.compile(LINE + r"(?<=\n={100})[ \t\r]*(?:\n|\Z)")  # patterns that begin with literal text search fast
-STEP = re.compile(r"^step:(\d+)/(\d+) (?:(train|val)_loss:(\S+) )?(?:val_\w+:\S+ )*train_time:([\d.]+)(ms|s) "
-                  r"step_avg:(nan|[\d.]+)ms((?: \S+:\S+)*)[ \t\r]*$", re.M)
-LLMC = re.compile(r"^s:(\d+) (tel|trl):(\S+)(?: lr:\S+ norm:\S+)?[ \t\r]*$", re.M)  # 2024-05: no total, no clock
-LOG_LINE = re.compile(r"^s(?:tep:\d+/\d+ .*train_time:|:\d+ t[er]l:)", re.M)
-RESUMED = re.compile(r"\nresumed\b.*")
-LISTING = re.compile(r"^(?:import |from \S+ import |\"\"\"|'''|#!|def |class |with open\()", re.M)  # begins a source
-CODE = re.compile(r"^(?:    .*|(?:import|from|def|class|if|for|with|return) .*|[\"']{3})$", re.M)
-HYPERPARAMETER = re.compile(r"^(\w+) = (.*?)\s*$", re.M)
-KEY_VALUE = re.compile(r"^([A-Za-z][\w ./%-]{0,40}): +(\S.*?)\s*$", re.M)
-GPU_ROW = re.compile(r"^\|\s+\d+\s+((?:NVIDIA|Tesla|GeForce|AMD).*?)\s+(?:On|Off)\s+\|", re.M)
-FOREIGN_ENVIRONMENT = {"python": re.compile(r"^Running Python (\S+)", re.M | re.I),
-                       "torch": re.compile(r"^Running PyTorch (\S+)", re.M | re.I),
-                       "cuda": re.compile(r"^Running PyTorch .*CUDA (\S+)", re.M | re.I),
-                       "triton": re.compile(r"^Running Triton version (\S+)", re.M | re.I),
-                       "driver": re.compile(r"Driver Version: (\S+)")}
+SEPARATOR = re.compile(rf"(?m)^{LINE}[ \t]*(?:\n|\Z)")
+LOG_LINE = re.compile(r"(?m)^s(?:tep:\d+/\d+ .*train_time:|:\d+ t[er]l:)")
+AFTER_LINES = re.compile(rf"(?m)^(?:sample:|{LINE})[ \t]*$")  # in our logs: a model's text
+SETTING = re.compile(r"(?m)^(\w+) = (.*)$")
+KEY_VALUE = re.compile(r"(?m)^([A-Za-z][\w ./%-]{0,40}): +(\S.*)$")
+SCRIPT = re.compile(r"(?ma)^script: sha256 ([0-9a-f]{64}) (\d{1,9}) lines\s*\Z")
+LISTING = re.compile(  # how a source begins
+    r"(?m)^(?:import |from \S+ import |\"\"\"|'''|#!|def |class |with open\()")
+SCANNER = re.compile(  # goes over Python's comments and strings, so a mark is found outside of them
+    r"(?ms)#[^\n]*"
+    r"|(\"\"\"|''')(?:\\.|[^\\])*?(?:\1|\Z)"
+    r"|\"(?:\\.|[^\"\\\n])*\"?"
+    r"|'(?:\\.|[^'\\\n])*'?"
+    r"|^(?P<mark>step:\d+/\d+ [^\n]*train_time:[^\n]*|s:\d+ t[er]l:[^\n]*|Running [Pp]y|"
+    rf"(?:{LINE}|sample:)[ \t]*$)")
+FOREIGN_SETTINGS = re.compile(r"(?m)^class Hyperparameters.*:\n((?:[ \t].*\n|\n)*)")
+FOREIGN_SETTING = re.compile(r"(?m)^[ \t]+(\w+)[ \t]*(?::[^=\n]+)?=[ \t]*([^#\n]*[^#\s])")
+FOREIGN_VERSION = re.compile(
+    r"(?i)\b(?:py)?(python|torch|triton|cuda|driver)(?: version)?:? (\d[\w.+]*)")
+FOREIGN_GPU = re.compile(r"(?m)^\| +\d+ +((?:NVIDIA|Tesla|GeForce|AMD)(?: \S+)*) +(?:On|Off) +\|")
 
-
-@dataclass
-class Run:
-    """One run. A validation is (step, seconds or None, tokens or None, loss)."""
-    name: str
-    path: str
-    steps: int = 0                  # the last one logged
-    total: int | None = None        # the steps it set out to do, where the log says so
-    seconds: float | None = None
-    tokens: int | None = None
-    untimed: int = 0                # steps at the start that the clock left out
-    diverged: bool = False          # the last loss in the log is not finite
-    validations: list = field(default_factory=list)
-    hyperparameters: dict = field(default_factory=dict)
-    environment: dict = field(default_factory=dict)
-    end: dict = field(default_factory=dict)  # what the log says after the last step: peak memory, throughput
-    source: str = ""
-
-    @property
-    def finished(self):
-        return bool(self.validations) and (self.total is None or self.validations[-1][0] >= self.total)
-
-    @property
-    def loss(self):
-        return self.validations[-1][3] if self.validations else None
-
-    @property
-    def counts(self):
-        """Whether the run enters the statistics."""
-        return self.finished and not self.diverged
-
-    @property
-    def ms_per_step(self):
-        timed = self.steps - self.untimed
-        return 1000 * self.seconds / timed if self.seconds and timed > 0 else None
-
-    @property
-    def hardware(self):
-        env = self.environment
-        found = next((env[key] for key in ("gpus", "cpu", "device") if env.get(key, "none") not in ("none", "0")), None)
-        return found and re.sub(r"^(\d+) ?x ", r"\1x ", found.replace("NVIDIA ", ""))
-
-    @property
-    def place(self):
-        """What must agree before times compare; a GPU's power limit and highest clocks where the log has them."""
-        return (self.hardware, self.ranks, *(f"{key}: {value}" for key, value in sorted(self.environment.items())
-                                             if key in ("nodes", "threads") or key.startswith("gpu ")))
-
-    @property
-    def validated_on(self):
-        """What must agree before losses compare: vocabulary and validation tokens, by content and not by path."""
-        data = re.findall(r"val\S* (\d+ tokens(?: sha\w* \w+)?)", self.environment.get("data", ""))
-        return tuple(sorted(data)), self.hyperparameters.get("val_tokens"), self.hyperparameters.get("vocab_size")
-
-    @property
-    def ranks(self):
-        return self.environment.get("ranks") or self.environment.get("world size")
-
-    @property
-    def seed(self):
-        return self.environment.get("seed") or self.hyperparameters.get("seed")
-
-    def reached(self, target):
-        """(step, seconds or None) where the validation loss first meets the target, on the straight line from the
-        validation before; None if it never does."""
-        before = None
-        for step, seconds, _, loss in self.validations:
-            if loss <= target:
-                if before is None or loss == before[2]:
-                    return float(step), seconds
-                part = (before[2] - target) / (before[2] - loss)
-                return (before[0] + part * (step - before[0]),
-                        None if seconds is None else before[1] + part * (seconds - before[1]))
-            before = (step, seconds, loss) if math.isfinite(loss) else None
-        return None
-
+def marks_in(text):
+    """What no Python can be, in order: separators, log lines and the like outside of strings."""
+    return (match for match in SCANNER.finditer(text) if match["mark"])
 
 def key_values(text):
     """`key: value` lines; the values of a key that comes several times, joined."""
     found = {}
     for key, value in KEY_VALUE.findall(text):
-        found[key.lower()] = f"{found[key.lower()]}; {value}" if key.lower() in found else value
-    return found
+        found.setdefault(key.lower(), []).append(value.strip())
+    return {key: "; ".join(values) for key, values in found.items()}
 
+def own_part(text):
+    """(settings, environment, source, step lines) of this project's log; None if it is none. The
+    source ends after the number of lines that the environment names, in older logs at the first
+    separator outside of its strings."""
+    settings, *parts = SEPARATOR.split(text, 2)
+    if len(parts) < 2 or not re.fullmatch(r"(?:\w+ = .*\n)+", settings):
+        return None
+    environment = key_values(parts[0])
+    environment.pop("script", None)  # the source itself is compared
+    gpus = [row.split(", ") for row in environment.pop("gpu", "").split("; ")]
+    for column, *values in zip(*gpus):  # keep what does not change from minute to minute
+        if not re.match(r"index|name|clocks\.current|temperature|$", column):
+            environment[f"gpu {column}"] = ", ".join(sorted(set(values)))
+    text = parts[1]
+    counted = SCRIPT.search(parts[0])
+    if counted:
+        end = len(text) - len(text.split("\n", int(counted[2]))[-1])
+        ends = [end, end + 1]  # + 1: the source may end in a newline, and one more is written
+    else:
+        ends = [mark.start() for mark in marks_in(text)]
+    separator = next(filter(None, (SEPARATOR.match(text, end) for end in ends)), None)
+    if not separator:
+        return {}, {}, "", ""
+    source = text[:separator.start()][:-1]
+    if counted and hashlib.sha256(f"{source}\n".encode()).hexdigest() == counted[1]:
+        source += "\n"  # which was not written
+    lines = AFTER_LINES.split(text[separator.end():])[0]
+    return dict(SETTING.findall(settings)), environment, source, lines
 
-def own_environment(text):
-    """The environment section of this project's log; of its table of GPUs, what does not change from minute to minute."""
-    found = key_values(text)
-    if "," in (rows := found.pop("gpu", "")):
-        for column, *values in zip(*(row.split(", ") for row in rows.split("; "))):
-            if not column.startswith(("index", "name", "clocks.current", "temperature")):
-                found[f"gpu {column}"] = ", ".join(sorted(set(values)))
-    return found
+def foreign_parts(text):
+    """Yield (settings, environment, source, step lines) of a published log, for each source in it;
+    before the step lines there can be a source, an environment, both or none."""
+    found = []   # environment, source, step lines
+    start = 0    # of what stands before the step lines to come
+    others = []  # marks in it
+    for mark in marks_in(text):
+        if mark["mark"].startswith("sample"):
+            break
+        if not LOG_LINE.match(mark["mark"]):
+            others.append(mark.start())
+            continue
+        listing = LISTING.search(text, start, mark.start()) if others or not found else None
+        if listing or not found:
+            begin = listing.start() if listing else mark.start()
+            end = next((at for at in others if at > begin), mark.start())
+            found.append((text[start:begin] + text[end:mark.start()], text[begin:end], []))
+        found[-1][2].append(mark["mark"])
+        start = mark.end()
+        others = []
+    for said, source, lines in found:
+        settings = FOREIGN_SETTINGS.search(source)
+        settings = FOREIGN_SETTING.findall(settings[1]) if settings else []
+        environment = {key.lower(): value for key, value in FOREIGN_VERSION.findall(said)[::-1]}
+        gpus = Counter(FOREIGN_GPU.findall(said))
+        if gpus:
+            environment["gpus"] = ", ".join(f"{n}x {gpu.rstrip()}" for gpu, n in gpus.items())
+        yield dict(settings), environment, source.rstrip("\n"), "\n".join(lines)
 
+# ---- Runs ----------------------------------------------------------------------------------------
 
-def foreign_environment(text):
-    found = {key: pattern.search(text) for key, pattern in FOREIGN_ENVIRONMENT.items()}
-    found = {key: match[1].rstrip("|") for key, match in found.items() if match}
-    gpus = GPU_ROW.findall(text)
-    return found | {"gpus": ", ".join(f"{n}x {name}" for name, n in Counter(gpus).items())} if gpus else found
+NUMBER = r"\d{1,15}(?:\.\d{0,15})?"
+STEP = re.compile(
+    rf"(?ma)^step:(\d{{1,15}})/(\d{{1,15}}) (?:(train|val)_loss:(nan|-?inf|-?{NUMBER}) )?"
+    rf"(?:val_\w+:\S+ )*train_time:(nan|{NUMBER})(ms|s) step_avg:(nan|{NUMBER})ms"
+    r"(?: tokens:(\d{1,18}))?(?: [^\s:]+:\S+)*[ \t]*$")
+LLMC = re.compile(r"(?m)^s:(\d+) (tel|trl):(\S+)(?: lr:\S+ norm:\S+)?[ \t]*$")  # May 2024
+LLMC_KINDS = {"tel": "val", "trl": "train"}
+RESUMED = re.compile(r"(?m)^resumed\b.*$")
+CHANGED = re.compile(  # what a result can depend on; the second form is older
+    r"(?m)^(?:changed: (?!(?:--)?(?:name|records|save_every) )|note: resumed although )(.*)$")
+# None where a step line does not say; kind is val, train or empty.
+Line = namedtuple("Line", "step seconds tokens loss kind total ms_per_step")
 
+class Run:
+    """One run, as its log tells it: its step lines, what its file says of it, and the lines of text
+    that they stand in. validations holds (step, seconds or None, tokens or None, loss)."""
 
-def foreign_hyperparameters(source):
-    body = re.search(r"^class Hyperparameters.*?:\n((?:[ \t]+.*\n|[ \t\r]*\n)*)", source, re.M)
-    return dict(re.findall(r"^[ \t]+(\w+)[ \t]*(?::[^=\n]+)?=[ \t]*(.*?)[ \t]*(?:#.*)?$", body[1], re.M)) if body else {}
+    def __init__(self, name, path, lines, text, given, said, source):
+        self.name = name
+        self.path = str(path)
+        self.hyperparameters = given
+        self.environment = said
+        self.source = source
+        self.changed = CHANGED.findall(text)  # what was set anew when it was resumed
+        self.end = key_values(LOG_LINE.split(text)[-1].partition("\n")[2])
+        last = lines[-1]
+        self.steps = last.step
+        self.total = last.total  # the steps it set out to do
+        self.seconds = last.seconds
+        self.tokens = last.tokens
+        self.untimed = untimed_steps(lines)  # at the start, that the clock left out
+        self.validations = [
+            line._replace(seconds=0.0)[:4] if line.step <= self.untimed > 0 else line[:4]
+            for line in lines if line.kind == "val"]
+        self.loss = self.validations[-1][3] if self.validations else None
+        ends = [loss for loss in (last.loss, self.loss) if loss is not None]
+        self.diverged = not np.isfinite(ends).all()
+        self.finished = bool(self.validations) and self.validations[-1][0] >= (self.total or 0)
+        timed = self.steps - self.untimed
+        self.ms_per_step = 1000 * self.seconds / timed if self.seconds and timed > 0 else None
+        devices = [said.get(key, "none") for key in ("gpus", "cpu", "device")]
+        device = next((device for device in devices if device not in ("none", "0")), "")
+        self.hardware = re.sub(r"^(\d+) ?x ", r"\1x ", device.replace("NVIDIA ", "")) or None
+        self.torch = said.get("torch", "").partition(",")[0] or None
+        self.ranks = said.get("ranks") or said.get("world size")
+        self.seed = said.get("seed") or given.get("seed")
+        # What must agree before times compare, and before losses do: data by content, not by path.
+        self.place = (self.hardware, self.ranks, *(
+            item for item in sorted(said.items())
+            if item[0] in ("nodes", "threads") or item[0].startswith("gpu ")))
+        shards = re.findall(r"val\S* (\d+ tokens(?: sha\w* \w+)?)", said.get("data", ""))
+        self.validated_on = (given.get("val_tokens"), given.get("vocab_size"), *sorted(shards))
 
-
-def sections(text):
-    """Yield (hyperparameters, environment, source, steps) for each stretch of step lines in the text of a file."""
-    blocks = SEPARATOR.split("\n" + text)
-    blocks[0] = blocks[0][1:]
-    if len(blocks) >= 4 and HYPERPARAMETER.search(blocks[0]) and not LISTING.search(blocks[0]):
-        # This project's log. The source may hold anything, separators included, so the steps follow the last of them.
-        source = (LINE + "\n").join(blocks[2:-1])
-        yield dict(HYPERPARAMETER.findall(blocks[0])), own_environment(blocks[1]), source.rstrip("\n"), blocks[-1]
-        return
-    source, environment, known = "", "", {}
-    while blocks:
-        block = blocks.pop(0)
-        starts, first = LISTING.search(block), LOG_LINE.search(block)
-        if starts and (not first or starts.start() < first.start()):  # a source, and the log lines in it are quotations
-            while block.count('"""') % 2 and (closing := next((i for i, b in enumerate(blocks, 1) if '"""' in b), 0)) and (
-                    not any(map(foreign_environment, blocks[:closing]))):  # the separators before it stand in a string
-                block, blocks = f"{LINE}\n".join([block, *blocks[:closing]]), blocks[closing:]
-            # where no separator ends it, what follows its last line of code can still be the log
-            end = len(block) if blocks else max((m.end() for m in CODE.finditer(block)), default=0)
-            source, environment, known, block, starts = block[:end].rstrip("\n"), "", {}, block[end:], None
-        head = block[:starts.start()] if starts and blocks else block
-        if first := LOG_LINE.search(head):
-            known = foreign_environment(environment + head[:first.start()]) or known
-            yield foreign_hyperparameters(source), known, source, head
-            environment = ""
-        else:
-            environment += head
-        if starts and blocks:                               # the run is over and the source of a further one begins
-            source, environment, known = block[starts.start():].rstrip("\n"), "", {}
-
+    def reached(self, target):
+        """(step, seconds or None) where the validation loss first meets the target, on the straight
+        line from the validation before; None if it never does."""
+        hit = next((i for i, point in enumerate(self.validations) if point[3] <= target), None)
+        if hit is None:
+            return None
+        step, seconds, _, loss = self.validations[hit]
+        before = self.validations[hit - 1]
+        if hit and math.isfinite(before[3]):
+            back = (target - loss) / (before[3] - loss)
+            step -= back * (step - before[0])
+            if None not in (seconds, before[1]):
+                seconds -= back * (seconds - before[1])
+        return float(step), seconds
 
 def split_runs(text):
-    """The step lines of a text, a list a run: (step, total, "train" or "val", loss, time, unit, step_avg, extras)."""
+    """The step lines of a text as one list a run: a step that goes back begins another run, except
+    after a line that says the run was resumed; then the steps that are done again are replaced."""
+    text = LLMC.sub(lambda line: f"step:{line[1]}/0 {LLMC_KINDS[line[2]]}_loss:{line[3]} "
+                                 "train_time:nanms step_avg:nanms", text)
     runs = []
-    for i, piece in enumerate(RESUMED.split(text)):
-        resumed = i > 0
-        lines = STEP.findall(piece) or [(step, "", {"tel": "val", "trl": "train"}[kind], loss, "", "", "nan", "")
-                                        for step, kind, loss in LLMC.findall(piece)]
-        for line in lines:
-            step, validates = int(line[0]), line[2] == "val"
-            if not runs or not resumed and (step < last or validates and step == validated):
+    validated = None
+    for number, part in enumerate(RESUMED.split(text)):
+        resumed = number > 0
+        for step, total, kind, loss, time, unit, ms_per_step, tokens in STEP.findall(part):
+            seconds = float(time) / (1000 if unit == "ms" else 1)
+            line = Line(int(step), None if time == "nan" else seconds,
+                        int(tokens) if tokens else None, float(loss) if kind else None, kind,
+                        int(total) or None, float(ms_per_step))
+            again = kind == "val" and line.step == validated
+            if runs and resumed:
+                runs[-1] = [old for old in runs[-1] if old.step < line.step]
+            elif not runs or line.step < runs[-1][-1].step or again:
                 runs.append([])
-                validated = None
-            elif resumed and step <= last:  # the steps after the checkpoint are done again
-                runs[-1] = [old for old in runs[-1] if int(old[0]) < step]
             runs[-1].append(line)
-            last, resumed = step, False
-            if validates:
-                validated = step
+            validated = line.step if kind == "val" else validated
+            resumed = False
     return runs
-
-
-def seconds_of(line):
-    return float(line[4]) / (1000 if line[5] == "ms" else 1) if line[4] else None
-
-
-def tokens_of(line):
-    found = re.search(r" tokens:(\d+)", line[7])
-    return int(found[1]) if found else None
-
-
-def loss_of(line):
-    try:
-        return float(line[3])
-    except ValueError:
-        return math.nan
-
 
 def untimed_steps(lines):
-    """10 or 0: until 2025-01 the first ten steps were free, the clock restarts at step 11 and step_avg excludes them."""
+    """10 or 0: until January 2025 the first ten steps were free; the clock restarts at step 11 and
+    step_avg leaves them out."""
     for line in lines:
-        if int(line[0]) > 11 and line[6] != "nan" and float(line[6]) > 0:
-            return 10 if abs(int(line[0]) - 1000 * seconds_of(line) / float(line[6]) - 10) < 2 else 0
+        if line.step > 11 and line.seconds and line.ms_per_step > 0:
+            return 10 if abs(line.step - 1000 * line.seconds / line.ms_per_step - 10) < 2 else 0
     return 0
 
-
 def runs_in(path, name):
-    """The runs a file holds, in order."""
+    """The runs a file holds, in order. Raises BadInput where it holds none."""
     try:
         data = Path(path).read_bytes()
-    except OSError as e:
-        raise BadInput(f"{path}: cannot be read ({e.strerror})") from None
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read ({error.strerror})") from None
     if b"\0" in data[:4096]:
         raise BadInput(f"{path}: no log (not a text file)")
+    text = data.decode("utf-8-sig", "replace").replace("\r\n", "\n")
+    own = own_part(text)
     runs = []
-    for hyperparameters, environment, source, text in sections(data.decode("utf-8", "replace")):
-        for lines in split_runs(text):
-            untimed = untimed_steps(lines)
-            runs.append(Run(
-                name, str(path), int(lines[-1][0]), int(lines[-1][1] or 0) or None, seconds_of(lines[-1]),
-                tokens_of(lines[-1]), untimed, bool(lines[-1][2]) and not math.isfinite(loss_of(lines[-1])),
-                [(int(line[0]), 0.0 if untimed and int(line[0]) <= untimed else seconds_of(line), tokens_of(line),
-                  loss_of(line)) for line in lines if line[2] == "val"],
-                hyperparameters, environment, source=source))
-        if runs:
-            last = max(text.rfind("\nstep:"), text.rfind("\ns:"))
-            runs[-1].end = key_values(text[text.find("\n", last + 1):].partition("\nsample:")[0])
+    for *about, part in [own] if own else foreign_parts(text):
+        runs += [Run(name, path, lines, part, *about) for lines in split_runs(part)]
     if not runs:
         raise BadInput(f"{path}: no log (no line of a step in it)")
-    if len(runs) > 1:
-        for i, run in enumerate(runs):
-            run.name = f"{name}#{i + 1}"
+    for number, run in enumerate(runs, 1):
+        run.name = f"{name}#{number}" if len(runs) > 1 else name
     return runs
 
-
-def files_of(argument):
-    """The files an argument stands for: itself, the logs below a folder, or what a pattern matches."""
-    if os.path.isdir(argument):
-        found = sorted(p for suffix in ("log", "txt") for p in Path(argument).rglob(f"*.{suffix}") if p.is_file())
-        if not found:
-            raise BadInput(f"{argument}: no .log or .txt file in this folder")
-        return found
-    if not os.path.exists(argument) and glob.has_magic(argument):
-        found = sorted(p for p in glob.glob(argument, recursive=True) if os.path.isfile(p))
-        if not found:
-            raise BadInput(f"{argument}: no file matches")
-        return found
-    return [argument]
-
-
 def read(arguments, complain):
-    """The runs of one side, each file once; complain(line) is called for what cannot be read."""
+    """The runs of one side, each file once. An argument is a file, a folder of logs or a pattern;
+    complain(line) is called for what cannot be read."""
     paths = {}
     for argument in arguments:
-        try:
-            paths |= {os.path.realpath(p): str(p) for p in files_of(argument)}
-        except BadInput as e:
-            complain(str(e))
-    folder = os.path.commonpath([os.path.dirname(p) for p in paths]) if paths else ""
+        found = [argument]
+        if os.path.isdir(argument):
+            found = [*Path(argument).rglob("*.log"), *Path(argument).rglob("*.txt")]
+        elif glob.has_magic(argument) and not os.path.exists(argument):
+            found = glob.glob(argument, recursive=True)
+        if not found:
+            kind = ".log or .txt file in this folder" if os.path.isdir(argument) else "file matches"
+            complain(f"{argument}: no {kind}")
+        paths |= {os.path.realpath(path): str(path) for path in sorted(found)}
+    folder = os.path.commonpath([os.path.dirname(real) for real in paths]) if paths else ""
     runs = []
     for real, path in paths.items():
         try:
             runs += runs_in(path, os.path.splitext(os.path.relpath(real, folder))[0])
-        except BadInput as e:
-            complain(str(e))
+        except BadInput as error:
+            complain(str(error))
     return runs
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Statistics
+# ---- Statistics ----------------------------------------------------------------------------------
 
 def differ(values):
     """Whether there is a spread at all, beyond the rounding of an interpolation."""
     return len(values) > 1 and np.ptp(values) > 1e-9
 
-
 def spread(values):
-    """n, mean, SD and the 95 % interval of the mean (Student's t)."""
-    n = len(values)
-    mean = float(np.mean(values)) if n else None
-    if n < 2:
-        return dict(n=n, mean=mean, sd=None, interval=None)
-    sd = float(np.std(values, ddof=1)) if differ(values) else 0.0
-    half = float(stats.t.ppf(0.975, n - 1)) * sd / math.sqrt(n)
-    return dict(n=n, mean=mean, sd=sd, interval=(mean - half, mean + half))
-
+    """n, mean, SD and the 95 % interval of the mean (Student's t); None where n is too small."""
+    mean = float(np.mean(values)) if values else None
+    found = {"n": len(values), "mean": mean, "sd": None, "interval": None}
+    if differ(values):
+        low, high = stats.ttest_1samp(values, 0).confidence_interval()
+        found |= {"sd": float(np.std(values, ddof=1)), "interval": (float(low), float(high))}
+    elif len(values) > 1:
+        found |= {"sd": 0.0, "interval": (mean, mean)}
+    return found
 
 def p_below(values, target):
-    """One-sided t-test against the hypothesis that the mean is at or above the target; None where there is no spread."""
-    return float(stats.ttest_1samp(values, target, alternative="less").pvalue) if differ(values) else None
-
+    """p of a one-sided t-test that the mean is below the target; None where there is no spread."""
+    test = stats.ttest_1samp(values, target, alternative="less") if differ(values) else None
+    return float(test.pvalue) if test else None
 
 def runs_needed(margin, sd, most=100_000):
-    """The least number of runs that gives p < 0.01 at this margin below the target and this SD; None if there is none."""
-    if margin <= 0 or not sd:
-        return None
+    """The least number of runs that gives p < 0.01 at this margin below the target, or None."""
     n = np.arange(2, most + 1)
-    enough = stats.t.sf(margin * np.sqrt(n) / sd, n - 1) < ALPHA
-    return int(n[np.argmax(enough)]) if enough.any() else None
-
+    enough = n[stats.t.sf(margin * np.sqrt(n) / sd, n - 1) < ALPHA]
+    return int(enough[0]) if len(enough) else None
 
 def welch(a, b):
-    """Difference of the means of a and b, Welch's 95 % interval and two-sided p; None where they cannot be had."""
-    difference = float(np.mean(a) - np.mean(b)) if len(a) and len(b) else None
-    if min(len(a), len(b)) < 2 or not (differ(a) or differ(b)):
-        return dict(difference=difference, interval=None, p=None)
-    of_a, of_b = np.var(a, ddof=1) / len(a), np.var(b, ddof=1) / len(b)
-    freedom = (of_a + of_b)**2 / (of_a**2 / (len(a) - 1) + of_b**2 / (len(b) - 1))
-    error = math.sqrt(of_a + of_b)
-    half = float(stats.t.ppf(0.975, freedom)) * error
-    return dict(difference=difference, interval=(difference - half, difference + half),
-                p=float(2 * stats.t.sf(abs(difference) / error, freedom)))
+    """Difference of the means of a and b, Welch's 95 % interval and two-sided p; None where they
+    cannot be had."""
+    found = {"difference": None, "interval": None, "p": None}
+    if a and b:
+        found["difference"] = float(np.mean(a) - np.mean(b))
+    if min(len(a), len(b)) > 1 and (differ(a) or differ(b)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about a side whose values are all the same
+            test = stats.ttest_ind(a, b, equal_var=False)
+            low, high = test.confidence_interval()
+        found |= {"interval": (float(low), float(high)), "p": float(test.pvalue)}
+    return found
 
+AXES = {"training time": 1, "tokens": 2, "step": 0}  # where a point holds them
 
-AXES = {"step": 0, "training time": 1, "tokens": 2}
+def curves(runs, axis):
+    """(positions, losses) of each run over an axis, without the runs whose logs do not give it."""
+    found = []
+    for run in runs:
+        points = [point for point in run.validations if math.isfinite(point[3])]
+        positions = [point[AXES[axis]] for point in points]
+        if points and None not in positions:
+            found.append((np.array(positions, float), np.array([point[3] for point in points])))
+    return found
 
-
-def curve(run, axis):
-    """The validations as (positions, losses) over an axis; None where the log does not give that axis."""
-    points = [(v[AXES[axis]], v[3]) for v in run.validations if math.isfinite(v[3])]
-    return np.array(points).T if points and all(x is not None for x, _ in points) else None
-
-
-def at_equal(a, b, axis, rows=5):
-    """Rows {x, n of each side, A and B mean loss, difference, interval, p} over the range that every run covers, on the
-    straight lines between validations."""
-    a, b = ([c for run in side if (c := curve(run, axis)) is not None] for side in (a, b))
-    if not a or not b:
+def at_equal(runs_a, runs_b, axis, rows=5):
+    """Rows of both sides' losses on the lines between validations, as far as every run goes."""
+    sides = [curves(runs, axis) for runs in (runs_a, runs_b)]
+    if not all(sides):
         return []
-    end = min(c[0][-1] for c in a + b)
-    xs = [x for x in a[0][0] if 0 < x <= end]               # where A validated, so that A is not interpolated
-    if axis == "training time" or not xs:
-        xs = list(np.linspace(0, end, rows + 1)[1:])
-    out = []
-    for x in [xs[i] for i in sorted({round((i + 1) * len(xs) / rows) - 1 for i in range(rows)} - {-1})]:
-        of_a, of_b = ([float(np.interp(x, *c)) for c in side if c[0][0] <= x] for side in (a, b))
-        if of_a and of_b:
-            out.append(dict(x=float(x), n=[len(of_a), len(of_b)], a=float(np.mean(of_a)), b=float(np.mean(of_b)),
-                            **welch(of_a, of_b)))
-    return out
+    end = min(positions[-1] for positions, _ in sides[0] + sides[1])
+    chosen = [x for x in sides[0][0][0] if 0 < x <= end]  # where A is not interpolated
+    if axis == "training time" or not chosen:
+        chosen = np.linspace(0, end, rows + 1)[1:]
+    found = []
+    for x in chosen[::-math.ceil(len(chosen) / rows)][::-1]:
+        a = [float(np.interp(x, *curve)) for curve in sides[0] if curve[0][0] <= x]
+        b = [float(np.interp(x, *curve)) for curve in sides[1] if curve[0][0] <= x]
+        if a and b:
+            found.append({"x": float(x), "n": [len(a), len(b)], "a": float(np.mean(a)),
+                          "b": float(np.mean(b)), **welch(a, b)})
+    return found
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# One side, two sides
+# ---- One side, two sides -------------------------------------------------------------------------
 
 RUN_ITSELF = {"seed", "name", "records", "command"}  # differ from run to run and are no setting
-
+NONE = ["(not given)"]
 
 def values_of(runs, kind):
-    """key -> the sorted set of its values over the runs, for the hyperparameters or the environment."""
-    keys = {key: None for run in runs for key in getattr(run, kind)}
-    return {key: sorted({getattr(run, kind).get(key, "(not given)") for run in runs})
-            for key in keys if key not in RUN_ITSELF}
+    """key -> the sorted values it has over the runs; kind is "hyperparameters" or "environment"."""
+    tables = [getattr(run, kind) for run in runs]
+    found = {}
+    for key in dict.fromkeys(key for table in tables for key in table if key not in RUN_ITSELF):
+        found[key] = sorted({table.get(key, *NONE) for table in tables})
+    return found
 
+def known(runs, key):
+    """The values of the runs that have one."""
+    return [getattr(run, key) for run in runs if getattr(run, key) is not None]
+
+def differences(runs_a, runs_b, kind):
+    """Rows of key, values in B, values in A for what tells the sides apart."""
+    in_a = values_of(runs_a, kind)
+    in_b = values_of(runs_b, kind)
+    rows = [[key, in_b.get(key, NONE), in_a.get(key, NONE)] for key in in_b | in_a]
+    return [row for row in rows if row[1] != row[2]]
 
 def side_of(label, runs, target):
     """Everything the tables, the picture and --json say about one side."""
-    used = [run for run in runs if run.counts]
-    losses, seconds = [run.loss for run in used], [run.seconds for run in used if run.seconds is not None]
-    loss, warnings = spread(losses), []
+    finished = [run for run in runs if run.finished and not run.diverged]
+    used = [run for run in finished if not run.changed] or finished
+    losses = [run.loss for run in used]
+    loss = spread(losses)
     if target is not None:
         loss["p"] = p_below(losses, target)
         loss["needed"] = runs_needed(target - loss["mean"], loss["sd"]) if loss["sd"] else None
     seeds = Counter(run.seed for run in used if run.seed)
     shared = [f"{seed} ({n} runs)" for seed, n in seeds.items() if n > 1]
-    copies = len(used) - len({tuple(v[3] for v in run.validations) + ((run.seconds,) if len(run.validations) < 6 else ())
-                              for run in used})  # a few losses can agree by chance
-    if shared:
-        warnings.append(f"runs of {label} share a seed and are not independent: {', '.join(shared)}")
-    if copies:
-        warnings.append(f"{copies} of the runs of {label} repeat another one's losses digit for digit; one run counted "
-                        "twice?")
+    distinct = set()
+    for run in used:
+        digits = [point[3] for point in run.validations]
+        if len(digits) < 6:  # so few can agree by chance
+            digits.append(run.seconds)
+        distinct.add(tuple(digits))
+    copies = len(used) - len(distinct)
     diverged = sum(run.diverged for run in runs)
     stopped = sum(not run.finished and not run.diverged for run in runs)
-    if diverged:
-        warnings.append(f"{diverged} of the runs of {label} ended with a loss that is not finite; the mean is over the "
-                        "others")
-    if stopped:
-        warnings.append(f"{stopped} of the runs of {label} stopped early or never validated at the end; left out of the "
-                        "statistics")
     mixed = [key for key, values in values_of(used, "hyperparameters").items() if len(values) > 1]
     if len({run.source for run in used}) > 1:
         mixed.append("source")
     if len({run.place for run in used}) > 1:
         mixed.append("hardware")
-    if mixed:
-        warnings.append(f"runs of {label} differ from each other in: {', '.join(mixed)}")
-    return dict(label=label, runs=runs, used=used, loss=loss, seconds=spread(seconds), warnings=warnings,
-                independent=not shared and not copies, mixed=mixed, diverged=diverged)
-
-
-def differences(a, b, kind):
-    """[(key, values of B, values of A)] for what tells the sides apart."""
-    of_a, of_b = values_of(a, kind), values_of(b, kind)
-    none = ["(not given)"]
-    return [(key, of_b.get(key, none), of_a.get(key, none)) for key in {**of_b, **of_a}
-            if of_a.get(key, none) != of_b.get(key, none)]
-
-
-def source_diff(a, b):
-    """Unified diff from B's source to A's (each side's first run); None where a log carries no source."""
-    before, after = b[0].source, a[0].source
-    if not before or not after:
-        return None
-    return list(difflib.unified_diff(before.splitlines(), after.splitlines(), f"B {b[0].name}", f"A {a[0].name}",
-                                     lineterm="", n=2))
-
+    said = []
+    for run in runs:
+        if run.changed:
+            kept = "kept, for there is no other" if run in used else "left out of the statistics"
+            said.append(f"run {run.name} of {label} was resumed with other settings, {kept}: "
+                        + "; ".join(run.changed))
+    said += [text for happened, text in (
+        (shared, f"runs of {label} share a seed and are not independent: {', '.join(shared)}"),
+        (copies, f"{copies} of the runs of {label} repeat another's losses digit for digit"),
+        (diverged, f"{diverged} of the runs of {label} ended with a loss that is not finite"),
+        (stopped, f"{stopped} of the runs of {label} stopped early, before a last loss: left out"),
+        (mixed, f"runs of {label} differ from each other in: {', '.join(mixed)}")) if happened]
+    return {"label": label, "runs": runs, "used": used, "loss": loss, "warnings": said,
+            "seconds": spread(known(used, "seconds")), "mixed": mixed, "diverged": diverged,
+            "independent": not shared and not copies}
 
 def compare(a, b, target):
-    """Everything that is said about two sides."""
-    runs_a, runs_b = a["used"], b["used"]
-    out = dict(hyperparameters=differences(a["runs"], b["runs"], "hyperparameters"),
-               environment=differences(a["runs"], b["runs"], "environment"),
-               source=source_diff(a["runs"], b["runs"]),
-               loss=welch([r.loss for r in runs_a], [r.loss for r in runs_b]),
-               seconds=welch(*([r.seconds for r in runs if r.seconds is not None] for runs in (runs_a, runs_b))),
-               equal={axis: at_equal(runs_a, runs_b, axis) for axis in ("step", "tokens", "training time")},
-               warnings=[])
-    out["same_batch"] = len({run.tokens / run.steps if run.tokens else None for run in runs_a + runs_b}) == 1
-    if both := {os.path.realpath(r.path) for r in a["runs"]} & {os.path.realpath(r.path) for r in b["runs"]}:
-        out["warnings"].append(f"{len(both)} of the files stand on both sides")
-    out["verdict"] = verdict(a, b, out, target)
-    return out
-
+    """Everything that is said about two sides; source is a diff of each side's first run."""
+    found = {kind: differences(a["runs"], b["runs"], kind)
+             for kind in ("hyperparameters", "environment")}
+    old = b["runs"][0]
+    new = a["runs"][0]
+    diff = difflib.unified_diff(old.source.splitlines(), new.source.splitlines(), f"B {old.name}",
+                                f"A {new.name}", lineterm="", n=2)
+    found["source"] = list(diff) if old.source and new.source else None
+    for key in ("loss", "seconds"):
+        found[key] = welch(known(a["used"], key), known(b["used"], key))
+    found["equal"] = {axis: at_equal(a["used"], b["used"], axis)
+                      for axis in ("step", "tokens", "training time")}
+    batches = {run.tokens and run.tokens / max(run.steps, 1) for run in a["used"] + b["used"]}
+    found["same_batch"] = len(batches) == 1
+    files = {os.path.realpath(run.path) for run in a["runs"]}
+    both = len(files & {os.path.realpath(run.path) for run in b["runs"]})
+    found["warnings"] = [f"{both} of the files stand on both sides"] if both else []
+    found["verdict"] = verdict(a, b, found, target)
+    return found
 
 def claim(what, test, size, words):
     """One sentence about a difference A - B, as strong as its p-value and no stronger."""
-    word, p = words[test["difference"] > 0], test["p"]
+    word = words[test["difference"] > 0]
+    p = test["p"]
     if p is None:
         return f"no difference in {what} can be tested, the runs do not spread"
     if p < ALPHA:
@@ -475,17 +462,18 @@ def claim(what, test, size, words):
         return f"A may be {word} by {size}, not surely (p = {p:.2g})"
     return f"no difference in {what} is shown (p = {p:.2g})"
 
-
 def verdict(a, b, result, target):
-    """One line, never more than the runs support."""
-    n_a, n_b = a["loss"]["n"], b["loss"]["n"]
+    """A few sentences, never more than the runs support."""
+    n_a = a["loss"]["n"]
+    n_b = b["loss"]["n"]
     if result["warnings"]:
         return f"Nothing is shown: {result['warnings'][0]}."
     if min(n_a, n_b) < 2:
-        return (f"Nothing is shown: {n_a} finished run{'s' * (n_a != 1)} of A against {n_b} of B, and spread takes at "
-                "least 2 a side.")
+        return (f"Nothing is shown: {n_a} finished run{'s' * (n_a != 1)} of A against {n_b} of B, "
+                "and spread takes at least 2 a side.")
     if not (a["independent"] and b["independent"]):
-        return "Nothing is shown: the runs of a side are not independent (see the warnings), so no p-value holds."
+        return ("Nothing is shown: the runs of a side are not independent (see the warnings), so "
+                "no p-value holds.")
     runs = a["used"] + b["used"]
     if min(a["seconds"]["n"], b["seconds"]["n"]) < 2 or not b["seconds"]["mean"]:
         time = "the logs give no times"
@@ -494,96 +482,87 @@ def verdict(a, b, result, target):
     elif len({run.untimed for run in runs}) > 1:
         time = "times do not compare, one side's first ten steps were free"
     else:
-        difference = abs(result["seconds"]["difference"]) / b["seconds"]["mean"]
-        time = claim("time", result["seconds"], f"{100 * difference:.1f} %", ("faster", "slower"))
-        time += " on the same kind of hardware" if runs[0].hardware else "; the logs do not name the hardware"
+        percent = 100 * abs(result["seconds"]["difference"]) / b["seconds"]["mean"]
+        time = claim("time", result["seconds"], f"{percent:.1f} %", ("faster", "slower"))
+        known = runs[0].hardware
+        time += " on the same kind of hardware" if known else "; the logs do not name the hardware"
     if len({run.validated_on for run in runs}) > 1:
         loss = "losses do not compare, the validation data or the vocabulary differ"
     else:
-        loss = claim("loss", result["loss"], f"{abs(result['loss']['difference']):.4f}", ("better", "worse"))
+        size = f"{abs(result['loss']['difference']):.4f}"
+        loss = claim("loss", result["loss"], size, ("better", "worse"))
     text = f"{time[0].upper()}{time[1:]}; {loss}; {n_a} against {n_b} runs."
     if target is not None:
-        text += f" Below {target:g} at p < {ALPHA}: " + ", ".join(
-            f"{side['label']} {'yes' if side['loss']['p'] is not None and side['loss']['p'] < ALPHA else 'not shown'}"
-            for side in (a, b)) + "."
+        ps = [side["loss"]["p"] for side in (a, b)]
+        sure = ["not shown" if p is None or p >= ALPHA else "yes" for p in ps]
+        text += f" Below {target:g} at p < {ALPHA}: A {sure[0]}, B {sure[1]}."
     for side in (a, b):
-        if side["mixed"]:
-            text += f" But {side['label']} mixes settings."
-        if side["diverged"]:
-            text += f" But {side['label']} has runs that diverged."
+        for happened, what in ((side["mixed"], "mixes settings"),
+                               (side["diverged"], "has runs that diverged"),
+                               (side["used"][0].changed, "has but runs resumed with new settings")):
+            if happened:
+                text += f" But {side['label']} {what}."
     return text
 
+# ---- Text ----------------------------------------------------------------------------------------
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Text
+MEASURES = {"loss": {"what": "val loss", "form": ".5f", "unit": ""},
+            "seconds": {"what": "time", "form": ".3f", "unit": " s"}}
+INTERVAL = "{interval[0]:{form}} .. {interval[1]:{form}}"
 
-def seconds_text(seconds):
-    return "-" if seconds is None else f"{seconds:.2f} s"
-
+def filled(pattern, values):
+    """The pattern with the values in it; a dash where one of them is None."""
+    try:
+        return pattern.format(**values)
+    except TypeError:
+        return "-"
 
 def tokens_text(tokens):
-    if tokens is None:
-        return "-"
     for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if tokens >= size:
+        if tokens is not None and tokens >= size:
             return f"{tokens / size:.4g}{unit}"
-    return f"{tokens:.0f}"
+    return filled("{tokens:.0f}", {"tokens": tokens})
 
-
-def p_text(p):
-    return "-" if p is None else f"{p:.2g}"
-
-
-def table(header, rows, shrinkable=()):
-    """Lines of at most WIDTH columns; the widest of the shrinkable columns give way, cut in the middle."""
-    rows = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(header, *rows)]
-    while sum(widths) + 2 * (len(widths) - 1) > WIDTH and any(widths[i] > 6 for i in shrinkable):
-        widths[max(shrinkable, key=lambda i: widths[i])] -= 1
-
-    def cut(text, width):
-        return text if len(text) <= width else f"{text[:(width - 1) // 2]}…{text[len(text) - width // 2:]}"
-
-    return ["  ".join(cut(cell, w).ljust(w) if i in shrinkable else cell.rjust(w)
-                      for i, (cell, w) in enumerate(zip(row, widths))).rstrip() for row in [header, *rows]]
-
-
-def interval_text(interval, digits):
-    return "-" if interval is None else f"{interval[0]:.{digits}f} .. {interval[1]:.{digits}f}"
-
+def print_table(columns, rows):
+    """columns: header -> pattern that a row's values fill. The first column is cut in its middle
+    where lines would be over WIDTH."""
+    lines = [list(columns)]
+    for row in rows:
+        lines.append([filled(pattern, row) for pattern in columns.values()])
+    widths = [max(map(len, cells)) for cells in zip(*lines)]
+    widths[0] = min(widths[0], max(6, WIDTH - sum(widths[1:]) - 2 * len(widths[1:])))
+    for first, *others in lines:
+        if len(first) > widths[0]:
+            first = f"{first[:(widths[0] - 1) // 2]}…{first[-(widths[0] // 2):]}"
+        print("  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]))
 
 def print_side(side, target):
-    runs, rows = side["runs"], []
+    runs = side["runs"]
+    title = f"{side['label']}: {len(runs)} run{'s' * (len(runs) != 1)}"
+    for name, values in (("hardware", {run.hardware for run in runs}),
+                         ("ranks", {run.ranks for run in runs}),
+                         ("torch", {run.torch for run in runs})):
+        if values != {None}:
+            title += f", {name} {' | '.join(sorted(value or '-' for value in values))}"
+    print(textwrap.fill(title, WIDTH, subsequent_indent="  "))
+    to_target = "to target" if target is None else f"to {target:g}"
+    rows = []
     for run in runs:
-        reached = run.reached(target) if target is not None else None
-        rows.append([run.name, "-" if run.loss is None else f"{run.loss:.4f}", seconds_text(run.seconds),
-                     f"{run.ms_per_step:.2f}" if run.ms_per_step else "-",
-                     str(run.steps) if run.finished or run.total is None else f"{run.steps}/{run.total}",
-                     tokens_text(run.tokens), f"{reached[0]:.0f}" if reached else "-",
-                     seconds_text(reached[1]) if reached else "-",
-                     run.hardware or "-", run.ranks or "-", run.environment.get("torch", "-")])
-    at_target = f"to {target:g}" if target is not None else "to target"
-    header = ["run", "val loss", "time", "ms/step", "steps", "tokens", "step", at_target, "hardware", "ranks", "torch"]
-    shared = [i for i in (8, 9, 10) if len({row[i] for row in rows}) == 1]  # said once, above the table
-    print(f"{side['label']}: {len(runs)} run{'s' * (len(runs) != 1)}"
-         + "".join(f", {header[i]} {rows[0][i]}" for i in shared if rows[0][i] != "-"))
-    kept = [i for i in range(len(header)) if i not in shared]
-    for line in table([header[i] for i in kept], [[row[i] for i in kept] for row in rows],
-                      [kept.index(i) for i in (0, 8, 10) if i in kept]):
-        print(line)
-    print("")
-    rows = [[what, summary["n"], f"{summary['mean']:.{digits}f}{unit}",
-             "-" if summary["sd"] is None else f"{summary['sd']:.{digits}f}{unit}",
-             interval_text(summary["interval"], digits)]
-            for what, summary, digits, unit in (("val loss", side["loss"], 5, ""), ("time", side["seconds"], 3, " s"))
-            if summary["n"]]
-    for line in table(["over the runs", "n", "mean", "SD", "95 % interval of the mean"], rows, (0,)) if rows else []:
-        print(line)
+        step, seconds = (target is not None and run.reached(target)) or (None, None)
+        of = "" if run.finished or not run.total else f"/{run.total}"
+        rows.append(vars(run) | {"of": of, "tokens": tokens_text(run.tokens), "target_step": step,
+                                 "target_seconds": seconds})
+    print_table({"run": "{name}", "val loss": "{loss:.4f}", "time": "{seconds:.2f} s",
+                 "ms/step": "{ms_per_step:.2f}", "steps": "{steps}{of}", "tokens": "{tokens}",
+                 "step": "{target_step:.0f}", to_target: "{target_seconds:.2f} s"}, rows)
+    print()
+    print_table({"over the runs": "{what}", "n": "{n}", "mean": "{mean:{form}}{unit}",
+                 "SD": "{sd:{form}}{unit}", "95 % interval of the mean": INTERVAL},
+                [MEASURES[key] | side[key] for key in MEASURES])
     print(textwrap.fill(target_text(side, target), WIDTH))
-    for warning in side["warnings"]:
-        print(textwrap.fill(f"warning: {warning}", WIDTH, subsequent_indent="  "))
-    print("")
-
+    for line in side["warnings"]:
+        print(textwrap.fill(f"warning: {line}", WIDTH, subsequent_indent="  "))
+    print()
 
 def target_text(side, target):
     loss = side["loss"]
@@ -591,235 +570,235 @@ def target_text(side, target):
         return "no target: these runs have a vocabulary of their own (--target sets one)"
     if not loss["n"]:
         return "no finished run with a finite loss, so nothing can be said about the target"
-    if loss["n"] < 2:
-        return f"mean below {target:g}: one run gives no p-value"
-    if not loss["sd"]:
-        return f"mean below {target:g}: no p-value, the losses do not differ at all"
-    text = f"mean below {target:g}: p = {p_text(loss['p'])} (one-sided t-test)"
+    if loss["p"] is None:
+        why = "one run gives" if loss["n"] == 1 else "losses that do not differ at all give"
+        return f"mean below {target:g}: {why} no p-value"
+    text = f"mean below {target:g}: p = {loss['p']:.2g} (one-sided t-test)"
     if loss["mean"] >= target:
         return f"{text}; the mean is not below it, more runs alone will not help"
     if loss["p"] < ALPHA:
-        return f"{text}, below {ALPHA}" + ("" if side["independent"] else "; but the runs are not independent")
-    more = f"{loss['needed'] - loss['n']} more runs" if loss["needed"] else "more than 100,000 runs"
-    return f"{text}, not below {ALPHA}; {more} at this margin and SD would give it"
-
-
-def print_differences(title, found):
-    print(f"{title}: {'B -> A' if found else 'the same'}")
-    for key, *sides in found:
-        before, after = (" | ".join(values[:3]) + (f" | {len(values) - 3} more" if len(values) > 3 else "")
-                         for values in sides)
-        line = f"  {key}: {before} -> {after}"
-        if len(line) <= WIDTH:
-            print(line)
-        else:
-            print(f"  {key}:")
-            for label, text in (("B", before), ("A", after)):
-                print(textwrap.fill(text, WIDTH, initial_indent=f"    {label} ", subsequent_indent=" " * 6))
-    print("")
-
+        also = "" if side["independent"] else "; but the runs are not independent"
+        return f"{text}, below {ALPHA}{also}"
+    more = loss["needed"] - loss["n"] if loss["needed"] else "more than 100,000"
+    return f"{text}, not below {ALPHA}; {more} more runs at this margin and SD would give it"
 
 def print_comparison(result, full_diff):
-    print_differences("hyperparameters", result["hyperparameters"])
-    print_differences("environment", result["environment"])
-    diff, most = result["source"], 120
-    print("source of the first run of each side: "
-          + ("missing in a log, no diff" if diff is None else "B -> A" if diff else "the same"))
-    for line in (diff or [])[:None if full_diff else most]:
-        print(line)
-    if diff and len(diff) > most and not full_diff:
-        print(f"... {len(diff) - most} more lines of diff (--full-diff)")
-    print("")
-    forms = {"step": lambda x: f"{x:.0f}", "tokens": tokens_text, "training time": seconds_text}
+    for kind in ("hyperparameters", "environment"):
+        print(f"{kind}: {'B -> A' if result[kind] else 'the same'}")
+        for key, *sides in result[kind]:
+            before, after = (" | ".join(values[:3] + ["..."][:len(values) - 3]) for values in sides)
+            print(textwrap.fill(f"  {key}: {before} -> {after}", WIDTH, subsequent_indent=" " * 6))
+        print()
+    diff = result["source"] or []
+    said = "missing in a log, no diff" if result["source"] is None else "the same"
+    print(f"source of the first run of each side: {'B -> A' if diff else said}")
+    shown = diff if full_diff else diff[:120]
+    print("\n".join([*shown, ""]))
+    if len(diff) > len(shown):
+        print(f"... {len(diff) - len(shown)} more lines of diff (--full-diff)\n")
     for axis, rows in result["equal"].items():
         if not rows:
             print(f"loss at equal {axis}: not in the logs of both sides")
-            continue
-        if axis == "tokens" and result["same_batch"]:
-            print("loss at equal tokens: as at equal step, for a step has the same tokens on both sides")
-            continue
-        print(f"loss at equal {axis} (interpolated between validations)")
-        for line in table([axis, "n", "A", "B", "A - B", "95 % interval", "p"],
-                          [[forms[axis](row["x"]), f"{row['n'][0]}, {row['n'][1]}", f"{row['a']:.4f}", f"{row['b']:.4f}",
-                            f"{row['difference']:+.4f}", interval_text(row["interval"], 4), p_text(row["p"])]
-                           for row in rows]):
-            print(line)
-    print("")
-    rows = [[name, "-" if test["difference"] is None else f"{test['difference']:+.{digits}f}{unit}",
-             interval_text(test["interval"], digits), p_text(test["p"])]
-            for name, test, digits, unit in (("val loss", result["loss"], 5, ""), ("time", result["seconds"], 3, " s"))]
-    for line in table(["at the end", "A - B", "95 % interval (Welch)", "p (two-sided)"], rows, (0,)):
-        print(line)
-    for warning in result["warnings"]:
-        print(f"warning: {warning}")
-    print("")
-    print(textwrap.fill(f"verdict: {result['verdict']}", WIDTH))
+        elif axis == "tokens" and result["same_batch"]:
+            print("loss at equal tokens: as at equal step, for steps have as many on both sides")
+        else:
+            print(f"loss at equal {axis} (interpolated between validations)")
+            print_table({axis: "{x:.2f} s" if axis == "training time" else "{x:.0f}",
+                         "n": "{n[0]}, {n[1]}", "A": "{a:.4f}", "B": "{b:.4f}",
+                         "A - B": "{difference:+.4f}", "95 % interval": INTERVAL, "p": "{p:.2g}"},
+                        [row | {"form": ".4f"} for row in rows])
+    print()
+    print_table({"at the end": "{what}", "A - B": "{difference:+{form}}{unit}",
+                 "95 % interval (Welch)": INTERVAL, "p (two-sided)": "{p:.2g}"},
+                [MEASURES[key] | result[key] for key in MEASURES])
+    for line in result["warnings"]:
+        print(f"warning: {line}")
+    print("\n" + textwrap.fill(f"verdict: {result['verdict']}", WIDTH))
 
+def typed(text):
+    """A setting's value; the text itself where that is no plain value."""
+    try:
+        value = ast.literal_eval(text)
+        json.dumps(value, allow_nan=False)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return text
+    return value
 
 def plain(value):
-    """For JSON: no dataclass, no NaN, and of a source its SHA-256."""
+    """For JSON: of a run its fields, of a source its SHA-256, and null for what is not finite."""
     if isinstance(value, Run):
-        found = asdict(value) | {key: getattr(value, key) for key in
-                                 ("finished", "loss", "ms_per_step", "hardware", "ranks", "seed")}
-        return plain(found | {"source": hashlib.sha256(value.source.encode()).hexdigest() if value.source else None})
+        found = vars(value) | {"ranks": typed(value.ranks), "seed": typed(value.seed)}
+        found["hyperparameters"] = {key: typed(of) for key, of in value.hyperparameters.items()}
+        found["source"] = None
+        if value.source:
+            found["source"] = hashlib.sha256(value.source.encode()).hexdigest()
+        return plain({key: found[key] for key in found if key not in ("place", "validated_on")})
     if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items() if key != "used"}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
+# ---- Picture -------------------------------------------------------------------------------------
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Picture
+def names_of(sides):
+    """What to call each side: its folder, or what its runs are named where that tells more."""
+    folders = []
+    names = []
+    for side in sides:
+        paths = [Path(run.path).resolve() for run in side["runs"]]
+        folders.append({path.parent.name for path in paths})
+        names.append({re.sub(r"^[\dTZ-]+_", "", path.stem) for path in paths})
+    for found in (folders, names):
+        if len(set.union(*found) - {RECORDS.name}) == len(sides) == sum(map(len, found)):
+            return [name for (name,) in found]
+    return [", ".join(sorted(of_side)[:2] + ["..."][:len(of_side) - 2]) for of_side in names]
+
+def mean_curve(runs, axis):
+    """The mean of the runs at each step that one validated, at the mean position of that step; the
+    last point is the mean of their last points. None where no run gives the axis."""
+    runs = [run for run in runs if curves([run], axis)]
+    if not runs:
+        return None
+    steps = [steps for steps, _ in curves(runs, "step")]
+    grid = np.unique(np.concatenate(steps))
+    grid = grid[(grid >= max(of[0] for of in steps)) & (grid < min(of[-1] for of in steps))]
+    found = []
+    for values in zip(*curves(runs, axis)):  # positions, losses
+        on_grid = [np.interp(grid, of, value) for of, value in zip(steps, values)]
+        found.append([*np.mean(on_grid, axis=0), np.mean([value[-1] for value in values])])
+    return np.array(found)
 
 def plot(sides, target, path):
-    """Validation loss against training time and tokens: a colour a side, a thin line a run, a thick one the mean."""
+    """Validation loss over training time and tokens, above the whole run, below its last quarter: a
+    colour a side, thin lines the runs, a thick one their mean."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
     runs = [run for side in sides for run in side["runs"]]
-    names = [axis for axis in ("training time", "tokens", "step") if any(curve(run, axis) is not None for run in runs)][:2]
-    if not names:
+    used = [run for side in sides for run in side["used"]] or runs
+    axes = [axis for axis in AXES if curves(used, axis)][:2]
+    if not axes:
         raise BadInput(f"{path}: no picture, for the logs hold no validation loss")
-    minutes = max(run.seconds or 0 for run in runs) >= 180
-    scales = {"training time": 60 if minutes else 1, "tokens": 1e6, "step": 1}
-    labels = {"training time": f"training time ({'minutes' if minutes else 'seconds'})", "tokens": "tokens (millions)",
-              "step": "step"}
-    figure, panels = plt.subplots(1, len(names), figsize=(6.4 * len(names), 5.2), squeeze=False, layout="constrained")
-    for panel, axis in zip(panels[0], names):
-        end, late = 0, []  # the inset shows the last quarter, where runs differ by thousandths
-        inset = panel.inset_axes([0.4, 0.42, 0.57, 0.54])
-        for side, colour in zip(sides, ("tab:blue", "tab:orange")):
-            curves = [c * [[1 / scales[axis]], [1]] for run in side["runs"] if (c := curve(run, axis)) is not None]
-            whole = [c * [[1 / scales[axis]], [1]] for run in side["used"] if (c := curve(run, axis)) is not None]
-            lines = [(x, y, dict(linewidth=0.7, alpha=0.6)) for x, y in curves]
-            if whole:
-                grid = np.unique(np.concatenate([c[0] for c in whole]))
-                grid = grid[(grid >= max(c[0][0] for c in whole)) & (grid <= min(c[0][-1] for c in whole))]
-                lines.append((grid, np.mean([np.interp(grid, *c) for c in whole], axis=0), dict(
-                    linewidth=2.4, label=f"{side['label']}: mean of {len(whole)} run{'s' * (len(whole) != 1)}")))
-            for x, y, look in lines:
-                panel.plot(x, y, color=colour, **look)
-                inset.plot(x, y, color=colour, **look)
-            end = max([end, *(x[-1] for x, _ in curves)])
-            late += curves
-        start = 0.75 * end
-        late = [np.concatenate([[np.interp(start, x, y)], y[x >= start]]) for x, y in late if x[-1] >= start]
-        low, high = min(map(np.min, late)), max(map(np.max, late))
-        if target is not None:
-            for picture in (panel, inset):
-                picture.axhline(target, color="black", linewidth=1, linestyle="--",
-                                label=f"target {target:g}" if picture is panel else None)
-            low, high = min(low, max(target, low - 0.5 * (high - low))), max(high, min(target, high + 0.5 * (high - low)))
-        room = 0.08 * (high - low) or 0.01
-        inset.set(xlim=(start, end), ylim=(low - room, high + room))
-        inset.tick_params(labelsize=8)
-        inset.grid(alpha=0.3)
-        losses = np.concatenate([line.get_ydata() for line in panel.get_lines()])
-        if losses.max() > 2 * losses.min() > 0:
-            panel.set_yscale("log")
-            panel.yaxis.set_major_locator(MaxNLocator(12, steps=[1, 2, 5, 10]))
-            panel.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-            panel.yaxis.set_minor_locator(NullLocator())
-        panel.set(xlabel=labels[axis], ylabel="validation loss")
-        panel.grid(alpha=0.3)
-    handles, texts = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, texts, loc="outside upper center", ncols=3, frameon=False)
+    long = max(run.seconds or 0 for run in runs) >= 180
+    units = {"training time": (60, "minutes") if long else (1, "seconds"),
+             "tokens": (1e6, "millions"), "step": (1, "number")}
+    names = names_of(sides)
+    figure, panels = plt.subplots(2, len(axes), figsize=(6.4 * len(axes), 8), squeeze=False,
+                                  layout="constrained")
+    for column, axis in zip(panels.T, axes):
+        scale, unit = units[axis]
+        drawn = curves(used, axis)
+        ends = [x[-1] for x, _ in drawn]
+        for panel, start in zip(column, (0, 0.75 * min(ends))):
+            # The first losses would eat the axis: they do not set its range.
+            shown = [loss for x, y in drawn for loss in y[x >= max(start, 0.1 * max(ends))]]
+            if start:
+                shown += [np.interp(start, x, y) for x, y in drawn]
+            if target is not None:
+                panel.axhline(target, color="black", linewidth=1, linestyle="--",
+                              label=f"target {target:g}")
+                if abs(target - np.mean([min(shown), max(shown)])) < np.ptp(shown):
+                    shown.append(target)
+            room = 0.05 * np.ptp(shown) or 0.01
+            for side, name, colour in zip(sides, names, ("tab:blue", "tab:orange")):
+                for x, y in curves(side["runs"], axis):
+                    panel.plot(x / scale, y, color=colour, linewidth=0.7, alpha=0.6)
+                mean = mean_curve(side["used"], axis)
+                if mean is not None:
+                    n = len(side["used"])
+                    panel.plot(mean[0] / scale, mean[1], color=colour, linewidth=2.4,
+                               label=f"{side['label']}: {name}, mean of {n} run{'s' * (n != 1)}")
+            panel.set(xlim=(start / scale, 1.01 * max(ends) / scale or 1),
+                      ylim=(min(shown) - room, max(shown) + room),
+                      xlabel=f"{axis} ({unit})", ylabel="validation loss")
+            panel.grid(alpha=0.3)
+    if panels[0][0].get_legend_handles_labels()[0]:
+        panels[0][0].legend()
+    figure.suptitle("Validation loss: " + " against ".join(names))
     try:
         figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as e:
-        raise BadInput(f"{path}: the picture cannot be written ({e})") from None
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path}: the picture cannot be written ({error})") from None
     finally:
         plt.close(figure)
 
+# ---- The table of this repository's records ------------------------------------------------------
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The table of this repository's records
+HEADER = ("| record | runs | val loss, mean (SD) | time, mean (SD) | ms/step | steps | tokens | "
+          "hardware | torch | what was asked, and what came out |")
 
 def tracked_logs(records):
-    """The logs under records/ that git tracks, and no others. Raises BadInput where this is no git checkout."""
-    def git(*arguments):
-        try:
-            return subprocess.run(["git", "-C", str(records), *arguments], capture_output=True, text=True, check=True).stdout
-        except FileNotFoundError:
-            raise BadInput("git is not installed, and only git knows which logs are records") from None
-        except subprocess.CalledProcessError as e:
-            raise BadInput(f"{records}: {(e.stderr.strip() or 'git failed').splitlines()[0]}") from None
-
-    if Path(git("rev-parse", "--show-toplevel").strip()).resolve() != Path(records).resolve().parent:
-        raise BadInput(f"{records}: its parent is not the top of a git checkout, so no log is known to be a record")
-    return [Path(records) / name for name in sorted(git("ls-files", "-z", "--", "*.log").split("\0")) if name]
-
+    """The logs under records/ that git tracks. Raises BadInput where this is no git checkout."""
+    if not Path(records).resolve().with_name(".git").exists():
+        raise BadInput(f"{records}: its parent is not the top of a git checkout, which alone knows "
+                       "what is a record")
+    command = ["git", "-C", str(records), "ls-files", "-z", "*.log"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise BadInput(f"{records}: git does not list the logs ({error})") from None
+    return [Path(records, name) for name in sorted(found.split("\0")) if name]
 
 def records_table(records, complain):
     """One row of markdown for each folder of tracked logs."""
     folders = {}
     for path in tracked_logs(records):
-        folders.setdefault(path.parent.relative_to(records).as_posix(), []).append(path)
-    if not folders:
-        return "No records yet."
-    lines = ["| record | runs | val loss, mean (SD) | time, mean (SD) | ms/step | steps | tokens | hardware | torch |",
-             "|---|---|---|---|---|---|---|---|---|"]
-    for name, paths in folders.items():
-        runs = []
-        for path in paths:
-            try:
-                runs += runs_in(path, path.stem)
-            except BadInput as e:
-                complain(str(e))
+        try:
+            folders.setdefault(path.parent, []).extend(runs_in(path, path.stem))
+        except BadInput as error:
+            complain(str(error))
+    rows = [HEADER, re.sub(r"[^|]+", "---", HEADER)]
+    for folder, runs in folders.items():
+        name = folder.relative_to(records).as_posix()
         side = side_of(name, runs, None)
         used = side["used"]
-        if not used:
-            lines.append(f"| [{name}]({name}/) | 0 of {len(runs)} finished |" + " - |" * 7)
-            continue
-
-        def every(texts):
-            return ", ".join(sorted({str(text).replace("|", "/") for text in texts}))
-
-        def mean_sd(summary, digits, unit=""):
-            return "-" if not summary["n"] else f"{summary['mean']:.{digits}f}{unit}" + (
-                "" if summary["sd"] is None else f" ({summary['sd']:.{digits}f})")
-
-        n = f"{len(used)}" + (f" of {len(runs)}" if len(used) < len(runs) else "")
-        step_times = [run.ms_per_step for run in used if run.ms_per_step]
-        lines.append(f"| [{name}]({name}/) | {n} | {mean_sd(side['loss'], 4)} | {mean_sd(side['seconds'], 1, ' s')} | "
-                     f"{f'{np.mean(step_times):.2f}' if step_times else '-'} | {every(run.steps for run in used)} | "
-                     f"{every(tokens_text(run.tokens) for run in used)} | {every(run.hardware or '-' for run in used)} | "
-                     f"{every(run.environment.get('torch', '-') for run in used)} |")
-    return "\n".join(lines)
-
+        of = f" of {len(runs)}" if len(used) < len(runs) else ""
+        cells = [f"[{name}]({name}/)", f"{len(used)}{of}"]
+        for found, form, unit in ((side["loss"], ".4f", ""), (side["seconds"], ".1f", " s")):
+            spread = "" if found["sd"] is None else f" ({found['sd']:{form}})"
+            cells.append(filled(f"{{mean:{form}}}{unit}{spread}", found))
+        timed = [run.ms_per_step for run in used if run.ms_per_step]
+        cells.append(f"{np.mean(timed):.2f}" if timed else "-")
+        for values in ([run.steps for run in used], [tokens_text(run.tokens) for run in used],
+                       [run.hardware for run in used], [run.torch for run in used]):
+            texts = sorted({str(value or "-").replace("|", "/") for value in values})
+            cells.append(", ".join(texts) or "-")
+        rows.append(f"| {' | '.join(cells)} | - |")
+    return "\n".join(rows) if folders else "No records yet."
 
 def readme_with_table(text, new_table):
+    """The text with the table between its markers made anew; its last column stays."""
     start, end = (text.find(marker) for marker in MARKERS)
     if start < 0 or end < start:
-        raise BadInput(f"README.md: the markers {MARKERS[0]} and {MARKERS[1]} are not both in it, in this order")
-    return f"{text[:start]}{MARKERS[0]}\n{new_table}\n{text[end:]}"
-
+        raise BadInput(f"README.md: the markers {' and '.join(MARKERS)} do not stand in it so")
+    last = HEADER.count("|") - 2
+    old = [row.split(" | ", last) for row in text[start:end].splitlines()]
+    kept = {cells[0]: cells[last:] for cells in old if len(cells) > last}
+    rows = [row.split(" | ") for row in new_table.splitlines()]
+    rows = [" | ".join(cells[:last] + kept.get(cells[0], cells[last:])) for cells in rows]
+    return "\n".join([text[:start] + MARKERS[0], *rows, text[end:]])
 
 def update_readme(records, complain):
     readme = Path(records) / "README.md"
-    try:
-        readme.write_text(readme_with_table(readme.read_text(), records_table(records, complain)))
-    except OSError as e:
-        raise BadInput(f"{readme}: {e.strerror}") from None
+    table = records_table(records, complain)
+    readme.write_text(readme_with_table(readme.read_text("utf-8"), table), "utf-8")
 
-
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- The command ---------------------------------------------------------------------------------
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
-    parser.add_argument("logs", nargs="*", metavar="A", help="logs, folders or quoted patterns: the runs in question")
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("logs", nargs="*", metavar="A", help="logs, folders or quoted patterns")
     parser.add_argument("--vs", nargs="+", metavar="B", help="the same for the baseline")
-    parser.add_argument("--target", type=float, help=f"validation loss to reach (default {TARGET}; none where the logs "
-                        "name another vocabulary than GPT-2's)")
+    parser.add_argument("--target", type=float, help=f"validation loss to reach (default {TARGET}; "
+                        "none where the logs name another vocabulary than GPT-2's)")
     parser.add_argument("--plot", metavar="FILE", help="draw the losses into a .png or .svg")
-    parser.add_argument("--full-diff", action="store_true", help="all of the source diff, however long")
+    parser.add_argument("--full-diff", action="store_true", help="all of the source diff")
     parser.add_argument("--json", action="store_true", help="everything, for programs")
-    parser.add_argument("--update-readme", action="store_true", help="write the table of the logs that git tracks under "
-                        "records/ into records/README.md")
+    parser.add_argument("--update-readme", action="store_true", help="write the table of the logs "
+                        "that git tracks under records/ into records/README.md")
     options = parser.parse_args(arguments)
     if not options.logs and not options.update_readme:
         parser.error("no log given")
@@ -827,44 +806,48 @@ def main(arguments=None):
         parser.error("--target must be a number")
     if options.plot and not options.plot.endswith((".png", ".svg")):
         parser.error("--plot takes a .png or an .svg")
-
-    complaints = []
+    unread = []
 
     def complain(line):
-        complaints.append(line)
+        unread.append(line)
         print(line, file=sys.stderr)
 
     if options.update_readme:
         update_readme(RECORDS, complain)
         if not options.logs:
-            return 1 if complaints else 0
-    sides = [read(arguments, complain) for arguments in (options.logs, options.vs) if arguments]
+            return 1 if unread else 0
+    sides = [read(given, complain) for given in (options.logs, options.vs) if given]
     if not all(sides):
         raise BadInput("no run to report" + (" on one of the sides" if len(sides) > 1 else ""))
     target = options.target
-    if target is None and all(run.hyperparameters.get("vocab_size", GPT2_VOCABS[0]) in GPT2_VOCABS
-                              for runs in sides for run in runs):
+    vocabularies = {run.hyperparameters.get("vocab_size") for side in sides for run in side}
+    if target is None and vocabularies <= {None, "50257", "50304"}:  # GPT-2's
         target = TARGET
     sides = [side_of(label, runs, target) for label, runs in zip("AB", sides)]
     result = compare(*sides, target) if len(sides) == 2 else None
+    if options.plot:
+        plot(sides, target, options.plot)
     if options.json:
         for side in sides:
-            side["target_reached"] = [run.reached(target) if target is not None else None for run in side["runs"]]
-        print(json.dumps(plain(dict(target=target, sides=sides, comparison=result, unread=complaints)), indent=1))
+            side["used"] = [run.name for run in side["used"]]
+            side["target_reached"] = [None if target is None else run.reached(target)
+                                      for run in side["runs"]]
+        for row in result["hyperparameters"] if result else []:
+            row[1:] = [list(map(typed, values)) for values in row[1:]]
+        print(json.dumps(plain({"version": 1, "target": target, "sides": sides,
+                                "comparison": result, "unread": unread}), indent=1))
     else:
         for side in sides:
             print_side(side, target)
         if result:
             print_comparison(result, options.full_diff)
-    if options.plot:
-        plot(sides, target, options.plot)
-    return 1 if complaints else 0
-
+    return 1 if unread else 0
 
 if __name__ == "__main__":
     try:
+        sys.stdout.reconfigure(errors="backslashreplace")  # for file names that are no text
         sys.exit(main())
-    except BadInput as e:
-        sys.exit(f"compare.py: {e}")  # status 1
-    except BrokenPipeError:           # the reader of a pipe has seen enough
+    except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (BadInput, OSError) as error:
+        sys.exit(f"compare.py: {error}")  # status 1
