@@ -60,7 +60,7 @@ def require(condition, message: str):
 def first_line(e: Exception) -> str:
     return str(e).partition("\n")[0] or type(e).__name__
 
-# ---------------- 1. Hyperparameters and presets
+# -------- 1. Hyperparameters and presets
 def flag(default, help: str, least=-math.inf, most=math.inf, multiple=1, pattern=".+"):
     """A field: its help, and its range (inclusive) and divisor, or the pattern that a text fits."""
     limits = dict(range=(least, most, multiple), pattern=pattern)
@@ -84,7 +84,7 @@ class Hyperparameters:
     val_seq_len: int = flag(256 * 1024, "tokens in a validation sequence", 1, multiple=BLOCK)
     val_tokens: int = flag(10485760, "tokens to validate on; 0 takes all", 0)
     micro_batches: int = flag(8, "training sequences in a step, divided among the ranks", 1)
-    epochs: int = flag(1, "passes over the training shards that the run may use", 1)
+    epochs: int = flag(1, "passes over the training shards that the run may use", 1, 10**5)
     # Model. The layer table: three strings of one character for each layer
     windows: str = flag("LSSSLSSLSSSL", "L: long window, S: half of it", pattern="[LS]{2,}")
     value_embeds: str = flag("012......012", "a value embedding, .: none", pattern="[.0-9]+")
@@ -162,7 +162,7 @@ def parse_flags(argv: list[str], default_preset: str) -> tuple[Hyperparameters, 
     command.given = {name: value for name, value in vars(command).items() if hasattr(hp, name)}
     return replace(hp, **command.given), command
 
-# ---------------- 2. Schedules: pure functions of the step
+# -------- 2. Schedules: pure functions of the step
 def window_tokens(step: int, hp: Hyperparameters) -> int:
     """The long window in tokens, which grows linearly in whole quanta."""
     # Less half a quantum: as in the record (1728 of 1792), the end is reached before the last step.
@@ -183,7 +183,7 @@ def muon_momentum(step: int, hp: Hyperparameters) -> float:
     rise = hp.muon_momentum_end - hp.muon_momentum_start
     return hp.muon_momentum_start + rise * (step / hp.muon_momentum_steps)
 
-# ---------------- 3. Shards and the loader
+# -------- 3. Shards and the loader
 # A shard is a header of 256 int32 (magic number, version, number of tokens, zeros), then the tokens
 # in uint16. A document begins with the end-of-text token, which is vocab_size - 1.
 SHARD_MAGIC = 20240520
@@ -196,7 +196,7 @@ def find_shards(pattern: str) -> dict[str, int]:
     shards = {}
     for path in sorted(glob.glob(pattern, recursive=True)):
         header = np.fromfile(path, dtype="<i4", count=3).tolist()
-        held = (os.path.getsize(path) - SHARD_HEADER_BYTES) // 2
+        held = max(1, (os.path.getsize(path) - SHARD_HEADER_BYTES) / 2)
         require(header == [SHARD_MAGIC, SHARD_VERSION, held], f"{path}: begins with {header}, not "
                 f"{[SHARD_MAGIC, SHARD_VERSION, held]}: it is no token shard, or not whole")
         shards[path] = header[2]
@@ -257,7 +257,7 @@ def load_validation(shards: dict[str, int], hp: Hyperparameters, ranks: "Ranks")
     mine = range(ranks.rank, len(inputs), ranks.world_size)
     return [(inputs[i].to(ranks.device), targets[i].to(ranks.device)) for i in mine]
 
-# ---------------- 4. Block masks and attention
+# -------- 4. Block masks and attention
 def ordered_blocks(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
     """A map of blocks in FlexAttention's form: how many each row has, and which they are, from the
     nearest to the diagonal to the farthest (what follows them in a row is not read)."""
@@ -334,7 +334,7 @@ def block_sparse(mask: BlockMask, scale: float) -> Callable:
         return (scores.softmax(-1) @ gathered(v_1HTK)).view(1, H, T, K)
     return attend
 
-# ---------------- 5. Model
+# -------- 5. Model
 def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
@@ -360,8 +360,8 @@ class CastedLinear(nn.Linear):
         return F.linear(x, self.weight.type_as(x))
 
 class Rotary(nn.Module):
-    """Rotary positions (arXiv:2104.09864) on half of a head's channels (record 2025-01): those of
-    its first and second quarter are rotated as pairs, the others stay (cos 1, sin 0). Written as
+    """Rotary positions (arXiv:2104.09864) on half of a head's channels (record 2024-12-17): in its
+    first and second quarter they are rotated as pairs, the others stay (cos 1, sin 0). Written as
     x * cos + (x with the pairs swapped) * sin, it is one pass when compiled."""
     def __init__(self, head_dim: int, max_seq_len: int, base: float):
         super().__init__()
@@ -483,7 +483,7 @@ class GPT(nn.Module):
         return x_TD
 
     def features(self, tokens_T: Tensor, window: Tensor) -> Tensor:
-        """x_TD as the head reads it. The layers form a U-Net (record 2024-11-11): each layer of the
+        """x_TD as the head reads it. The layers form a U-Net (record 2024-11-10): each layer of the
         first half adds its output to the input of its mirror image in the second."""
         begins_T = tokens_T == self.eot
         masks = zip("LS", build_block_masks(tokens_T, self.eot, window))
@@ -513,8 +513,8 @@ class GPT(nn.Module):
         return 2 * c * torch.sigmoid(self.lm_head(x_TD).float() * (2 / c))
 
     def summed_loss(self, x_TD: Tensor, targets_T: Tensor) -> Tensor:
-        """The cross-entropies, log sum exp(logits) - logit of the target, summed (0 for targets of
-        -1). Capped logits need no maximum subtracted first, which would be one more pass."""
+        """The cross-entropies, log sum exp(logits) - logit of the target (both shifted by c), in
+        sum (0 for targets of -1). Capped logits need no maximum subtracted first: one pass less."""
         logits_TV = self.logits(x_TD)
         log_sum_T = logits_TV.exp().sum(-1).log().masked_fill(targets_T < 0, 0)
         nll_T = F.nll_loss(logits_TV, targets_T, reduction="none", ignore_index=-1)
@@ -525,7 +525,7 @@ class GPT(nn.Module):
         portions = zip(x_TD.split(self.LOGITS_TOKENS), targets_T.split(self.LOGITS_TOKENS))
         return torch.stack([self.summed_loss(*portion) for portion in portions]).sum() / len(x_TD)
 
-# ---------------- 6. FP8 linear
+# -------- 6. FP8 linear
 #
 # FP8 products take half the time of bf16 ones. A value has 8 bits: e4m3 (up to 448, 3 bits of
 # mantissa) for inputs and weights, e5m2 (up to 57344, 2 bits) for gradients, which spread more. It
@@ -566,7 +566,7 @@ class FP8Linear(torch.autograd.Function):
         grad_w_VD = fp8_matmul(g8_VT, x8_DT, grad_scale * x_scale, torch.float32, False)
         return grad_x_TD, grad_w_VD, None
 
-# ---------------- 7. Optimizers
+# -------- 7. Optimizers
 def build_optimizers(model: nn.Module, hp: Hyperparameters, ranks: "Ranks") -> list["Optimizer"]:
     """The table of optimizers: a new parameter, learning rate or optimizer is one row."""
     params = dict(model.named_parameters())
@@ -582,14 +582,14 @@ def build_optimizers(model: nn.Module, hp: Hyperparameters, ranks: "Ranks") -> l
         Muon(named(r".*mlp\.fc\.weight"), hp.muon_lr, hp, ranks),          # [3072, 768]
         Muon(named(r".*mlp\.proj\.weight"), hp.muon_lr, hp, ranks),        # [768, 3072]
         Adam(named(r"lm_head\.weight"), hp.head_lr, hp, ranks),            # [50304, 768]
-        Adam(named(r".*embed.*"), hp.embed_lr, hp, ranks),               # [50304, 768]
+        Adam(named(r"(pair_|value_)?embeds?\..*"), hp.embed_lr, hp, ranks),  # [50304, 768]
         Adam(named(scalars), hp.scalar_lr, hp, ranks),                     # [12, 2], [6]
     ]
     owned = [name for optimizer in table for name in optimizer.params]
     for name in params:
         require(owned.count(name) == 1, f"the parameter {name} is in {owned.count(name)} rows of "
                 "the table in build_optimizers; enter it in one")
-    return table
+    return [optimizer for optimizer in table if optimizer.params]
 
 class Optimizer:
     """One row of the table. A step calls send_gradients, compute and apply, each on all rows before
@@ -617,7 +617,7 @@ class Optimizer:
         return tensors
 
 class Adam(Optimizer):
-    """Adam (arXiv:1412.6980), by torch.optim's kernel: torch.optim itself imports the compiler."""
+    """AdamW (arXiv:1711.05101) by torch.optim's kernel, since torch.optim imports the compiler."""
     def __init__(self, params: dict, lr: float, hp: Hyperparameters, ranks: "Ranks"):
         super().__init__(params, lr, hp, ranks)
         self.state["exp_avg"] = [torch.zeros_like(p) for p in params.values()]
@@ -630,10 +630,10 @@ class Adam(Optimizer):
         params = list(self.params.values())
         self.state["adam_steps"][0] += 1
         beta1, beta2 = self.hp.adam_betas
-        torch._fused_adam_(params, [p.grad for p in params], self.state["exp_avg"],
-                           self.state["exp_avg_sq"], [], self.state["adam_steps"],
-                           lr=self.lr * lr_scale(step, self.hp), beta1=beta1, beta2=beta2,
-                           eps=self.hp.adam_eps, weight_decay=0, amsgrad=False, maximize=False)
+        torch._fused_adamw_(params, [p.grad for p in params], self.state["exp_avg"],
+                            self.state["exp_avg_sq"], [], self.state["adam_steps"],
+                            lr=self.lr * lr_scale(step, self.hp), beta1=beta1, beta2=beta2,
+                            eps=self.hp.adam_eps, weight_decay=0, amsgrad=False, maximize=False)
 
 def compiled_on_cuda(function: Callable) -> Callable:
     """function, compiled when it is first called on CUDA: importing the compiler takes seconds."""
@@ -679,7 +679,7 @@ class Muon(Optimizer):
     def __init__(self, params: dict, lr: float, hp: Hyperparameters, ranks: "Ranks", parts=1):
         super().__init__(params, lr, hp, ranks)
         shapes = {p.shape for p in params.values()}
-        require(len(shapes) == 1, f"Muon takes matrices of one shape in a row, not {list(params)}")
+        require([len(s) for s in shapes] == [2], f"Muon: no matrices of one shape: {list(params)}")
         rows, cols = min(shapes)
         self.parts = parts
         self.per_rank = math.ceil(len(params) / ranks.world_size)
@@ -714,7 +714,7 @@ class Muon(Optimizer):
         pending.wait()
         return tensors
 
-# ---------------- 8. Ranks
+# -------- 8. Ranks
 # torch 2.13 renamed these and warns of the old names, which 2.11 needs.
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -770,7 +770,7 @@ def start_ranks(connect: bool = True) -> Ranks:
                             "interface by GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME") from None
     return Ranks(rank, world_size, device)
 
-# ---------------- 9. Run log and clock
+# -------- 9. Run log and clock
 SEPARATOR = "=" * 100
 
 class RunLog:
@@ -859,7 +859,7 @@ def environment(plan: "Plan", ranks: Ranks) -> list[str]:
     lines.append(f"script: sha256 {plan.script_hash} {plan.script.count(chr(10))} lines")
     return [" ".join(line.split()) for line in lines]  # a name with a line break stays one line
 
-# ---------------- 10. Checkpoints
+# -------- 10. Checkpoints
 # One file has all that a run needs to go on, on any number of ranks: the weights, the optimizers'
 # state, the settings, and how long the log was. The two newest are kept.
 FACTS = ("step", "seconds", "log_bytes", "hyperparameters", "script", "data")
@@ -870,7 +870,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 def training_state(model: nn.Module, optimizers: list) -> dict:
     """{kind: {parameter's name: tensor}}, whole on every rank; weights are of the kind "model"."""
-    state = {"model": {name: p.detach() for name, p in model.named_parameters()}}
+    state = {"model": dict(model.state_dict())}
     for optimizer in optimizers:
         for kind, tensors in optimizer.state.items():
             tensors = optimizer.gather(tensors)
@@ -939,7 +939,7 @@ def find_checkpoint(argument: str) -> tuple[Path, Path]:
             f"{checkpoints[0].name} is newer; resume from it, or delete it to give it up")
     return checkpoints[0], folder.with_name(f"{folder.name}.log")
 
-# ---------------- 11. Checks
+# -------- 11. Checks
 def check_settings(hp: Hyperparameters, world_size: int):
     """Refuse settings that contradict themselves or each other."""
     for f in fields(hp):
@@ -1030,7 +1030,7 @@ def prepare(hp: Hyperparameters, command: argparse.Namespace, script: str, ranks
                 notes.append(f"changed: {name} was {then.get(name)} and is {value}")
     return plan
 
-# ---------------- 12. Main
+# -------- 12. Main
 def window_tensor(step: int, hp: Hyperparameters, ranks: Ranks) -> Tensor:
     # Filled, not copied, since a copy would wait for the device.
     return torch.full((), window_tokens(step, hp), dtype=torch.int32, device=ranks.device)

@@ -1,62 +1,225 @@
-"""What the data programs share: one-line errors with an exit status, and a folder for unfinished files."""
+"""What the data programs share: the format of a token shard, one-line errors, and safe files.
+
+A shard is a header of 256 int32 (magic, version, token count, zeros), then uint16 tokens, all of
+them little-endian. train_gpt.py, which runs without this folder, has the same constants.
+"""
 
 import argparse
 import contextlib
 import errno
-import fcntl
+import hashlib
 import os
 import shutil
 import signal
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from train_gpt import UserError
+import numpy as np
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+SHARD_MAGIC = 20240520
+SHARD_VERSION = 1
+SHARD_HEADER_INTS = 256
+SHARD_HEADER_BYTES = 4 * SHARD_HEADER_INTS
+PIECE_TOKENS = 1 << 20  # of a shard in memory at a time
+
+
+class UserError(Exception):
+    """What a user can mend, in one line: what is wrong and what to do."""
+
+
+def require(condition, message: str):
+    """Raises UserError with the message where the condition does not hold."""
+    if not condition:
+        raise UserError(message)
+
+
+# --------------------------------------------------------------------------------------------------
+# Shards.
+
+def shard_header(num_tokens: int) -> bytes:
+    """The header of a shard of so many tokens."""
+    header = np.zeros(SHARD_HEADER_INTS, dtype="<i4")
+    header[:3] = SHARD_MAGIC, SHARD_VERSION, num_tokens
+    return header.tobytes()
+
+
+def token_pieces(path, start: int = 0):
+    """The tokens of a shard from token `start` on, in uint16 arrays of PIECE_TOKENS or fewer."""
+    with open(path, "rb") as f:
+        f.seek(SHARD_HEADER_BYTES + 2 * start)
+        while len(piece := np.fromfile(f, dtype="<u2", count=PIECE_TOKENS)):
+            yield piece
+
+
+def check_shard(path, vocab_size: int) -> int:
+    """The number of tokens in a shard, once its header, its size and every token are right.
+
+    Raises UserError that names the defect and its byte.
+    """
+    try:
+        size = os.path.getsize(path)
+        start = np.fromfile(path, dtype="<i4", count=3)
+    except OSError as e:
+        raise UserError(f"{path}: cannot be read ({e.strerror})") from None
+    require(size >= SHARD_HEADER_BYTES, f"{path}: {size} bytes, shorter than the "
+            f"{SHARD_HEADER_BYTES}-byte header; make it again")
+    magic, version, num_tokens = start.tolist()
+    require(magic == SHARD_MAGIC, f"{path}: magic number {magic} at byte 0, expected "
+            f"{SHARD_MAGIC}; not a token shard")
+    require(version == SHARD_VERSION, f"{path}: version {version} at byte 4, expected "
+            f"{SHARD_VERSION}; make the shard again")
+    require(num_tokens > 0, f"{path}: token count {num_tokens} at byte 8; the shard is empty, "
+            "make it again")
+    held = (size - SHARD_HEADER_BYTES) / 2
+    require(held == num_tokens, f"{path}: the header at byte 8 promises {num_tokens} tokens, the "
+            f"file holds {held:g}; it is damaged or was cut off, fetch or make it again")
+    checked = 0
+    for piece in token_pieces(path):
+        if piece.max() >= vocab_size:
+            at = int(np.argmax(piece >= vocab_size))
+            byte = SHARD_HEADER_BYTES + 2 * (checked + at)
+            raise UserError(f"{path}: token {piece[at]} at byte {byte} is not below the vocabulary "
+                            f"size {vocab_size}; wrong tokenizer or damaged file")
+        checked += len(piece)
+    return num_tokens
+
+
+class ShardWriter:
+    """Writes tokens into the shards folder/stem_NUMBER.bin of shard_size tokens each, the last one
+    of fewer. They are shards when finish() has written their headers."""
+
+    def __init__(self, folder: Path, stem: str, first_number: int, shard_size: int):
+        self.folder = folder
+        self.stem = stem
+        self.first_number = first_number
+        self.shard_size = shard_size
+        self.paths = []
+        self.tokens = 0
+
+    def write(self, tokens: np.ndarray):
+        while len(tokens):
+            held = self.tokens % self.shard_size
+            if held == 0:
+                number = self.first_number + len(self.paths)
+                self.paths.append(self.folder / f"{self.stem}_{number:06d}.bin")
+                self.paths[-1].write_bytes(bytes(SHARD_HEADER_BYTES))
+            piece = tokens[:self.shard_size - held]
+            with open(self.paths[-1], "ab") as f:
+                f.write(piece.astype("<u2", copy=False).data)
+            self.tokens += len(piece)
+            tokens = tokens[len(piece):]
+
+    def move_end(self, other: "ShardWriter", num_tokens: int, end_of_text: int):
+        """Moves the last tokens to another writer. Where they begin within a document they get an
+        end-of-text token of their own to begin with."""
+        first, kept = divmod(self.tokens - num_tokens, self.shard_size)
+        for path in self.paths[first:]:
+            for piece in token_pieces(path, kept):
+                if not other.tokens and piece[0] != end_of_text:
+                    other.write(np.array([end_of_text], dtype=np.uint16))
+                other.write(piece)
+            if kept:
+                os.truncate(path, SHARD_HEADER_BYTES + 2 * kept)
+            else:
+                path.unlink()
+                self.paths.remove(path)
+            kept = 0
+        self.tokens -= num_tokens
+
+    def finish(self, tokenizer) -> dict:
+        """Writes the headers. What the shards hold: {documents, tokens, bytes (of text),
+        bytes_per_token, shards: a list of {file, tokens, sha256}}."""
+        counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
+        shards = []
+        for path in self.paths:
+            num_tokens = (path.stat().st_size - SHARD_HEADER_BYTES) // 2
+            with open(path, "rb+") as f:
+                f.write(shard_header(num_tokens))
+            for piece in token_pieces(path):
+                counts += np.bincount(piece, minlength=tokenizer.vocab_size)
+            shards.append({"file": path.name, "tokens": num_tokens, "sha256": sha256(path)})
+        num_bytes = int(counts @ tokenizer.token_bytes)
+        return {"documents": int(counts[tokenizer.eot]), "tokens": self.tokens, "bytes": num_bytes,
+                "bytes_per_token": num_bytes / self.tokens if self.tokens else None,
+                "shards": shards}
+
+
+# --------------------------------------------------------------------------------------------------
+# Programs.
 
 class ArgumentParser(argparse.ArgumentParser):
     """argparse, whose errors are one line like any other."""
 
     def __init__(self, **kwargs):
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **kwargs)
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+                         **kwargs)
 
     def error(self, message):
         raise UserError(f"{message} (--help lists the options)")
 
 
-def run(main) -> int:
-    """Runs main(); the exit status of the program. A user's error is one line and status 2, an interruption one line
-    and the status the shell gives that signal."""
+def run(main, errors: tuple = ()) -> int:
+    """Runs main(); the exit status of the program.
+
+    A UserError, or an exception of the classes in `errors`, is one line and status 2, and so is an
+    error of the operating system; an interruption is one line and the status that the shell gives
+    that signal. A program that uses train_gpt says `run(main, errors=(train_gpt.UserError,))`.
+    """
     def interrupt(signum, frame):
         raise KeyboardInterrupt(signum)
+
     signal.signal(signal.SIGTERM, interrupt)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name need not be UTF-8
     try:
         main()
         return 0
-    except UserError as e:
-        message, status = f"error: {e}", 2
+    except (UserError, *errors) as e:
+        message = f"error: {e}"
+        status = 2
     except BrokenPipeError:  # the reader of our output, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        return 141  # as of SIGPIPE, which Windows lacks
     except OSError as e:
         where = f"{e.filename}: " if e.filename else ""
-        message, status = f"error: {where}{e.strerror or e}", 2
+        message = f"error: {where}{e.strerror or e}"
+        status = 2
     except KeyboardInterrupt as e:
-        message, status = "interrupted", 128 + (e.args[0] if e.args else signal.SIGINT)
+        message = "interrupted"
+        status = 128 + (e.args[0] if e.args else signal.SIGINT)
     print(message, file=sys.stderr)
     return status
 
 
+# --------------------------------------------------------------------------------------------------
+# Files.
+
+def sha256(path) -> str:
+    """The SHA-256 of a file's bytes, in hexadecimal."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as f:
+        while piece := f.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
 @contextlib.contextmanager
 def staging(folder: Path):
-    """A folder for unfinished files: locked against a second run, emptied of what a killed run left, and removed at the
-    end whatever happens. A full disk becomes a UserError."""
+    """A folder for unfinished files: locked against a second run (except on Windows), emptied of
+    what a killed run left, and removed at the end whatever happens. A full disk is a UserError."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{folder}: another run is writing there; wait for it, or choose another name") from None
+            if fcntl:  # lockf: workers that outlive a killed run for a moment do not hold it
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise UserError(f"{folder}: another run is writing there; wait for it, or choose "
+                            "another name") from None
         for leftover in folder.iterdir():
             if leftover.is_dir():
                 shutil.rmtree(leftover)
@@ -65,22 +228,23 @@ def staging(folder: Path):
         try:
             yield folder
         except OSError as e:
-            if e.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise UserError(f"{folder.parent}: {os.strerror(e.errno).lower()}; the unfinished files were removed, "
-                                "free some space and run this again") from None
-            raise
+            if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise UserError(f"{folder.parent}: {os.strerror(e.errno).lower()}; the unfinished "
+                            "files were removed, free some space and run this again") from None
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def publish(staged: list[Path], folder: Path):
-    """Gives finished files their final names, in order. Their content reaches the disk first, so that not even a power
-    cut leaves half a file under a final name."""
+    """Gives finished files their final names, in order. Their content reaches the disk first, so
+    that not even a power cut leaves half a file under a final name."""
     for path in staged:
-        with open(path, "rb") as f:
+        with open(path, "rb+") as f:
             os.fsync(f.fileno())
     for path in staged:
         os.replace(path, folder / path.name)
-    handle = os.open(folder, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
+    if os.name == "posix":  # elsewhere a folder cannot be opened
+        handle = os.open(folder, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)

@@ -1,10 +1,12 @@
 """What token shards hold, and whether they are sound.
 
     python data/inspect_shards.py data/fineweb10B/*.bin
+    python data/inspect_shards.py data/demo/*.bin --seq_len 8192
 
-Prints for each file: tokens, range of ids, documents and their lengths, and how the first document begins. The
-tokenizer is the one named by NAME.json next to the shards, else GPT-2's. Exits with 2 where a shard is bad, and names
-the defect and the byte.
+Reads every token. Prints for each file: tokens, range of ids, documents and their lengths, how many
+of these a border between sequences of --seq_len tokens cuts, and how the first document begins. The
+tokenizer is the one named by NAME.json next to the shards, else GPT-2's. Exits with 2 where a shard
+is bad, and names the defect and the byte.
 """
 
 import json
@@ -15,12 +17,11 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from data.common import ArgumentParser, run
+from data.common import ArgumentParser, UserError, check_shard, require, run, token_pieces
 from data.vocab import END_OF_TEXT, TOKENIZERS, load_tokenizer
-from train_gpt import SHARD_HEADER_BYTES, UserError, check_shard
 
-PIECE_TOKENS = 1 << 24  # at a time
-SHOWN_TOKENS, SHOWN_CHARACTERS = 200, 300
+SHOWN_TOKENS = 200
+SHOWN_CHARACTERS = 300
 
 
 def tokenizer_of(path: Path) -> str:
@@ -30,35 +31,55 @@ def tokenizer_of(path: Path) -> str:
         name = json.loads(sidecar.read_text())["tokenizer"]
     except FileNotFoundError:
         return "gpt2"
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"{sidecar}: damaged, names no tokenizer; --tokenizer says which") from None
-    if name not in TOKENIZERS:
-        raise UserError(f"{sidecar}: unknown tokenizer {name!r}")
+    require(name in list(TOKENIZERS), f"{sidecar}: unknown tokenizer {name!r}")
     return name
 
 
-def inspect(path: Path, tokenizer_name: str, vocab_dir=None) -> list[str]:
+def count_cut(starts: np.ndarray, ends: np.ndarray, seq_len: int) -> int:
+    """How many documents, from token `starts` up to token `ends`, a border between sequences of
+    seq_len tokens cuts. The first sequence begins with the shard, as in training's first pass."""
+    return int((starts // seq_len != (ends - 1) // seq_len).sum())
+
+
+def inspect(path: Path, tokenizer_name: str, vocab_dir=None, seq_len=None) -> list[str]:
     """The report on one shard, line by line. Raises UserError where it is bad."""
     vocab_size = TOKENIZERS[tokenizer_name].vocab_size
     num_tokens = check_shard(path, vocab_size)
-    tokens = np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=(num_tokens,))
-    low, high, starts = vocab_size, 0, []
-    for at in range(0, num_tokens, PIECE_TOKENS):
-        piece = tokens[at:at + PIECE_TOKENS]
-        low, high = min(low, int(piece.min())), max(high, int(piece.max()))
-        starts.append(at + np.flatnonzero(piece == vocab_size - 1))
+    low = vocab_size
+    high = 0
+    read = 0
+    starts = []
+    for piece in token_pieces(path):
+        low = min(low, int(piece.min()))
+        high = max(high, int(piece.max()))
+        starts.append(read + np.flatnonzero(piece == vocab_size - 1))
+        read += len(piece)
     starts = np.concatenate(starts)
-    lines = [f"{path}: {num_tokens} tokens ({tokenizer_name}), ids {low} to {high}, {len(starts)} documents begin here"]
-    if len(starts):
-        lengths = np.diff(starts, append=num_tokens)
-        lines.append(f"  tokens per document: median {np.median(lengths):.0f}, mean {lengths.mean():.0f}, "
-                     f"90 % up to {np.percentile(lengths, 90):.0f}, longest {lengths.max()}")
+    ends = np.append(starts, num_tokens)[1:]
+    held = f"{num_tokens} tokens ({tokenizer_name}), ids {low} to {high}"
+    lines = [f"{path}: {held}, {len(starts)} documents begin here"]
+    if len(starts) == 0:
+        lines.append(f"  no end-of-text token ({vocab_size - 1}): made by another tokenizer, or "
+                     "all of it is from within one document")
+    else:
+        lengths = ends - starts
+        lines.append(f"  tokens per document: median {np.median(lengths):.0f}, mean "
+                     f"{lengths.mean():.0f}, 90 % up to {np.percentile(lengths, 90):.0f}, longest "
+                     f"{lengths.max()}")
+        if seq_len:
+            cut = count_cut(starts, ends, seq_len)
+            lines.append(f"  {cut} documents ({cut / len(starts):.1%}) are cut by the borders of "
+                         f"sequences of {seq_len} tokens")
         if starts[0]:
             lines.append(f"  the first {starts[0]} tokens continue a document of the shard before")
     begin = int(starts[0]) + 1 if len(starts) else 0
     try:
-        text = load_tokenizer(tokenizer_name, vocab_dir).decode(tokens[begin:begin + SHOWN_TOKENS].tolist())
-        lines.append(f"  it begins: {text.split(END_OF_TEXT)[0][:SHOWN_CHARACTERS]!r}")
+        tokenizer = load_tokenizer(tokenizer_name, vocab_dir)
+        shown = next(token_pieces(path, begin), np.empty(0))[:SHOWN_TOKENS]
+        text = tokenizer.decode(shown.tolist()).split(END_OF_TEXT)[0]
+        lines.append(f"  it begins: {text[:SHOWN_CHARACTERS]!r}")
     except UserError as e:
         lines.append(f"  not decoded: {e}")
     return lines
@@ -68,18 +89,26 @@ def main(argv=None):
     p = ArgumentParser(description=__doc__)
     p.add_argument("files", nargs="+", type=Path, metavar="FILE", help="token shard")
     p.add_argument("--tokenizer", choices=TOKENIZERS, help="of the shards (see above)")
-    p.add_argument("--vocab_dir", metavar="DIR", help="folder with GPT-2's encoder.json and vocab.bpe (downloaded)")
+    p.add_argument("--vocab_dir", metavar="DIR",
+                   help="folder with GPT-2's encoder.json and vocab.bpe (downloaded)")
+    p.add_argument("--seq_len", type=int, metavar="TOKENS",
+                   help="count the documents that borders between sequences of this length cut")
     args = p.parse_args(argv)
+    require(args.seq_len is None or args.seq_len > 0,
+            f"--seq_len {args.seq_len}: must be 1 or more")
     bad = []
     for path in args.files:
         try:
-            print("\n".join(inspect(path, args.tokenizer or tokenizer_of(path), args.vocab_dir)))
+            tokenizer_name = args.tokenizer or tokenizer_of(path)
+            lines = inspect(path, tokenizer_name, args.vocab_dir, args.seq_len)
+            print("\n".join(lines))
         except UserError as e:
             bad.append(e)
             if len(args.files) > 1:
                 print(f"error: {e}", file=sys.stderr)
-    if bad:
-        raise bad[0] if len(args.files) == 1 else UserError(f"{len(bad)} of {len(args.files)} shards are bad")
+    if bad and len(args.files) == 1:
+        raise bad[0]
+    require(not bad, f"{len(bad)} of {len(args.files)} shards are bad")
 
 
 if __name__ == "__main__":

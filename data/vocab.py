@@ -1,6 +1,6 @@
 """Tokenizers: GPT-2's byte-pair encoding (through tiktoken) and plain bytes.
 
-    tokenizer = load_tokenizer("gpt2")      # or "bytes"; vocab_dir= for GPT-2's vocabulary files without a network
+    tokenizer = load_tokenizer("gpt2")      # or "bytes"; vocab_dir= for GPT-2's files, offline
     tokenizer.encode("text") -> list of ids, without end-of-text; tokenizer.decode(ids) -> text
     tokenizer.vocab_size, tokenizer.eot     # end-of-text is always vocab_size - 1
 """
@@ -14,22 +14,26 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from train_gpt import UserError
+from data.common import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 
-# GPT-2's rule for what a merge may not cross, in a form with little for the regex engine to try twice: same tokens as
-# the published pattern, 1.6 times as fast in tiktoken.
+# GPT-2's rule for what a merge may not cross, in a form with little for the regex engine to try
+# twice: same tokens as the published pattern, 1.6 times as fast in tiktoken.
 GPT2_PATTERN = r"(?:'(?:[sdmt]|ll|ve|re)| ?(?:\p{L}+|\p{N}+|[^\s\p{L}\p{N}]+))|\s+(?!\S)|\s"
-GPT2_SHA256 = {"vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-               "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"}
+GPT2_SHA256 = {
+    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+}
 
-# Text is encoded in pieces: one long run of white space overflows the regex engine's stack, and a file need not fit in
-# memory. A piece ends before white space that follows anything else, where GPT-2's merges stop anyway, so that the
-# tokens are those of the whole. (The lookbehinds are the white space of Unicode in UTF-8.)
+# Text is encoded in pieces: one long run of white space overflows the regex engine's stack, and a
+# file need not fit in memory. A piece ends before white space that follows anything else, where
+# GPT-2's merges stop anyway, so that the tokens are those of the whole. (The lookbehinds are the
+# white space of Unicode in UTF-8.)
 PIECE_BYTES = 1 << 18
-PIECE_END = re.compile(rb"[!-\xff](?<!\xc2[\x85\xa0])(?<!\xe1\x9a\x80)(?<!\xe2\x80[\x80-\x8a\xa8\xa9\xaf])"
-                       rb"(?<!\xe2\x81\x9f)(?<!\xe3\x80\x80)(?=[\t-\r ])")
+PIECE_END = re.compile(
+    rb"[!-\xff](?<!\xc2[\x85\xa0])(?<!\xe1\x9a\x80)(?<!\xe2\x80[\x80-\x8a\xa8\xa9\xaf])"
+    rb"(?<!\xe2\x81\x9f)(?<!\xe3\x80\x80)(?=[\t-\r ])")
 
 
 def piece_end(data: bytes, start: int = 0) -> int:
@@ -37,7 +41,7 @@ def piece_end(data: bytes, start: int = 0) -> int:
     end = start + PIECE_BYTES
     if len(data) <= end:
         return len(data)
-    for search_from in (max(end - 4096, start), start):  # the last place is nearly always near the end
+    for search_from in (max(end - 4096, start), start):  # the last place is nearly always near
         ends = [match.end() for match in PIECE_END.finditer(data, search_from, end)]
         if ends:
             return ends[-1]
@@ -54,9 +58,20 @@ def utf8(text: str) -> bytes:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
 
 
+def is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+        return True
+    except UnicodeDecodeError:
+        return False
+
+
 class BytesTokenizer:
     """A token is a byte of UTF-8."""
-    name, vocab_size, eot = "bytes", 257, 256
+
+    name = "bytes"
+    vocab_size = 257
+    eot = 256
     token_bytes = np.array([1] * 256 + [0])  # bytes of text a token stands for
 
     def encode_utf8(self, data: bytes) -> np.ndarray:
@@ -66,23 +81,29 @@ class BytesTokenizer:
         return list(utf8(text))
 
     def decode(self, ids) -> str:
-        return b"".join(END_OF_TEXT.encode() if i == self.eot else bytes([i]) for i in ids).decode("utf-8", "replace")
+        data = b"".join(END_OF_TEXT.encode() if i == self.eot else bytes([i]) for i in ids)
+        return data.decode("utf-8", "replace")
 
 
 class GPT2Tokenizer:
     """GPT-2's byte-pair encoding. Text that spells the end-of-text token out is text."""
-    name, vocab_size, eot = "gpt2", 50257, 50256
+
+    name = "gpt2"
+    vocab_size = 50257
+    eot = 50256
 
     def __init__(self, merge_ranks: dict[bytes, int]):
         import tiktoken
-        self.encoding = tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=merge_ranks,
-                                          special_tokens={END_OF_TEXT: self.eot}, explicit_n_vocab=self.vocab_size)
+        self.encoding = tiktoken.Encoding(
+            "gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=merge_ranks,
+            special_tokens={END_OF_TEXT: self.eot}, explicit_n_vocab=self.vocab_size)
         self.token_bytes = np.zeros(self.vocab_size, dtype=np.int64)
         self.token_bytes[list(merge_ranks.values())] = [len(token) for token in merge_ranks]
 
     def encode_utf8(self, data: bytes) -> np.ndarray:
         """Invalid UTF-8 becomes U+FFFD."""
-        ids, start = [np.empty(0, dtype=np.uint32)], 0
+        ids = [np.empty(0, dtype=np.uint32)]
+        start = 0
         while start < len(data):
             end = piece_end(data, start)
             text = data[start:end].decode("utf-8", "replace")
@@ -105,20 +126,23 @@ def gpt2_merge_ranks(vocab_dir) -> dict[bytes, int]:
         from tiktoken.load import data_gym_to_mergeable_bpe_ranks
         from tiktoken_ext import openai_public
     except ImportError:
-        raise UserError("the gpt2 tokenizer needs tiktoken: pip install tiktoken (or take the bytes tokenizer)") from None
+        raise UserError("the gpt2 tokenizer needs tiktoken: pip install tiktoken (or take the "
+                        "bytes tokenizer)") from None
     if vocab_dir is None:
         try:
             return openai_public.gpt2()["mergeable_ranks"]
         except (OSError, ValueError) as e:
-            raise UserError(f"GPT-2's vocabulary could not be downloaded ({type(e).__name__}); give --vocab_dir a folder "
-                            "with its encoder.json and vocab.bpe, or take the bytes tokenizer") from None
+            raise UserError(f"GPT-2's vocabulary could not be downloaded ({type(e).__name__}); "
+                            "give --vocab_dir a folder with its encoder.json and vocab.bpe, or "
+                            "take the bytes tokenizer") from None
     files = {name: Path(vocab_dir) / name for name in GPT2_SHA256}
     for name, path in files.items():
         if not path.is_file():
-            raise UserError(f"{path}: no such file; --vocab_dir needs GPT-2's encoder.json and vocab.bpe")
+            raise UserError(f"{path}: no such file; --vocab_dir needs GPT-2's encoder.json and "
+                            "vocab.bpe")
         if hashlib.sha256(path.read_bytes()).hexdigest() != GPT2_SHA256[name]:
             raise UserError(f"{path}: not GPT-2's (its checksum differs); fetch it again")
-    # The checksums again, because tiktoken may have a copy of an older file of that path in its cache.
+    # The checksums again: tiktoken may have a copy of an older file of that path in its cache.
     return data_gym_to_mergeable_bpe_ranks(str(files["vocab.bpe"]), str(files["encoder.json"]),
                                            GPT2_SHA256["vocab.bpe"], GPT2_SHA256["encoder.json"])
 

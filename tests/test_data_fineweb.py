@@ -1,4 +1,5 @@
-"""Fetching FineWeb from a hub on this machine: what lands, what is fetched again, and what never gets a final name."""
+"""Fetching FineWeb from a hub on this machine: what lands, what is fetched again, and what never
+gets a final name."""
 
 import hashlib
 import http.server
@@ -13,9 +14,10 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from test_data_common import another_run
+
 from data import fineweb
-from data.common import run, staging
-from train_gpt import SHARD_MAGIC, SHARD_VERSION, UserError, check_shard
+from data.common import SHARD_MAGIC, SHARD_VERSION, UserError, check_shard, run
 
 NAMES = ["fineweb_val_000000.bin", "fineweb_train_000001.bin", "fineweb_train_000002.bin"]
 
@@ -23,7 +25,8 @@ NAMES = ["fineweb_val_000000.bin", "fineweb_train_000001.bin", "fineweb_train_00
 def shard(seed, count=5000):
     header = np.zeros(256, dtype="<i4")
     header[:3] = SHARD_MAGIC, SHARD_VERSION, count
-    return header.tobytes() + np.random.default_rng(seed).integers(0, 50257, count).astype("<u2").tobytes()
+    tokens = np.random.default_rng(seed).integers(0, 50257, count)
+    return header.tobytes() + tokens.astype("<u2").tobytes()
 
 
 class Hub(http.server.ThreadingHTTPServer):
@@ -56,11 +59,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def answer(self):
         folder, name = self.path.rsplit("/", 1)
-        content = self.server.files.get(name) if folder == "/datasets/kjj0/fineweb10B-gpt2/resolve/main" else None
+        content = None
+        if folder == "/datasets/kjj0/fineweb10B-gpt2/resolve/main":
+            content = self.server.files.get(name)
         self.send_response(200 if content else 404)
         if content:
             self.send_header("X-Repo-Commit", "0" * 40)
-            self.send_header("ETag", '"' + self.server.sums.get(name, hashlib.sha256(content).hexdigest()) + '"')
+            digest = self.server.sums.get(name, hashlib.sha256(content).hexdigest())
+            self.send_header("ETag", f'"{digest}"')
         else:
             self.send_header("X-Error-Code", "EntryNotFound")
         self.send_header("Content-Length", str(len(content or b"")))
@@ -122,17 +128,20 @@ def test_one_more_chunk_fetches_one_file(hub, tmp_path):
     assert hub.fetched == NAMES[:2] and len((tmp_path / "SHA256SUMS").read_text().splitlines()) == 2
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[:-100], lambda b: b[:2000] + b"\xff\xff" + b[2002:], lambda b: b""])
+@pytest.mark.parametrize("damage", [lambda b: b[:-100], lambda b: b[:2000] + b"\xff\xff" + b[2002:],
+                                    lambda b: b""])
 def test_a_damaged_file_is_fetched_again(hub, tmp_path, capsys, damage):
     fetch(tmp_path)
     path = tmp_path / NAMES[1]
     path.write_bytes(damage(path.read_bytes()))
     fetch(tmp_path)
-    assert path.read_bytes() == hub.files[NAMES[1]] and hub.fetched.count(NAMES[1]) == 2 and len(hub.fetched) == 4
+    assert path.read_bytes() == hub.files[NAMES[1]]
+    assert hub.fetched.count(NAMES[1]) == 2 and len(hub.fetched) == 4
     assert f"fetching it again: {path}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content", [shard(1)[:-2], shard(1)[:1024] + b"\xff\xff" * 5000, b"<html></html>" * 100])
+@pytest.mark.parametrize("content", [shard(1)[:-2], shard(1)[:1024] + b"\xff\xff" * 5000,
+                                     b"<html></html>" * 100])
 def test_a_bad_file_on_the_hub_never_gets_its_name(hub, tmp_path, capsys, content):
     (tmp_path / NAMES[2]).write_bytes(content)
     with pytest.raises(UserError) as training:
@@ -160,7 +169,8 @@ def test_a_mirror_without_checksums_will_do(hub, tmp_path):
 def test_without_a_network_it_says_so_in_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
     lines = fails(capsys, tmp_path / "new")
-    assert len(lines) == 1 and "could not be fetched from http://127.0.0.1:9" in lines[0] and "HF_ENDPOINT" in lines[0]
+    assert len(lines) == 1 and "HF_ENDPOINT" in lines[0]
+    assert "could not be fetched from http://127.0.0.1:9" in lines[0]
     assert not (tmp_path / "new").exists()
 
 
@@ -172,7 +182,7 @@ def test_other_user_errors(hub, tmp_path, capsys):
     assert "--workers 0: must be 1 or more" in fails(capsys, tmp_path, "--workers=0")[0]
     assert "invalid choice: 'c4'" in fails(capsys, tmp_path, "--dataset=c4")[0]
     assert "holds no fineweb_*.bin" in fails(capsys, tmp_path, "--verify")[0]
-    with staging(tmp_path / ".fineweb10B.unfinished"):
+    with another_run(tmp_path / ".fineweb10B.unfinished"):
         assert "another run is writing there" in fails(capsys, tmp_path, chunks=1)[0]
 
 
@@ -193,7 +203,8 @@ def test_verify(hub, tmp_path, capsys):
     assert "fineweb_train_000007.bin: 5000 tokens, sound, no SHA-256 on record" in said
     path = tmp_path / NAMES[2]
     content = bytearray(path.read_bytes())
-    content[1024:1028] = bytes([*content[1026:1028], *content[1024:1026]])  # a valid shard, and another
+    # A valid shard, and another.
+    content[1024:1028] = bytes([*content[1026:1028], *content[1024:1026]])
     path.write_bytes(content)
     (tmp_path / NAMES[1]).write_bytes(shard(1)[:-2])
     lines = fails(capsys, tmp_path, "--verify")

@@ -1,16 +1,20 @@
 """The inspector: its numbers, and that a bad shard is named in the words training uses."""
 
 import json
+import random
+import signal
 import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from data import inspect_shards
-from data.common import run
 from conftest import write_shard
-from train_gpt import UserError, check_shard
+
+from data import common, inspect_shards
+from data.common import UserError, check_shard, run
 
 
 def with_sidecar(folder, tokenizer="bytes"):
@@ -18,7 +22,7 @@ def with_sidecar(folder, tokenizer="bytes"):
 
 
 def test_the_numbers(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(inspect_shards, "PIECE_TOKENS", 7)
+    monkeypatch.setattr(common, "PIECE_TOKENS", 8)
     with_sidecar(tmp_path)
     lengths = [1, 4, 10, 2, 8]
     tokens = [65, 66] + [t for n in lengths for t in [256] + [70 + n] * (n - 1)]
@@ -31,8 +35,11 @@ def test_the_numbers(tmp_path, monkeypatch, capsys):
         "  it begins: ''"]
     path = write_shard(tmp_path / "t_val_000000.bin", list(b"no start"))
     inspect_shards.main([str(path)])
-    assert capsys.readouterr().out.splitlines() == [f"{path}: 8 tokens (bytes), ids 32 to 116, 0 documents begin here",
-                                                    "  it begins: 'no start'"]
+    assert capsys.readouterr().out.splitlines() == [
+        f"{path}: 8 tokens (bytes), ids 32 to 116, 0 documents begin here",
+        "  no end-of-text token (256): made by another tokenizer, or all of it is from within "
+        + "one document",
+        "  it begins: 'no start'"]
 
 
 def test_without_a_vocabulary_all_but_the_text_is_told(tmp_path, monkeypatch, capsys):
@@ -41,12 +48,14 @@ def test_without_a_vocabulary_all_but_the_text_is_told(tmp_path, monkeypatch, ca
     monkeypatch.setattr(inspect_shards, "load_tokenizer", unavailable)
     inspect_shards.main([str(write_shard(tmp_path / "fineweb_val_000000.bin", [50256, 1, 2]))])
     said = capsys.readouterr().out
-    assert "3 tokens (gpt2), ids 1 to 50256, 1 documents" in said and "not decoded: no vocabulary" in said
+    assert "3 tokens (gpt2), ids 1 to 50256, 1 documents" in said
+    assert "not decoded: no vocabulary" in said
 
 
 @pytest.mark.parametrize("change, where", [
-    ({"magic": 1}, "magic number 1 at byte 0"), ({"version": 2}, "version 2 at byte 4"), ({"count": 9}, "at byte 8"),
-    ({"tokens": [256, 1, 300]}, "token 300 at byte 1028"), ({"tokens": []}, "token count 0 at byte 8")])
+    ({"magic": 1}, "magic number 1 at byte 0"), ({"version": 2}, "version 2 at byte 4"),
+    ({"count": 9}, "at byte 8"), ({"tokens": [256, 1, 300]}, "token 300 at byte 1028"),
+    ({"tokens": []}, "token count 0 at byte 8")])
 def test_a_bad_shard_is_named_in_the_words_of_training(tmp_path, capsys, change, where):
     with_sidecar(tmp_path)
     good = write_shard(tmp_path / "t_val_000000.bin", [256, 65])
@@ -68,10 +77,72 @@ def test_the_tokenizer_comes_from_the_sidecar_or_the_flag(tmp_path, capsys):
     with_sidecar(tmp_path)
     assert inspect_shards.tokenizer_of(Path(path)) == "bytes"
     with_sidecar(tmp_path, "other")
-    assert run(lambda: inspect_shards.main([str(path)])) == 2 and "unknown tokenizer 'other'" in capsys.readouterr().err
+    assert run(lambda: inspect_shards.main([str(path)])) == 2
+    assert "unknown tokenizer 'other'" in capsys.readouterr().err
     (tmp_path / "t.json").write_text("{")
-    assert run(lambda: inspect_shards.main([str(path)])) == 2 and "t.json: damaged" in capsys.readouterr().err
+    assert run(lambda: inspect_shards.main([str(path)])) == 2
+    assert "t.json: damaged" in capsys.readouterr().err
+    for damaged in ("{}", "[]", '{"tokenizer": []}', "\xff", "[" * 100_000):
+        (tmp_path / "t.json").write_text(damaged, encoding="latin-1")
+        assert run(lambda: inspect_shards.main([str(path)])) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: ") and "t.json: " in said and said.count("\n") == 1
     inspect_shards.main([str(path), "--tokenizer=bytes"])
     assert "it begins: 'A'" in capsys.readouterr().out
     assert run(lambda: inspect_shards.main([str(tmp_path / "none.bin")])) == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seq_len", [1, 3, 7, 16, 1000])
+def test_documents_that_the_borders_of_sequences_cut(tmp_path, capsys, seq_len):
+    """Against a count by hand: a document is cut where two of its tokens are in two sequences."""
+    with_sidecar(tmp_path)
+    rng = random.Random(seq_len)
+    tokens = [65] * 5 + [token for _ in range(60) for token in [256] + [66] * rng.randrange(12)]
+    document = -1
+    sequences = {}
+    for at, token in enumerate(tokens):
+        document += token == 256
+        if document >= 0:
+            sequences.setdefault(document, set()).add(at // seq_len)
+    cut = sum(len(spanned) > 1 for spanned in sequences.values())
+    path = write_shard(tmp_path / "t_train_000001.bin", tokens)
+    inspect_shards.main([path, f"--seq_len={seq_len}"])
+    said = capsys.readouterr().out
+    assert f"  {cut} documents ({cut / 60:.1%}) are cut by the borders of sequences " in said
+
+
+def test_a_sequence_has_a_token(tmp_path, capsys):
+    path = write_shard(tmp_path / "t_train_000001.bin", [256])
+    assert run(lambda: inspect_shards.main([path, "--seq_len=0", "--tokenizer=bytes"])) == 2
+    assert "--seq_len 0: must be 1 or more" in capsys.readouterr().err
+
+
+def test_shards_of_another_tokenizer_are_told(tmp_path, capsys):
+    """Bytes taken for GPT-2's tokens: all of them in range, and never an end of text."""
+    path = write_shard(tmp_path / "t_train_000001.bin", [256, 65, 66, 256, 67])
+    inspect_shards.main([path, "--tokenizer=gpt2"])
+    assert "no end-of-text token (50256): made by another tokenizer" in capsys.readouterr().out
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(content=st.binary(max_size=1100) | st.lists(st.integers(0, 65535), max_size=9),
+       seq_len=st.integers(1, 9))
+def test_hostile_shards_are_a_report_or_one_line(tmp_path_factory, capsys, content, seq_len):
+    path = tmp_path_factory.mktemp("hostile") / "t_train_000001.bin"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        write_shard(path, content)
+    argv = [str(path), "--tokenizer=bytes", f"--seq_len={seq_len}"]
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        status = run(lambda: inspect_shards.main(argv))
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    captured = capsys.readouterr()
+    if status == 0:
+        assert captured.err == "" and captured.out.startswith(f"{path}: {len(content)} tokens")
+    else:
+        assert status == 2 and captured.out == "" and captured.err.count("\n") == 1
+        assert captured.err.startswith("error: ")

@@ -1,4 +1,5 @@
-"""Text to shards: what lands where, that it is the same however it is made, and that a failure leaves nothing."""
+"""Text to shards: what lands where, that it is the same however it is made, and that a failure
+leaves nothing."""
 
 import bz2
 import errno
@@ -17,13 +18,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from test_data_common import another_run
+
+from data import common, tokenize_text
+from data.common import SHARD_HEADER_BYTES, ShardWriter, UserError, check_shard, run
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from data import tokenize_text
-from data.common import run
-from train_gpt import SHARD_HEADER_BYTES, UserError, check_shard
-
 EOT = 256
 
 
@@ -32,18 +36,21 @@ def read(folder, side, name="t"):
     paths = sorted(Path(folder).glob(f"{name}_{side}_*.bin"))
     for path in paths:
         check_shard(path, 257)
-    return np.concatenate([np.fromfile(p, "<u2", offset=SHARD_HEADER_BYTES) for p in paths] or [np.empty(0, "<u2")])
+    return np.concatenate([np.fromfile(p, "<u2", offset=SHARD_HEADER_BYTES) for p in paths]
+                          or [np.empty(0, "<u2")])
 
 
 def documents(tokens):
     """The documents of a stream of byte tokens that begins with one."""
     starts = np.flatnonzero(tokens == EOT)
     assert len(tokens) == 0 or starts[0] == 0
-    return [bytes(d[1:].astype(np.uint8)) for d in np.split(tokens, starts[1:])] if len(tokens) else []
+    split = np.split(tokens, starts[1:]) if len(tokens) else []
+    return [bytes(document[1:].astype(np.uint8)) for document in split]
 
 
 def tokenize(out, *argv, workers=1, tokenizer="bytes"):
-    tokenize_text.main([*map(str, argv), f"--out={out}", "--name=t", f"--tokenizer={tokenizer}", f"--workers={workers}"])
+    tokenize_text.main([*map(str, argv), f"--out={out}", "--name=t", f"--tokenizer={tokenizer}",
+                        f"--workers={workers}"])
     return json.loads((Path(out) / "t.json").read_text())
 
 
@@ -56,7 +63,8 @@ def fails(capsys, *argv):
         signal.signal(signal.SIGTERM, handler)
     captured = capsys.readouterr()
     lines = captured.err.splitlines()
-    assert status == 2 and captured.out == "" and len(lines) == 1 and lines[0].startswith("error: "), captured
+    assert status == 2 and captured.out == "" and len(lines) == 1, captured
+    assert lines[0].startswith("error: "), captured
     return lines[0]
 
 
@@ -77,7 +85,7 @@ def corpus(tmp_path):
     return write_jsonl(tmp_path / "corpus.jsonl", some_documents())
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What lands where.
 
 def test_the_shard_is_the_fields_format_byte_for_byte(tmp_path):
@@ -97,7 +105,8 @@ def test_of_a_single_file_validation_is_the_end(tmp_path):
     assert documents(read(tmp_path / "out", "train")) == [text[:9000]]
     assert documents(read(tmp_path / "out", "val")) == [text[9000:]]
     assert sidecar["validation"] == "last tokens"
-    counts = [[sidecar[side][what] for what in ("documents", "tokens", "bytes")] for side in ("train", "val")]
+    counts = [[sidecar[side][what] for what in ("documents", "tokens", "bytes")]
+              for side in ("train", "val")]
     assert counts == [[1, 9001, 9000], [1, 1001, 1000]]
 
 
@@ -107,23 +116,24 @@ def test_a_few_long_documents_are_split_at_the_end_of_the_corpus(tmp_path):
     sidecar = tokenize(tmp_path / "out", tmp_path, "--val_tokens=400")
     assert documents(read(tmp_path / "out", "train")) == [b"a" * 1000, b"b" * 1000, b"c" * 600]
     assert documents(read(tmp_path / "out", "val")) == [b"c" * 400]
-    assert (sidecar["train"]["documents"], sidecar["val"]["documents"], sidecar["val"]["tokens"]) == (3, 1, 401)
+    assert (sidecar["train"]["documents"], sidecar["val"]["documents"],
+            sidecar["val"]["tokens"]) == (3, 1, 401)
 
 
 def test_a_cut_between_documents_adds_no_end_of_text(tmp_path, monkeypatch):
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(name * 1000)
-    monkeypatch.setattr(tokenize_text, "choose_buckets", lambda *_: None)
+    monkeypatch.setattr(tokenize_text, "HEAD_BATCHES", 1)
     sidecar = tokenize(tmp_path / "out", tmp_path, "--val_tokens=1001")
     assert documents(read(tmp_path / "out", "val")) == [b"c" * 1000]
     assert (sidecar["validation"], sidecar["val"]["tokens"]) == ("last tokens", 1001)
 
 
 @pytest.mark.parametrize("fraction", [0.02, 0.1, 0.5])
-def test_of_many_documents_validation_takes_whole_ones_spread_over_the_corpus(tmp_path, corpus, fraction):
+def test_validation_takes_whole_documents_spread_over_the_corpus(tmp_path, corpus, fraction):
     sidecar = tokenize(tmp_path / "out", corpus, f"--val_fraction={fraction}")
     texts = [text.encode() for text in some_documents()]
-    train, val = documents(read(tmp_path / "out", "train")), documents(read(tmp_path / "out", "val"))
+    train, val = (documents(read(tmp_path / "out", side)) for side in ("train", "val"))
     assert sidecar["validation"] == "documents by hash"
     total = sum(len(text) + 1 for text in texts)
     assert abs(sidecar["val"]["tokens"] / total / fraction - 1) < 0.02
@@ -141,7 +151,8 @@ def test_which_documents_validate_does_not_depend_on_their_place_and_copies_stay
     random.Random(1).shuffle(twice)
     sides = []
     for number, order in enumerate((sorted(twice), twice)):
-        tokenize(tmp_path / f"out{number}", write_jsonl(tmp_path / f"{number}.jsonl", order), "--val_fraction=0.2")
+        tokenize(tmp_path / f"out{number}", write_jsonl(tmp_path / f"{number}.jsonl", order),
+                 "--val_fraction=0.2")
         val = documents(read(tmp_path / f"out{number}", "val"))
         assert val and not set(val) & set(documents(read(tmp_path / f"out{number}", "train")))
         sides.append(sorted(val))
@@ -155,24 +166,136 @@ def test_copies_of_a_long_document_stay_together(tmp_path, monkeypatch):
     (tmp_path / "in").mkdir()
     for i in range(40):  # the copies in reverse, so that they meet the borders of batches elsewhere
         for number in (i, 79 - i):
-            (tmp_path / f"in/{number:02d}.txt").write_text("".join(f"{i}:{j} " for j in range(100 + i)))
+            text = "".join(f"{i}:{j} " for j in range(100 + i))
+            (tmp_path / f"in/{number:02d}.txt").write_text(text)
     tokenize(tmp_path / "out", tmp_path / "in", "--val_fraction=0.3")
     train, val = (documents(read(tmp_path / "out", side)) for side in ("train", "val"))
     assert len(train) + len(val) == 80 and len(val) > 15
     assert not set(train) & set(val)
 
 
+@settings(max_examples=150, deadline=None)
+@given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=12),
+       fraction=st.floats(0.01, 0.6))
+def test_however_few_the_documents_validation_gets_its_share(tmp_path_factory, lengths, fraction):
+    folder = tmp_path_factory.mktemp("few")
+    texts = [bytes([97 + number]) * length for number, length in enumerate(lengths)]
+    write_jsonl(folder / "a.jsonl", [text.decode() for text in texts])
+    total = sum(lengths) + len(lengths)
+    wanted = round(fraction * total)
+    if not 0 < wanted < total:
+        with pytest.raises(UserError, match=f"{total} tokens in all, of which validation would "):
+            tokenize(folder / "out", folder / "a.jsonl", f"--val_fraction={fraction}")
+        return
+    sidecar = tokenize(folder / "out", folder / "a.jsonl", f"--val_fraction={fraction}")
+    train = documents(read(folder / "out", "train"))
+    val = documents(read(folder / "out", "val"))
+    held = sidecar["val"]["tokens"]
+    if sidecar["validation"] == "documents by hash":
+        assert 0.9 * wanted <= held <= wanted and sorted(train + val) == sorted(texts)
+    else:
+        assert sidecar["validation"] == "last tokens"
+        is_cut = b"".join(train) + b"".join(val) == b"".join(texts) and train + val != texts
+        assert held == wanted + is_cut
+        assert train + val == texts or is_cut
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_of_a_larger_corpus_each_document_goes_to_its_side_as_it_is_read(tmp_path, monkeypatch,
+                                                                         workers):
+    monkeypatch.setattr(tokenize_text, "BATCH_BYTES", 5000)
+    monkeypatch.setattr(tokenize_text, "HEAD_BATCHES", 8)
+    texts = some_documents(900)
+    texts += texts[:200]
+    orders = [texts, sorted(texts)]
+    sides = []
+    for number, order in enumerate(orders):
+        path = write_jsonl(tmp_path / f"{number}.jsonl", order)
+        out = tmp_path / f"out{number}"
+        sidecar = tokenize(out, path, "--val_fraction=0.2", "--shard_size=9999", workers=workers)
+        assert sidecar["validation"] == "documents by hash"
+        total = sidecar["train"]["tokens"] + sidecar["val"]["tokens"]
+        assert abs(sidecar["val"]["tokens"] / total / 0.2 - 1) < 0.25
+        train, val = (documents(read(out, side)) for side in ("train", "val"))
+        assert not set(train) & set(val)
+        assert sorted(train + val) == sorted(text.encode() for text in texts)
+        for side in (train, val):  # in the order of the corpus
+            assert side == [t.encode() for t in order if t.encode() in set(side)]
+        sides.append(sorted(val))
+    assert sides[0] == sides[1]  # wherever a document stands
+
+
+@pytest.mark.parametrize("option, wanted", [
+    ("--val_fraction=0.1", 5000), ("--val_tokens=30000", 30000), ("--val_tokens=1", 1)])
+def test_of_a_larger_corpus_of_one_document_validation_is_the_end(tmp_path, monkeypatch, option,
+                                                                  wanted):
+    monkeypatch.setattr(tokenize_text, "BATCH_BYTES", 5000)
+    monkeypatch.setattr(tokenize_text, "HEAD_BATCHES", 2)
+    for module in (tokenize_text, sys.modules["data.vocab"]):
+        monkeypatch.setattr(module, "PIECE_BYTES", 4096)
+    text = bytes(random.Random(0).choices(b"abc \n", k=49_999))
+    (tmp_path / "a.txt").write_bytes(text)
+    sidecar = tokenize(tmp_path / "out", tmp_path / "a.txt", option, "--shard_size=3000")
+    assert documents(read(tmp_path / "out", "train")) == [text[:-wanted]]
+    assert documents(read(tmp_path / "out", "val")) == [text[-wanted:]]
+    assert sidecar["validation"] == "last tokens" and sidecar["val"]["tokens"] == wanted + 1
+    assert [shard["tokens"] for shard in sidecar["train"]["shards"][:-1]] == \
+        [3000] * ((50_000 - wanted - 1) // 3000)
+
+
+def test_val_tokens_of_a_larger_corpus_are_its_last(tmp_path, monkeypatch, corpus):
+    monkeypatch.setattr(tokenize_text, "BATCH_BYTES", 5000)
+    monkeypatch.setattr(tokenize_text, "HEAD_BATCHES", 2)
+    sidecar = tokenize(tmp_path / "out", corpus, "--val_tokens=20000")
+    assert sidecar["validation"] == "last tokens"
+    assert sidecar["val"]["tokens"] in (20000, 20001)
+    whole = b"".join(text.encode() for text in some_documents())
+    train, val = (b"".join(documents(read(tmp_path / "out", side))) for side in ("train", "val"))
+    assert train + val == whole and val
+
+
+def test_nothing_but_the_head_is_held_in_memory():
+    """What keeps memory flat: the batches after the head are written one by one."""
+    taken = []
+    written = []
+
+    def batches():
+        for number in range(40):
+            taken.append(number)
+            yield np.full(10, number, dtype=np.uint16), [10], [number]
+
+    class Writer:
+        tokens = 0
+
+        def write(self, tokens):
+            self.tokens += len(tokens)
+            written.extend(set(tokens.tolist()))
+            assert len(taken) - 1 <= max(tokenize_text.HEAD_BATCHES, *written, 0)
+    argv = ["f", "--out=o", "--name=t", "--tokenizer=bytes", "--val_fraction=0.2"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenize_text, "HEAD_BATCHES", 16)
+        patch.setattr(tokenize_text, "BUCKETS", 40)
+        train = Writer()
+        val = Writer()
+        chosen = tokenize_text.split(batches(), train, val, tokenize_text.parse(argv), EOT)
+    assert chosen == "documents by hash" and val.tokens == 80 and train.tokens == 320
+    assert written[:8] == list(range(8)) and sorted(written) == list(range(40))
+
+
 def test_val_tokens_and_shard_size(tmp_path, corpus):
     sidecar = tokenize(tmp_path / "out", corpus, "--val_tokens=9000", "--shard_size=4096")
-    sizes = {side: [check_shard(p, 257) for p in sorted((tmp_path / "out").glob(f"t_{side}_*.bin"))]
-             for side in ("train", "val")}
-    for side, sizes_of_side in sizes.items():
-        assert len(sizes_of_side) > 2 and set(sizes_of_side[:-1]) == {4096} and sizes_of_side[-1] <= 4096
+    sizes = {}
+    for side in ("train", "val"):
+        paths = sorted((tmp_path / "out").glob(f"t_{side}_*.bin"))
+        sizes[side] = [check_shard(path, 257) for path in paths]
+    for sizes_of_side in sizes.values():
+        assert len(sizes_of_side) > 2
+        assert set(sizes_of_side[:-1]) == {4096} and sizes_of_side[-1] <= 4096
     assert abs(sum(sizes["val"]) - 9000) < 200
     assert sidecar["train"]["shards"][0]["file"] == "t_train_000001.bin"
     assert sidecar["val"]["shards"][0]["file"] == "t_val_000000.bin"
-    assert sorted(documents(read(tmp_path / "out", "train")) + documents(read(tmp_path / "out", "val"))) == \
-        sorted(text.encode() for text in some_documents())
+    held = [documents(read(tmp_path / "out", side)) for side in ("train", "val")]
+    assert sorted(held[0] + held[1]) == sorted(text.encode() for text in some_documents())
 
 
 def test_the_sidecar_tells_the_truth(tmp_path, corpus):
@@ -181,20 +304,21 @@ def test_the_sidecar_tells_the_truth(tmp_path, corpus):
     for side in ("train", "val"):
         tokens, held = read(tmp_path / "out", side), sidecar[side]
         assert held["tokens"] == len(tokens) == sum(shard["tokens"] for shard in held["shards"])
-        assert held["bytes"] == (tokens != EOT).sum() and held["bytes_per_token"] == held["bytes"] / held["tokens"]
+        assert held["bytes"] == (tokens != EOT).sum()
+        assert held["bytes_per_token"] == held["bytes"] / held["tokens"]
         for shard in held["shards"]:
-            assert shard["sha256"] == hashlib.sha256((tmp_path / "out" / shard["file"]).read_bytes()).hexdigest()
+            content = (tmp_path / "out" / shard["file"]).read_bytes()
+            assert shard["sha256"] == hashlib.sha256(content).hexdigest()
     assert sidecar["arguments"]["shard_size"] == 20000
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The same however it is made.
 
 def test_the_number_of_workers_changes_nothing(tmp_path, monkeypatch):
-    # Small buffers, so that documents straddle every border there is: pieces, batches, spool files, copies, shards.
+    # Small buffers, so that documents straddle every border there is: pieces, batches, shards.
     monkeypatch.setattr(tokenize_text, "BATCH_BYTES", 5000)
-    monkeypatch.setattr(tokenize_text, "SPOOL_TOKENS", 7001)
-    monkeypatch.setattr(tokenize_text, "COPY_TOKENS", 1003)
+    monkeypatch.setattr(common, "PIECE_TOKENS", 1003)
     for module in (tokenize_text, sys.modules["data.vocab"]):
         monkeypatch.setattr(module, "PIECE_BYTES", 4096)
     folder = tmp_path / "in"
@@ -212,7 +336,8 @@ def test_the_number_of_workers_changes_nothing(tmp_path, monkeypatch):
         out[workers] = {p.name: p.read_bytes() for p in Path("out").iterdir()}
     assert out[1] == out[2] == out[3] and len(out[1]) > 8
     got = sorted(documents(read("out", "train")) + documents(read("out", "val")))
-    assert got == sorted([b"a long file " * 5000, b"c", b"d" * 4096, *(t.encode() for t in some_documents(100, seed=1))])
+    assert got == sorted([b"a long file " * 5000, b"c", b"d" * 4096,
+                          *(t.encode() for t in some_documents(100, seed=1))])
 
 
 def test_every_way_to_hand_in_the_same_documents_gives_the_same_tokens(tmp_path):
@@ -225,11 +350,13 @@ def test_every_way_to_hand_in_the_same_documents_gives_the_same_tokens(tmp_path)
             f.write(text.encode())
     import pyarrow as pa
     import pyarrow.parquet as pq
-    pq.write_table(pa.table({"id": range(len(texts)), "text": texts}), tmp_path / "p.parquet", row_group_size=7)
+    pq.write_table(pa.table({"id": range(len(texts)), "text": texts}), tmp_path / "p.parquet",
+                   row_group_size=7)
     pq.write_table(pa.table({"text": pa.array(texts, pa.large_string())}), tmp_path / "q.parquet")
-    ways = [write_jsonl(tmp_path / "a.jsonl", texts), write_jsonl(tmp_path / "a.jsonl.gz", texts, gzip.open),
-            write_jsonl(tmp_path / "a.ndjson.xz", texts, lzma.open), tmp_path / "folder", tmp_path / "p.parquet",
-            tmp_path / "q.parquet"]
+    ways = [write_jsonl(tmp_path / "a.jsonl", texts),
+            write_jsonl(tmp_path / "a.jsonl.gz", texts, gzip.open),
+            write_jsonl(tmp_path / "a.ndjson.xz", texts, lzma.open),
+            tmp_path / "folder", tmp_path / "p.parquet", tmp_path / "q.parquet"]
     for i, way in enumerate(ways):
         sidecar = tokenize(tmp_path / f"out{i}", way, "--val_fraction=0.2")
         expected = expected or sidecar["sha256"]
@@ -238,7 +365,8 @@ def test_every_way_to_hand_in_the_same_documents_gives_the_same_tokens(tmp_path)
 
 
 def test_files_are_taken_in_the_order_of_their_paths_and_once(tmp_path, monkeypatch):
-    for name in ("b/x.py", "a/y.py", "a.py", "tests/t.py", "a/tests/u.py", "lib/idle/v.py", ".hidden/w.py", "a/n.txt"):
+    for name in ("b/x.py", "a/y.py", "a.py", "tests/t.py", "a/tests/u.py", "lib/idle/v.py",
+                 ".hidden/w.py", "a/n.txt"):
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "in" / name).write_text(name)
     listing = os.walk
@@ -251,12 +379,17 @@ def test_files_are_taken_in_the_order_of_their_paths_and_once(tmp_path, monkeypa
     monkeypatch.setattr(os, "walk", backwards)
     top = tmp_path / "in"
     monkeypatch.chdir(top)
-    names = lambda *argv: [(top / p).relative_to(top).as_posix() for p in tokenize_text.find_files(*argv)]
-    assert names([top], ["**/*.py"], []) == ["a/tests/u.py", "a/y.py", "a.py", "b/x.py", "lib/idle/v.py", "tests/t.py"]
+
+    def names(*argv):
+        found = tokenize_text.find_files(*argv)
+        return [(top / path).relative_to(top).as_posix() for path in found]
+    assert names([top], ["**/*.py"], []) == [
+        "a/tests/u.py", "a/y.py", "a.py", "b/x.py", "lib/idle/v.py", "tests/t.py"]
     assert names([top], ["*.py"], ["tests", "lib/idle"]) == ["a/y.py", "a.py", "b/x.py"]
     assert names([top], ["a/*.py"], []) == ["a/y.py"]
     assert names([top], [], []) == ["a/n.txt"]
-    assert names(["b/x.py", ".", "a.py"], ["*.py"], ["tests/", "lib/**"]) == ["b/x.py", "a/y.py", "a.py"]
+    assert names(["b/x.py", ".", "a.py"], ["*.py"], ["tests/", "lib/**"]) == [
+        "b/x.py", "a/y.py", "a.py"]
 
 
 def test_odd_files_do_not_stop_a_run(tmp_path, capsys):
@@ -268,22 +401,23 @@ def test_odd_files_do_not_stop_a_run(tmp_path, capsys):
     (folder / "plain.py").write_text("plain\r\n")
     (folder / "long.py").write_bytes(b"\xff" * 600_000)  # several pieces, one document
     tokenize(tmp_path / "out", folder, "--glob=*.py", "--val_fraction=0")
-    assert documents(read(tmp_path / "out", "train")) == ["# Größe".encode("latin-1"), b"\xff" * 600_000, b"mark",
-                                                               b"plain\r\n"]
+    assert documents(read(tmp_path / "out", "train")) == [
+        "# Größe".encode("latin-1"), b"\xff" * 600_000, b"mark", b"plain\r\n"]
     said = capsys.readouterr().err
-    assert "skipped 1 empty document(s)" in said and "__init__.py" in said
+    assert "1 document(s) with no text, left out" in said and "__init__.py" in said
     assert "2 document(s) with invalid UTF-8, kept as it is" in said and "latin1.py" in said
 
 
 def test_odd_lines_of_json(tmp_path, capsys):
-    lines = [b'{"text": "a"}', b"", b'{"text": ""}', b'{"text": null}', b'{"text": "\\ud800b"}', b'  {"text": "c"}\r',
-             b'{"text": "\xff"}', '{"text": "\\u0000ü \ufffd"}'.encode()]
+    lines = [b'{"text": "a"}', b"", b'{"text": ""}', b'{"text": null}', b'{"text": "\\ud800b"}',
+             b'  {"text": "c"}\r', b'{"text": "\xff"}', '{"text": "\\u0000ü \ufffd"}'.encode()]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
     tokenize(tmp_path / "out", tmp_path / "a.jsonl", "--val_fraction=0")
     replaced = "\ufffd".encode()
-    assert documents(read(tmp_path / "out", "train")) == [b"a", replaced + b"b", b"c", replaced, "\0ü \ufffd".encode()]
+    assert documents(read(tmp_path / "out", "train")) == [
+        b"a", replaced + b"b", b"c", replaced, "\0ü \ufffd".encode()]
     said = capsys.readouterr().err
-    assert "skipped 2 empty document(s), the first: " in said and "a.jsonl, line 3" in said
+    assert "2 document(s) with no text, left out; the first: " in said and "line 3" in said
     assert "2 document(s) with invalid UTF-8" in said and "a.jsonl, line 5" in said
 
 
@@ -293,12 +427,12 @@ def test_line_numbers_hold_beyond_the_first_batch(tmp_path, monkeypatch, capsys)
     with open(tmp_path / "a.jsonl", "a") as f:
         f.write('{"text": "z"')
     for workers in (1, 2):
-        said = fails(capsys, tmp_path / "a.jsonl", "--out", tmp_path / "out", "--name=t", "--tokenizer=bytes",
-                     f"--workers={workers}")
+        said = fails(capsys, tmp_path / "a.jsonl", "--out", tmp_path / "out", "--name=t",
+                     "--tokenizer=bytes", f"--workers={workers}")
         assert "a.jsonl, line 52: not JSON" in said
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Failures: one line, status 2, nothing left, nothing lost.
 
 def jsonl_of(line):
@@ -315,38 +449,52 @@ def parquet_of_numbers(path):
     pq.write_table(pa.table({"text": [1, 2]}), path)
 
 
+def abc(path):
+    path.write_text("abc")
+
+
 @pytest.mark.parametrize("name, make, options, expected", [
     ("a.jsonl", jsonl_of(b"{"), [], "a.jsonl, line 2: not JSON"),
-    ("a.jsonl", jsonl_of(b"[1]"), [], "line 2: no field 'text' (it holds a list)"),
-    ("a.jsonl", jsonl_of(b'{"body": "x"}'), [], "line 2: no field 'text' (it holds body); --text_field"),
-    ("a.jsonl", jsonl_of(b'{"text": 5}'), [], "line 2: field 'text' holds a int"),
+    ("a.jsonl", jsonl_of(b"[1]"), [], "line 2: no text in a field 'text' of [1]; --text_field"),
+    ("a.jsonl", jsonl_of(b'{"body": "x"}'), [], "line 2: no text in a field 'text' of {'body': "),
+    ("a.jsonl", jsonl_of(b'{"text": 5}'), [], "line 2: no text in a field 'text' of {'text': 5}"),
+    ("a.jsonl", jsonl_of(b'"text"'), [], "line 2: no text in a field 'text' of 'text';"),
+    ("a.jsonl", jsonl_of(b'{"\\u001b\\n": 1}'), [], r"a field 'text' of {'\x1b\n': 1}"),
     ("a.jsonl", jsonl_of(b'{"text": "\xff"}'), ["--strict"], "line 2: not valid UTF-8"),
-    ("a.jsonl", jsonl_of(b"[" * 100_000), [], "line 2: JSON nested too deeply"),
+    ("a.jsonl", jsonl_of(b"[" * 100_000), [], "line 2: not JSON (maximum recursion depth"),
     ("a.txt", lambda path: path.write_bytes(b"\xff"), ["--strict"], "a.txt: not valid UTF-8"),
     ("a.txt", lambda path: path.touch(), [], "a.txt: no text"),
-    ("a.txt", lambda path: path.write_text("text", encoding="utf-16"), [], "a.txt: holds zero bytes"),
+    ("a.txt", lambda path: path.write_text("text", encoding="utf-16"), [],
+     "a.txt: holds zero bytes"),
     ("a.txt.gz", cut_gzip, [], "a.txt.gz: damaged or cut off"),
     ("a.txt.xz", lambda path: path.write_text("not xz"), [], "a.txt.xz: damaged or cut off"),
     ("a.txt.bz2", lambda path: path.write_text("not bz2"), [], "a.txt.bz2: damaged or cut off"),
     ("a.jsonl.gz", lambda path: path.write_text("not gzip"), [], "a.jsonl.gz: damaged or cut off"),
     ("a.parquet", lambda path: path.write_text("no parquet"), [], "a.parquet: no parquet file"),
-    ("a.parquet", parquet_of_numbers, [], "column 'text' holds int64"),
-    ("a.parquet", parquet_of_numbers, ["--text_field=body"], "no column 'body' among text"),
+    ("a.parquet", parquet_of_numbers, [],
+     "no parquet file with text in 'text' (ArrowNotImplementedError('Unsupp"),
+    ("a.parquet", lambda path: path.write_bytes(b"PAR1\x0f\0\0\0\1\0\0\0PAR1"), [],
+     "a.parquet: damaged or cut off (\"Couldn't deserialize thrift"),
+    ("a.parquet", parquet_of_numbers, ["--text_field=body"], "no column 'body' among ['text']"),
     ("a.txt", lambda path: None, [], "a.txt: no such file or folder"),
     ("a", lambda path: path.mkdir(), [], "a: no file there matches"),
-    ("a.txt", lambda path: path.write_text("abc"), ["--val_tokens=4"], "hold 4 tokens in all; --val_tokens 4 leaves none"),
-    ("a.txt", lambda path: path.write_text("abc"), [], "too few for a validation part of 0.05"),
-    ("a.txt", lambda path: path.write_text("abc"), ["--val_fraction=1"], "--val_fraction 1.0: must be"),
-    ("a.txt", lambda path: path.write_text("abc"), ["--shard_size=0"], "--shard_size 0: must be 1 or more"),
-    ("a.txt", lambda path: path.write_text("abc"), ["--shard_size=3000000000"], "header counts up to 2147483647"),
-    ("a.txt", lambda path: path.write_text("abc"), ["--workers=x"], "--workers: invalid int value"),
-    ("a.txt", lambda path: path.write_text("abc"), ["--name=a/b"], "--name 'a/b'"),
-    ("a.txt", lambda path: path.write_text("abc"), ["--nonsense"], "unrecognized arguments: --nonsense"),
+    ("a.txt", abc, ["--val_tokens=4"], "hold 4 tokens in all, of which validation would get 4;"),
+    ("a.txt", abc, [], "hold 4 tokens in all, of which validation would get 0; change"),
+    ("a.txt", abc, ["--val_fraction=1"], "--val_fraction 1.0: must be 0 to 0.99"),
+    ("a.txt", abc, ["--val_fraction=nan"], "--val_fraction nan: must be 0 to 0.99"),
+    ("a.txt", abc, ["--val_tokens=-1"], "--val_tokens -1: must be 0"),
+    ("a.txt", abc, ["--shard_size=0"], "--shard_size 0: must be 1 to 2147483647"),
+    ("a.txt", abc, ["--shard_size=3000000000"], "must be 1 to 2147483647"),
+    ("a.txt", abc, ["--workers=0"], "--workers 0: must be 1"),
+    ("a.txt", abc, ["--workers=x"], "--workers: invalid int value"),
+    ("a.txt", abc, ["--name=a/b"], "--name 'a/b'"),
+    ("a.txt", abc, ["--nonsense"], "unrecognized arguments: --nonsense"),
 ])
 def test_user_errors(tmp_path, capsys, name, make, options, expected):
     make(tmp_path / name)
     out = tmp_path / "out"
-    said = fails(capsys, tmp_path / name, "--out", out, "--name=t", "--tokenizer=bytes", "--workers=1", *options)
+    said = fails(capsys, tmp_path / name, "--out", out, "--name=t", "--tokenizer=bytes",
+                 "--workers=1", *options)
     assert expected in said
     assert not out.exists() or not list(out.iterdir())
 
@@ -355,25 +503,52 @@ def test_it_never_overwrites(tmp_path, corpus, capsys):
     tokenize(tmp_path / "out", corpus)
     capsys.readouterr()
     before = {p: p.read_bytes() for p in (tmp_path / "out").iterdir()}
-    argv = [corpus, "--out", tmp_path / "out", "--tokenizer=bytes", "--workers=1", "--val_fraction=0.2"]
+    argv = [corpus, "--out", tmp_path / "out", "--tokenizer=bytes", "--workers=1",
+            "--val_fraction=0.2"]
     assert "t.json: already there, nothing was changed" in fails(capsys, *argv, "--name=t")
     (tmp_path / "out/t.json").unlink()
     assert "t_train_000001.bin: already there" in fails(capsys, *argv, "--name=t")
     tokenize_text.main([*map(str, argv), "--name=u"])  # another name is welcome next to them
     capsys.readouterr()
     assert all(p.read_bytes() == held for p, held in before.items() if p.name != "t.json")
-    assert "is not a folder" in fails(capsys, corpus, "--out", corpus, "--name=t", "--tokenizer=bytes")
+    assert "is not a folder" in fails(capsys, corpus, "--out", corpus, "--name=t",
+                                      "--tokenizer=bytes")
 
 
-@pytest.mark.parametrize("full", ["spool_000000", "index", "t_train_000001.bin", "t.json"])
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.parametrize("kind", ["text", "jsonl"])
+def test_a_disk_that_cannot_be_read_is_not_called_a_damaged_file(tmp_path, capsys, kind):
+    said = fails(capsys, "/proc/self/mem", f"--format={kind}", "--out", tmp_path / "out",
+                 "--name=t", "--tokenizer=bytes", "--workers=1")
+    assert said == "error: /proc/self/mem: Input/output error"
+
+
+def test_it_does_not_overwrite_what_came_up_meanwhile(tmp_path, corpus, capsys, monkeypatch):
+    out = tmp_path / "out"
+    finish = ShardWriter.finish
+
+    def finish_late(self, tokenizer):
+        (out / "t_train_000001.bin").write_text("another program's")
+        return finish(self, tokenizer)
+    monkeypatch.setattr(ShardWriter, "finish", finish_late)
+    said = fails(capsys, corpus, "--out", out, "--name=t", "--tokenizer=bytes", "--workers=1")
+    assert "t_train_000001.bin: already there, nothing was changed" in said
+    assert [path.read_text() for path in out.iterdir()] == ["another program's"]
+
+
+@pytest.mark.parametrize("full", ["t_train_000001.bin", "t_val_000000.bin", "t.json"])
 def test_a_full_disk(tmp_path, corpus, capsys, monkeypatch, full):
     # /dev/full is a disk without room: the error is the kernel's own.
     def open_on_a_full_disk(path, mode):
-        return open("/dev/full" if Path(path).name == full and "w" in mode else path, mode)
-    monkeypatch.setattr(tokenize_text, "open", open_on_a_full_disk, raising=False)
+        return open("/dev/full" if Path(path).name == full and mode == "ab" else path, mode)
+    monkeypatch.setattr(common, "open", open_on_a_full_disk, raising=False)
     if full == "t.json":
-        monkeypatch.setattr(Path, "write_text", lambda self, text: open("/dev/full", "w").write(text * 10_000))
-    said = fails(capsys, corpus, "--out", tmp_path / "out", "--name=t", "--tokenizer=bytes", "--workers=1")
+        def write_text(self, text):
+            with open("/dev/full", "w") as f:
+                f.write(text * 10_000)
+        monkeypatch.setattr(Path, "write_text", write_text)
+    said = fails(capsys, corpus, "--out", tmp_path / "out", "--name=t", "--tokenizer=bytes",
+                 "--workers=1")
     assert "no space left on device" in said and os.strerror(errno.ENOSPC).lower() in said
     assert list((tmp_path / "out").iterdir()) == []
 
@@ -383,29 +558,36 @@ def die(*_):
 
 
 def test_a_dead_worker_is_one_line(tmp_path, corpus, capsys, monkeypatch):
-    monkeypatch.setattr(tokenize_text, "encode_documents", die)
-    said = fails(capsys, corpus, "--out", tmp_path / "out", "--name=t", "--tokenizer=bytes", "--workers=2")
+    monkeypatch.setattr(tokenize_text, "encode", die)
+    said = fails(capsys, corpus, "--out", tmp_path / "out", "--name=t", "--tokenizer=bytes",
+                 "--workers=2")
     assert "a worker process died" in said
     assert list((tmp_path / "out").iterdir()) == []
 
 
 def run_and_die(argv, signum, after):
-    """In a process of its own: send it a signal while it writes shard number `after`."""
-    opened = tokenize_text.ShardWriter.open_shard
+    """In a process of its own: send it a signal as soon as it has begun more than `after` shards,
+    while its workers are at work."""
+    write = ShardWriter.write
 
-    def open_shard(self):
-        opened(self)
-        if self.number > after:
+    def write_and_die(self, tokens):
+        write(self, tokens)
+        if len(self.paths) > after:
             os.kill(os.getpid(), signum)
-    tokenize_text.ShardWriter.open_shard = open_shard
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite started in the background inherits it ignored
+    ShardWriter.write = write_and_die
+    tokenize_text.BATCH_BYTES = 2000
+    tokenize_text.HEAD_BATCHES = 3
+    # A suite that was started in the background inherits it ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os._exit(run(lambda: tokenize_text.main(argv)))
 
 
-@pytest.mark.parametrize("signum, status", [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_an_interrupted_run_leaves_no_shard_and_does_not_stop_the_next(tmp_path, corpus, signum, status):
+@pytest.mark.parametrize("signum, status",
+                         [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_an_interrupted_run_leaves_nothing_in_the_way(tmp_path, corpus, signum, status):
     out = tmp_path / "out"
-    argv = [str(corpus), "--out", str(out), "--name=t", "--tokenizer=bytes", "--workers=2", "--shard_size=5000"]
+    argv = [str(corpus), "--out", str(out), "--name=t", "--tokenizer=bytes", "--workers=2",
+            "--shard_size=5000"]
     child = multiprocessing.get_context("fork").Process(target=run_and_die, args=(argv, signum, 3))
     child.start()
     child.join()
@@ -419,18 +601,25 @@ def test_an_interrupted_run_leaves_no_shard_and_does_not_stop_the_next(tmp_path,
 
 
 def run_and_be_killed(argv, noted):
-    """In a process of its own: killed while its workers are at work; their process ids are in the file `noted`."""
-    def append(self, encoded):
-        noted.write_text(" ".join(str(worker.pid) for worker in multiprocessing.active_children()))
+    """In a process of its own: killed while its workers are at work; their process ids are in the
+    file `noted`."""
+    def write(self, tokens):
+        workers = multiprocessing.active_children()
+        noted.write_text(" ".join(str(worker.pid) for worker in workers))
         os.kill(os.getpid(), signal.SIGKILL)
-    tokenize_text.Spool.append = append
+    ShardWriter.write = write
+    tokenize_text.BATCH_BYTES = 2000
+    tokenize_text.HEAD_BATCHES = 3
     os._exit(run(lambda: tokenize_text.main(argv)))
 
 
-@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux, to wait for a process that is no child")
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"),
+                    reason="needs Linux, to wait for a process that is no child")
 def test_workers_do_not_outlive_a_killed_run(tmp_path, corpus):
-    argv = [str(corpus), f"--out={tmp_path / 'out'}", "--name=t", "--tokenizer=bytes", "--workers=3"]
-    child = multiprocessing.get_context("fork").Process(target=run_and_be_killed, args=(argv, tmp_path / "noted"))
+    argv = [str(corpus), f"--out={tmp_path / 'out'}", "--name=t", "--tokenizer=bytes",
+            "--workers=3"]
+    child = multiprocessing.get_context("fork").Process(target=run_and_be_killed,
+                                                        args=(argv, tmp_path / "noted"))
     child.start()
     child.join()
     pids = [int(pid) for pid in (tmp_path / "noted").read_text().split()]
@@ -444,19 +633,11 @@ def test_workers_do_not_outlive_a_killed_run(tmp_path, corpus):
         os.close(handle)
 
 
-def test_what_a_killed_run_left_is_cleared(tmp_path):
-    folder = tmp_path / "unfinished"
-    (folder / "cache").mkdir(parents=True)
-    (folder / "spool_000000").touch()
-    with tokenize_text.staging(folder):
-        assert [path.name for path in folder.iterdir()] == ["lock"]
-    assert not folder.exists()
-
-
 def test_two_runs_of_one_name_do_not_mix(tmp_path, corpus, capsys):
-    with tokenize_text.staging(tmp_path / "out/.t.unfinished") as folder:
+    with another_run(tmp_path / "out/.t.unfinished") as folder:
         (folder / "precious").touch()
-        said = fails(capsys, corpus, "--out", tmp_path / "out", "--name=t", "--tokenizer=bytes", "--workers=1")
+        said = fails(capsys, corpus, "--out", tmp_path / "out", "--name=t", "--tokenizer=bytes",
+                     "--workers=1")
         assert "another run is writing there" in said
         assert (folder / "precious").exists()
 
@@ -469,36 +650,84 @@ def test_few_batches_are_under_way_at_a_time(tmp_path):
         nonlocal taken
         for i in range(200):
             taken += 1
-            yield tokenize_text.Batch("text", [b"%d" % i], ["f"], begins_document=[True])
+            yield [(b"%d" % i, True, i)]
     args = tokenize_text.parse(["f", "--out=o", "--name=t", "--tokenizer=bytes", "--workers=2"])
-    for given, encoded in enumerate(tokenize_text.encode_all(batches(), args)):
-        assert bytes(encoded.tokens[1:].astype(np.uint8)) == b"%d" % given
-        assert taken - given <= 2 * args.workers + 1
-    assert given == 199
+    for number, encoded in enumerate(tokenize_text.encode_all(batches(), args)):
+        tokens, lengths, buckets = encoded
+        assert bytes(tokens[1:].astype(np.uint8)) == b"%d" % number
+        assert lengths == [len(tokens)] and buckets == [number]
+        assert taken - number <= 2 * args.workers + 1
+    assert number == 199
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # As a program.
 
 def test_from_the_command_line_on_the_standard_library(tmp_path):
     """As run.sh makes the demo's data: from another folder, on the files every Python has."""
     standard_library = str(Path(json.__file__).parent.parent)
-    excluded = [f"--exclude={name}" for name in ("site-packages", "test", "tests", "idlelib/idle_test")]
-    argv = [sys.executable, str(ROOT / "data/tokenize_text.py"), standard_library, "--glob=**/*.py", *excluded,
+    excluded = [f"--exclude={name}"
+                for name in ("site-packages", "test", "tests", "idlelib/idle_test")]
+    argv = [sys.executable, str(ROOT / "data/tokenize_text.py"), standard_library,
+            "--glob=**/*.py", *excluded,
             "--out=data/demo", "--name=demo", "--tokenizer=bytes", "--val_fraction=0.05"]
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "bytes per token" in done.stdout and "checksum" in done.stdout
     sidecar = json.loads((tmp_path / "data/demo/demo.json").read_text())
     tokens = {side: len(read(tmp_path / "data/demo", side, "demo")) for side in ("train", "val")}
-    assert abs(tokens["val"] / sum(tokens.values()) / 0.05 - 1) < 0.02 and sidecar["val"]["tokens"] == tokens["val"]
+    assert abs(tokens["val"] / sum(tokens.values()) / 0.05 - 1) < 0.02
+    assert sidecar["val"]["tokens"] == tokens["val"]
 
 
 def test_shuffle_is_an_order_of_its_own_that_does_not_change(tmp_path):
     for i in range(40):
         (tmp_path / "in" / str(i % 4)).mkdir(parents=True, exist_ok=True)
         (tmp_path / "in" / str(i % 4) / f"{i:02}.txt").write_text(f"document {i:02}")
-    plain, *shuffled = [documents(read(tmp_path / out, "train")) for out, flags in
-                        (("a", []), ("b", ["--shuffle"]), ("c", ["--shuffle"]))
-                        if tokenize(tmp_path / out, tmp_path / "in", "--val_fraction=0", *flags)]
-    assert shuffled[0] == shuffled[1] != plain and sorted(shuffled[0]) == sorted(plain) and len(plain) == 40
+    orders = []
+    for out, flags in (("a", []), ("b", ["--shuffle"]), ("c", ["--shuffle"])):
+        tokenize(tmp_path / out, tmp_path / "in", "--val_fraction=0", *flags)
+        orders.append(documents(read(tmp_path / out, "train")))
+    plain, shuffled, again = orders
+    assert shuffled == again != plain and sorted(shuffled) == sorted(plain) and len(plain) == 40
+    by_hash = sorted(range(40), key=lambda i: hashlib.sha512(b"%d/%02d.txt" % (i % 4, i)).digest())
+    assert shuffled == [b"document %02d" % i for i in by_hash]
+
+
+# --------------------------------------------------------------------------------------------------
+# Hostile inputs: whatever a file holds, it is tokens that hold it, or one line.
+
+JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+                    lambda inner: st.lists(inner, max_size=3) |
+                    st.dictionaries(st.sampled_from(["text", "body", "\n\x1b"]), inner, max_size=3),
+                    max_leaves=6)
+LINE = JSON.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=30) | \
+    st.text(max_size=9).map(lambda text: json.dumps({"text": text}).encode())
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(content=st.lists(LINE, max_size=4).map(b"\n".join) | st.binary(max_size=200),
+       name=st.sampled_from(["a.txt", "a.jsonl", "a.parquet", "a.txt.gz", "a.jsonl.xz", "a.bz2",
+                             "a.parquet.gz"]),
+       pack=st.booleans(), options=st.sampled_from([[], ["--strict"], ["--val_fraction=0"],
+                                                    ["--val_tokens=3"], ["--text_field=body"]]))
+def test_hostile_files_are_tokens_or_one_line(tmp_path_factory, capsys, content, name, pack,
+                                              options):
+    folder = tmp_path_factory.mktemp("hostile")
+    packer = {"gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress}
+    if pack and name.split(".")[-1] in packer:
+        content = packer[name.split(".")[-1]](content)
+    (folder / name).write_bytes(content)
+    argv = [str(folder / name), f"--out={folder / 'out'}", "--name=t", "--tokenizer=bytes",
+            "--workers=1", *options]
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        status = run(lambda: tokenize_text.main(argv))
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    said = capsys.readouterr().err
+    if status == 0:
+        assert len(read(folder / "out", "train")) > 0 and "error" not in said
+    else:
+        assert status == 2 and said.startswith("error: ") and said.count("\n") == 1, said
+        assert not (folder / "out").exists() or not list((folder / "out").iterdir())

@@ -1,6 +1,7 @@
 """The tokenizers, and that text cut into pieces gives the tokens of the whole."""
 
 import hashlib
+import itertools
 import json
 import random
 import sys
@@ -13,8 +14,8 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from data import vocab
+from data.common import SHARD_HEADER_BYTES, UserError, check_shard
 from data.vocab import GPT2Tokenizer, gpt2_merge_ranks, load_tokenizer, piece_end
-from train_gpt import UserError
 
 # Letters, digits, contractions, punctuation, and white space of one to three bytes, some of it odd.
 LETTERS = "abst'lve01_-. \n\t\r\x1céЖ的\u0661\u2167\u0301\xa0\x85\u1680\u2003\u2028\u3000\U0001f600"
@@ -22,20 +23,22 @@ TEXT = st.text(st.sampled_from(LETTERS), max_size=80)
 
 
 def write_vocabulary(folder):
-    """Files in the form of GPT-2's: 256 bytes and 50,000 merges, here all pairs of bytes in a random order, so that
-    nearly every neighbourhood merges and a cut in the wrong place shows."""
+    """Files in the form of GPT-2's: 256 bytes and 50,000 merges, here all pairs of bytes in a
+    random order, so that nearly every neighbourhood merges and a cut in the wrong place shows."""
     printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
     letters = {b: chr(b) for b in printable}
     letters |= {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in letters)}
     order = printable + [b for b in range(256) if b not in printable]
     pairs = [(a, b) for a in range(256) for b in range(256)]
-    common = list("abst'lve01_-. \n".encode())
+    common = list(b"abst'lve01_-. \n")
     first = [(a, b) for a in common for b in common]
     random.Random(0).shuffle(pairs)
     pairs = (first + [p for p in pairs if p not in set(first)])[:50_000]
     merges = [(letters[a], letters[b]) for a, b in pairs]
-    (folder / "vocab.bpe").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges), encoding="utf-8")
-    ids = {letters[b]: i for i, b in enumerate(order)} | {a + b: 256 + i for i, (a, b) in enumerate(merges)}
+    (folder / "vocab.bpe").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges),
+                                      encoding="utf-8")
+    ids = {letters[b]: i for i, b in enumerate(order)}
+    ids |= {a + b: 256 + i for i, (a, b) in enumerate(merges)}
     (folder / "encoder.json").write_text(json.dumps({**ids, "<|endoftext|>": 50256}))
     return folder
 
@@ -46,7 +49,8 @@ def vocab_dir(tmp_path_factory):
     folder = write_vocabulary(tmp_path_factory.mktemp("vocab"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIKTOKEN_CACHE_DIR", "")
-        patch.setattr(vocab, "GPT2_SHA256", {name: hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        patch.setattr(vocab, "GPT2_SHA256",
+                      {name: hashlib.sha256((folder / name).read_bytes()).hexdigest()
                                              for name in ("vocab.bpe", "encoder.json")})
         yield folder
 
@@ -62,7 +66,8 @@ def published(gpt2, vocab_dir):
     import tiktoken
     from tiktoken_ext.openai_public import r50k_pat_str
     ranks = gpt2_merge_ranks(vocab_dir)
-    return tiktoken.Encoding("published", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={})
+    return tiktoken.Encoding("published", pat_str=r50k_pat_str, mergeable_ranks=ranks,
+                             special_tokens={})
 
 
 @settings(max_examples=300, deadline=None)
@@ -86,7 +91,8 @@ def test_pieces_are_whole_characters_and_lose_nothing(gpt2, published, texts, si
         ids = gpt2.encode(data.decode())
     assert "".join(pieces).encode() == data
     # Wherever a piece ends at its proper place the tokens are those of the whole text.
-    if all(right[0] in " \t\n\r" and not left[-1].isspace() for left, right in zip(pieces, pieces[1:])):
+    if all(right[0] in " \t\n\r" and not left[-1].isspace()
+           for left, right in itertools.pairwise(pieces)):
         assert ids == published.encode_ordinary(data.decode())
 
 
@@ -97,12 +103,14 @@ def test_a_piece_never_ends_within_white_space():
         head = ("a b" + "c" * 9 + space).encode()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(vocab, "PIECE_BYTES", len(head) + 1)
-            assert piece_end(head + b"  d" * 9) == 1, repr(space)  # after the a, not after the wide space
+            # After the a, not after the wide space.
+            assert piece_end(head + b"  d" * 9) == 1, repr(space)
 
 
 def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(gpt2, published):
     rng = random.Random(0)
-    text = "".join(rng.choices(["word", "的", " ", "  ", "\n", "\n\n", "\u3000", "\u3000 ", "'s", "12", "é "], k=30_000))
+    text = "".join(rng.choices(["word", "的", " ", "  ", "\n", "\n\n", "\u3000", "\u3000 ", "'s",
+                                "12", "é "], k=30_000))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vocab, "PIECE_BYTES", 200)
         assert gpt2.encode(text) == published.encode_ordinary(text)
@@ -121,7 +129,8 @@ def test_what_both_promise(name, gpt2):
     text = "naïve <|endoftext|> 的\n"
     ids = tokenizer.encode(text)
     assert type(ids) is list and tokenizer.eot not in ids and tokenizer.decode(ids) == text
-    assert tokenizer.token_bytes[ids].sum() == len(text.encode()) and tokenizer.token_bytes[tokenizer.eot] == 0
+    assert tokenizer.token_bytes[ids].sum() == len(text.encode())
+    assert tokenizer.token_bytes[tokenizer.eot] == 0
     assert tokenizer.decode([tokenizer.eot] + tokenizer.encode("a")) == "<|endoftext|>a"
     assert tokenizer.encode("") == [] and tokenizer.encode_utf8(b"").dtype == np.uint16
     assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a\ufffdb"
@@ -134,13 +143,15 @@ def test_where_the_vocabulary_cannot_be_had(vocab_dir, tmp_path, monkeypatch):
     def no_network():
         raise ConnectionError("no network")
     monkeypatch.setattr(openai_public, "gpt2", no_network)
-    with pytest.raises(UserError, match="could not be downloaded .ConnectionError.; give --vocab_dir"):
+    with pytest.raises(UserError,
+                       match="could not be downloaded .ConnectionError.; give --vocab_dir"):
         load_tokenizer("gpt2")
     with pytest.raises(UserError, match="vocab.bpe: no such file; --vocab_dir needs"):
         load_tokenizer("gpt2", str(tmp_path))
     for name in ("vocab.bpe", "encoder.json"):
         (tmp_path / name).write_bytes((vocab_dir / name).read_bytes())
-    (tmp_path / "vocab.bpe").write_bytes(b"#version: 0.1" + (vocab_dir / "vocab.bpe").read_bytes()[13:])
+    merges = (vocab_dir / "vocab.bpe").read_bytes()
+    (tmp_path / "vocab.bpe").write_bytes(b"#version: 0.1" + merges[13:])
     with pytest.raises(UserError, match="vocab.bpe: not GPT-2's .its checksum differs"):
         load_tokenizer("gpt2", str(tmp_path))
     monkeypatch.setitem(sys.modules, "tiktoken.load", None)
@@ -153,11 +164,11 @@ def test_where_the_vocabulary_cannot_be_had(vocab_dir, tmp_path, monkeypatch):
 def test_shards_of_gpt2_tokens(vocab_dir, gpt2, tmp_path, capsys):
     """The programs with --vocab_dir: tokenize, then inspect."""
     from data import inspect_shards, tokenize_text
-    from train_gpt import SHARD_HEADER_BYTES, check_shard
     load_tokenizer.cache_clear()
     texts = [f"document {i} says naïve things" * (i % 7 + 1) for i in range(100)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
-    tokenize_text.main([str(tmp_path / "a.jsonl"), f"--out={tmp_path}", "--name=t", "--tokenizer=gpt2", "--workers=2",
+    tokenize_text.main([str(tmp_path / "a.jsonl"), f"--out={tmp_path}", "--name=t",
+                        "--tokenizer=gpt2", "--workers=2",
                         f"--vocab_dir={vocab_dir}", "--val_fraction=0.1"])
     sidecar = json.loads((tmp_path / "t.json").read_text())
     decoded = []

@@ -1,4 +1,5 @@
-"""HellaSwag: batched scores against one example a forward, the file's format, the figures, the command line."""
+"""HellaSwag: batched scores against one example a forward, the file's format, the figures, the
+command line."""
 
 import json
 import re
@@ -6,21 +7,26 @@ import re
 import pytest
 import torch
 from conftest import ROOT
-from test_sample import gpt2_run, run_sample, save_random_model, trained, vocab_dir  # noqa: F401
+from test_sample import gpt2_run, run_sample, save_random_model, trained, tweak, vocab_dir
 
 import train_gpt
+from data.common import UserError
 from data.vocab import GPT2Tokenizer, gpt2_merge_ranks, load_tokenizer
 from records import hellaswag
-from records.sample import load_model, reach
-from train_gpt import BLOCK, UserError
+from records.sample import Trained, features, load_model
+from train_gpt import BLOCK
+
+__all__ = ["gpt2_run", "run_sample", "trained", "tweak", "vocab_dir"]  # fixtures
 
 TINY_FILE = ROOT / "tests" / "fixtures" / "hellaswag_tiny.jsonl"
-LINE = {"ind": 1, "activity_label": "a", "ctx_a": "It rains.", "ctx_b": "he", "ctx": "It rains. he", "split": "val",
+LINE = {"ind": 1, "activity_label": "a", "ctx_a": "It rains.", "ctx_b": "he",
+        "ctx": "It rains. he", "split": "val",
         "endings": ["waits.", "eats it.", "sings.", "is rain."], "label": 0}
 
 
 def write_lines(path, *lines):
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines), encoding="utf-8")
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
     return path
 
 
@@ -34,62 +40,77 @@ def plain_losses(model, item, window: int) -> list[float]:
         inputs = torch.tensor(tokens + [model.hp.vocab_size - 1] * padding, dtype=torch.int32)
         targets = torch.tensor(targets + [-1] * padding)
         with torch.no_grad():
-            losses.append(float(model(inputs, targets, torch.tensor(window, dtype=torch.int32))) * len(inputs))
+            mean = model(inputs, targets, torch.tensor(window, dtype=torch.int32))
+        losses.append(float(mean) * len(inputs))
     return losses
 
 
 def load(folder):
-    model, hp = load_model(folder)
-    return model.float(), train_gpt.window_tokens(hp.num_iterations, hp)
+    """A run and its last step's window."""
+    run = load_model(folder)
+    run.model.float()
+    return run, train_gpt.window_tokens(run.hp.num_iterations, run.hp)
 
 
 @pytest.mark.parametrize("batch_size", [5, 12])
 def test_batched_scores_are_those_of_one_example_a_forward(tmp_path, batch_size):
-    """Documents up to five blocks, with windows of three blocks and of one. Were a document to begin within a block,
-    those longer than a window would see more or less of themselves than alone."""
-    model, window = load(save_random_model(tmp_path / "run", "--num_iterations=1", "--val_seq_len=1024"))
+    """Documents up to five blocks, with windows of three blocks and of one. Were a document to
+    begin within a block, those longer than a window would see more or less of themselves than
+    alone."""
+    folder = save_random_model(tmp_path / "run", "--num_iterations=1", "--val_seq_len=1024")
+    run, window = load(folder)
     items = hellaswag.read_items(TINY_FILE, load_tokenizer("bytes"), None)
     longest = max(len(item.context) + len(ending) for item in items for ending in item.endings)
     assert len(items) == 12 and window == 384 < 3.5 * BLOCK < longest
-    want = torch.tensor([plain_losses(model, item, window) for item in items])
-    batches = [hellaswag.ending_losses(model, items[at:at + batch_size], window) for at in range(0, len(items), batch_size)]
+    want = torch.tensor([plain_losses(run.model, item, window) for item in items])
+    starts = range(0, len(items), batch_size)
+    batches = [hellaswag.ending_losses(run, items[at:at + batch_size]) for at in starts]
     summed, lengths = (torch.cat(parts) for parts in zip(*batches))
     torch.testing.assert_close(summed.float(), want, rtol=1e-4, atol=1e-3)
     assert lengths.tolist() == [[len(ending) for ending in item.endings] for item in items]
-    near_misses = [plain_losses(model, item, window - BLOCK) for item in items]
-    assert (summed - torch.tensor(near_misses)).abs().max() > 0.1, "a block more or less in the window shows"
+    near_misses = [plain_losses(run.model, item, window - BLOCK) for item in items]
+    difference = (summed - torch.tensor(near_misses)).abs()
+    assert difference.max() > 0.1, "a block more or less in the window shows"
 
 
 def test_gpt2_scores_are_those_of_one_example_a_forward(gpt2_run, vocab_dir):
-    model, window = load(gpt2_run)
+    run, window = load(gpt2_run)
     tokenizer = GPT2Tokenizer(gpt2_merge_ranks(vocab_dir))
     items = hellaswag.read_items(TINY_FILE, tokenizer, 2)
-    assert items[0].context[0] == 50256 and tokenizer.decode(items[0].endings[1]) == " pours the oil over the bread and swims away."
-    want = torch.tensor([plain_losses(model, item, window) for item in items])
-    torch.testing.assert_close(hellaswag.ending_losses(model, items, window)[0].float(), want, rtol=1e-4, atol=1e-3)
+    assert items[0].context[0] == 50256
+    ending = tokenizer.decode(items[0].endings[1])
+    assert ending == " pours the oil over the bread and swims away."
+    want = torch.tensor([plain_losses(run.model, item, window) for item in items])
+    summed, _ = hellaswag.ending_losses(run, items)
+    torch.testing.assert_close(summed.float(), want, rtol=1e-4, atol=1e-3)
 
 
 def figures(out: str) -> dict:
-    found = re.findall(r"^hellaswag_(\w+):(\d\.\d{4}) standard_error:(\d\.\d{4}) n:(\d+)$", out, re.M)
+    line = r"^hellaswag_(\w+):(\d\.\d{4}) standard_error:(\d\.\d{4}) n:(\d+)$"
+    found = re.findall(line, out, re.MULTILINE)
     assert [name for name, *_ in found] == ["acc_norm", "acc"] and out.count("\n") == 2, out
     return {name: (float(share), float(error), int(n)) for name, share, error, n in found}
 
 
 def test_figures_of_a_trained_run_are_the_plain_ones(trained, run_sample):
-    model, window = load(trained)
+    run, window = load(trained)
     items = hellaswag.read_items(TINY_FILE, load_tokenizer("bytes"), None)
-    plain = [plain_losses(model, item, window) for item in items]
-    right = {"acc": sum(min(range(4), key=lambda i: losses[i]) == item.label for losses, item in zip(plain, items)),
-             "acc_norm": sum(min(range(4), key=lambda i: losses[i] / len(item.endings[i])) == item.label
-                             for losses, item in zip(plain, items))}
+    right = {"acc": 0, "acc_norm": 0}
+    for item in items:
+        sums = plain_losses(run.model, item, window)
+        means = [loss / len(ending) for loss, ending in zip(sums, item.endings)]
+        right["acc"] += sums.index(min(sums)) == item.label
+        right["acc_norm"] += means.index(min(means)) == item.label
     log = (trained.parent / f"{trained.name}.log").read_bytes()
     for batch_size in (1, 7):
-        done = run_sample(trained, "--data", TINY_FILE, f"--batch_size={batch_size}", program=hellaswag)
+        done = run_sample(trained, "--data", TINY_FILE, f"--batch_size={batch_size}",
+                          program=hellaswag)
         assert done.status == 0, done.err
         for name, (share, error, n) in figures(done.out).items():
             assert n == 12 and share == pytest.approx(right[name] / 12, abs=1e-4)
             assert error == pytest.approx((share * (1 - share) / 12) ** 0.5, abs=1e-4)
-    assert (trained.parent / f"{trained.name}.log").read_bytes() == log and len(list(trained.iterdir())) == 1
+    assert (trained.parent / f"{trained.name}.log").read_bytes() == log
+    assert {path.suffix for path in trained.iterdir()} == {".pt"}
 
 
 def test_a_trained_run_prefers_its_language_to_noise(tmp_path, trained, run_sample):
@@ -98,43 +119,69 @@ def test_a_trained_run_prefers_its_language_to_noise(tmp_path, trained, run_samp
     items = [{**LINE, "ctx": f"The keeper climbed the {thing} and", "label": at,
               "endings": [*noise[:at], "then the man went on", *noise[at:]]}
              for at, thing in enumerate(("stairs", "hill", "wall", "tower"))]
-    done = run_sample(trained, "--data", write_lines(tmp_path / "noise.jsonl", *items), program=hellaswag)
+    path = write_lines(tmp_path / "noise.jsonl", *items)
+    done = run_sample(trained, "--data", path, program=hellaswag)
     assert figures(done.out)["acc_norm"] == (1.0, 0.0, 4)
 
 
 def test_the_two_accuracies_differ_by_the_length(trained, run_sample, monkeypatch):
     """The shortest ending has the lowest sum, the second the lowest mean."""
-    summed, lengths = torch.tensor([[2.0, 9.0, 8.0, 9.0]] * 4), torch.tensor([[1, 9, 4, 3]] * 4)
-    monkeypatch.setattr(hellaswag, "ending_losses", lambda model, items, window: (summed[:len(items)], lengths[:len(items)]))
-    monkeypatch.setattr(hellaswag, "read_items", lambda *args: [hellaswag.Item([256], [[1]] * 4, label) for label in (0, 1, 1, 1)])
+    summed = torch.tensor([[2.0, 9.0, 8.0, 9.0]] * 4)
+    lengths = torch.tensor([[1, 9, 4, 3]] * 4)
+    items = [hellaswag.Item([256], [[1]] * 4, label) for label in (0, 1, 1, 1)]
+    monkeypatch.setattr(hellaswag, "ending_losses",
+                        lambda run, items: (summed[:len(items)], lengths[:len(items)]))
+    monkeypatch.setattr(hellaswag, "read_items", lambda *args: items)
     done = figures(run_sample(trained, "--data=any", "--batch_size=3", program=hellaswag).out)
     assert done["acc_norm"] == (0.75, 0.2165, 4) and done["acc"] == (0.25, 0.2165, 4)
 
 
-def test_bfloat16_runs_are_scored_in_float32_with_the_final_window(tmp_path, run_sample, monkeypatch):
+def test_bfloat16_runs_are_scored_in_float32_with_the_final_window(tmp_path, run_sample):
     folder = save_random_model(tmp_path / "run", "--dtype=bfloat16")
-    ending_losses, used = hellaswag.ending_losses, set()
-    monkeypatch.setattr(hellaswag, "ending_losses", lambda model, items, window: used.add((model.embed.weight.dtype, window))
-                        or ending_losses(model, items, window))
-    done = run_sample(folder, "--data", TINY_FILE, "--limit=2", program=hellaswag)
-    assert figures(done.out)["acc"][2] == 2 and used == {(torch.float32, 384)}
+    run, window = load(folder)
+    assert run.model.embed.weight.dtype == torch.float32 and window == 384
+    (item,) = hellaswag.read_items(TINY_FILE, load_tokenizer("bytes"), 1)
+    losses = plain_losses(run.model, item, window)
+    right = losses.index(min(losses))
+    done = run_sample(folder, "--data", TINY_FILE, "--limit=1", program=hellaswag)
+    assert figures(done.out)["acc"] == (float(right == item.label), 0.0, 1)
+    summed, _ = hellaswag.ending_losses(run, [item])
+    assert summed[0].tolist() == pytest.approx(losses, rel=1e-5)
+    rounded = load_model(folder)
+    assert rounded.model.embed.weight.dtype == torch.bfloat16
+    assert hellaswag.ending_losses(rounded, [item])[0].tolist() != summed.tolist()
 
 
-def test_reach_keeps_the_angles_that_are_there():
-    hp, _ = train_gpt.resolve(train_gpt.parse_flags(["--train_seq_len=256", "--val_seq_len=512"], "demo")[0], torch.device("cpu"))
+def test_features_of_any_length_have_the_angles_of_their_positions():
+    hp, _ = train_gpt.parse_flags(["--train_seq_len=256", "--val_seq_len=512"], "demo")
+    hp, _ = train_gpt.resolve(hp, torch.device("cpu"))
     model = train_gpt.GPT(hp, train_gpt.block_sparse)
+    run = Trained(model, hp, train_gpt)
     before = model.rotary.cos
-    reach(model, 512)
-    assert model.rotary.cos is before
-    reach(model, 513)
-    assert len(model.rotary.cos) == 640 and torch.equal(model.rotary.cos[:512], before)
+    with torch.no_grad():
+        short = features(run, list(range(200)))
+        assert len(short) == 256
+        features(run, [65] * 512)
+        assert model.rotary.cos is before
+        assert len(features(run, [65] * 513)) == 640
+        assert len(model.rotary.cos) == 640 and torch.equal(model.rotary.cos[:512], before)
+        assert torch.equal(features(run, list(range(200))), short)
+
+
+def test_a_run_of_another_script_is_refused_and_taken_with_it(tweak, run_sample):
+    done = run_sample(tweak, "--data", TINY_FILE, program=hellaswag)
+    assert done.status == 2 and done.err.endswith("; add --script my_record.py\n")
+    done = run_sample(tweak, "--data", TINY_FILE, "--limit=2", "--script=my_record.py",
+                      program=hellaswag)
+    assert figures(done.out)["acc"][2] == 2
 
 
 def test_labels_as_text_blank_lines_and_limit(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", LINE, "", {**LINE, "label": "3"}, "not JSON")
     items = hellaswag.read_items(path, load_tokenizer("bytes"), 2)
     assert [item.label for item in items] == [0, 3]
-    assert bytes(items[0].context[1:]) == b"It rains. he" and bytes(items[0].endings[0]) == b" waits."
+    assert bytes(items[0].context[1:]) == b"It rains. he"
+    assert bytes(items[0].endings[0]) == b" waits."
 
 
 @pytest.mark.parametrize("line, message", [
@@ -148,7 +195,8 @@ def test_labels_as_text_blank_lines_and_limit(tmp_path):
     ({**LINE, "label": 4}, "label is not 0, 1, 2 or 3"),
     ({**LINE, "label": ""}, "label is not 0, 1, 2 or 3"),  # the test split hides them
     ({**LINE, "label": True}, "label is not 0, 1, 2 or 3"),
-    ({name: value for name, value in LINE.items() if name != "label"}, "label is not 0, 1, 2 or 3"),
+    ({name: LINE[name] for name in ("ctx", "endings")}, "label is not 0, 1, 2 or 3"),
+    pytest.param("[" * 100_000, "no JSON", id="deep"),
 ])
 def test_bad_lines_are_named(tmp_path, trained, run_sample, line, message):
     path = write_lines(tmp_path / "bad.jsonl", LINE, LINE, line, LINE)
@@ -159,18 +207,24 @@ def test_bad_lines_are_named(tmp_path, trained, run_sample, line, message):
 
 def test_files_that_cannot_be_used_are_one_line(tmp_path, trained, run_sample):
     (tmp_path / "empty.jsonl").write_text("\n\n")
-    (tmp_path / "latin.jsonl").write_bytes(json.dumps(LINE).encode() + b"\n" + b'{"ctx": "caf\xe9"}\n')
-    for name, message in {"none.jsonl": "cannot be read (No such file or directory)", "empty.jsonl": "holds no item",
-                          "latin.jsonl": "line 2: no JSON", ".": "cannot be read (Is a directory)"}.items():
+    latin = json.dumps(LINE).encode() + b'\n{"ctx": "caf\xe9"}\n'
+    (tmp_path / "latin.jsonl").write_bytes(latin)
+    for name, message in {"none.jsonl": "cannot be read (No such file or directory)",
+                          "empty.jsonl": "holds no item",
+                          "latin.jsonl": "line 2: no JSON",
+                          ".": "cannot be read (Is a directory)"}.items():
         done = run_sample(trained, "--data", tmp_path / name, program=hellaswag)
-        assert done.status == 2 and message in done.err and done.err.count("\n") == 1, (name, done.err)
+        assert done.status == 2 and message in done.err, (name, done.err)
+        assert done.err.count("\n") == 1
     for flag in ("--limit=0", "--batch_size=-3", "--device=tpu9000"):
         assert run_sample(trained, flag, program=hellaswag).status == 2
 
 
 def test_without_a_tokenizer_is_one_line(tmp_path, run_sample):
-    done = run_sample(save_random_model(tmp_path / "run", "--vocab_size=1000"), "--data", TINY_FILE, program=hellaswag)
-    assert done.status == 2 and done.err == "error: no tokenizer is known for a vocabulary of 1000 tokens\n"
+    folder = save_random_model(tmp_path / "run", "--vocab_size=1000")
+    done = run_sample(folder, "--data", TINY_FILE, program=hellaswag)
+    assert done.status == 2
+    assert done.err == "error: no tokenizer is known for a vocabulary of 1000 tokens\n"
 
 
 @pytest.fixture
@@ -187,17 +241,20 @@ def test_the_published_file_is_fetched_once(published, trained, run_sample):
     done = run_sample(trained, program=hellaswag)
     assert figures(done.out)["acc"][2] == 2 and done.err.startswith("note: fetching file:")
     kept = list(hellaswag.FOLDER.iterdir())
-    assert [path.name for path in kept] == ["hellaswag_val.jsonl"] and kept[0].read_bytes() == published.read_bytes()
+    assert [path.name for path in kept] == ["hellaswag_val.jsonl"]
+    assert kept[0].read_bytes() == published.read_bytes()
     published.unlink()
     again = run_sample(trained, program=hellaswag)
     assert again.out == done.out and again.err == ""
 
 
-def test_a_download_that_fails_is_one_line_and_leaves_nothing(published, trained, run_sample, monkeypatch):
+def test_a_download_that_fails_is_one_line_and_leaves_nothing(published, trained, run_sample,
+                                                              monkeypatch):
     write_lines(published, LINE)
     with pytest.raises(UserError, match="gave 1 lines instead of 2; give a copy of it by --data"):
         hellaswag.download(hellaswag.FOLDER)
     monkeypatch.setattr(hellaswag, "URL", "http://127.0.0.1:1/hellaswag_val.jsonl")
     done = run_sample(trained, program=hellaswag)
-    assert done.status == 2 and "error: hellaswag_val.jsonl: could not be fetched from http://127.0.0.1:1/" in done.err
+    assert done.status == 2
+    assert "error: hellaswag_val.jsonl: could not be fetched from http://127.0.0.1:1/" in done.err
     assert done.err.count("\n") == 2 and not hellaswag.FOLDER.exists()

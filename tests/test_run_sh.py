@@ -1,58 +1,213 @@
 """run.sh with the interpreter that runs the tests, on the tests' own shards."""
 
 import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
 
+import pytest
 from conftest import ROOT, TINY, losses
+
+WITHOUT_SEED = [flag for flag in TINY[1:] if not flag.startswith("--seed")]
+ENVIRONMENT = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 def run_sh(*argv, **env):
-    return subprocess.run([str(ROOT / "run.sh"), *argv], capture_output=True, text=True, timeout=250,
-                          env=os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | env)
+    environment = {**os.environ, **ENVIRONMENT, **env}
+    environment = {name: value for name, value in environment.items() if value is not None}
+    return subprocess.run([str(ROOT / "run.sh"), *argv], capture_output=True, text=True,
+                          timeout=150, env=environment, check=False)
 
 
-def test_trains_on_two_processes_and_says_each_decision(tmp_path, shards):
-    done = run_sh("demo", *TINY[1:], *shards, "--num_iterations=2", f"--records={tmp_path}", NPROC="2")
+def interpreter(path, before="", **env):
+    """A program that is this interpreter, with these variables and shell commands before it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    variables = " ".join(f"{name}={value}" for name, value in env.items())
+    path.write_text(f'#!/bin/sh\n{before}\n{variables} exec {sys.executable} "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def broken_torch(folder):
+    """A folder for PYTHONPATH with a torch that cannot be imported."""
+    (folder / "torch").mkdir(parents=True)
+    (folder / "torch" / "__init__.py").write_text("raise ImportError('libcudart.so: not there')")
+    return folder
+
+
+def test_trains_on_two_processes_says_each_decision_and_ends_with_a_sample(tmp_path, shards):
+    """What a step frees stays with the process, by variables that a user's own go before."""
+    said = f'echo "$1 $MALLOC_MMAP_THRESHOLD_ $MALLOC_TRIM_THRESHOLD_" >> {tmp_path}/env'
+    python = interpreter(tmp_path / "a folder" / "python", said)
+    done = run_sh("demo", *TINY[1:], *shards, "--num_iterations=2", f"--records={tmp_path}",
+                  NPROC="2", PYTHON=python, MALLOC_TRIM_THRESHOLD_="7")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(losses(done.stdout)) == 2 and len(list(tmp_path.glob("*.log"))) == 1
+    (log,) = tmp_path.glob("*.log")
     said = [line for line in done.stdout.splitlines() if line.startswith("run.sh: ")]
-    assert "preset demo on 0 CUDA GPU(s)" in said[1] and "2 process(es)" in said[1] and "as the flags say" in said[2] and "nproc_per_node=2" in said[3]
-    assert sys.executable in said[0]
+    assert len(said) == 5 and said[0].startswith(f"run.sh: using {python} (Python 3.")
+    assert "preset demo: 2 rank(s)" in said[1] and "train_gpt.py --check" in said[2]
+    assert "--nproc_per_node=2" in said[3] and f"records/sample.py {log} --tokens=300" in said[4]
+    trained, sample = done.stdout.split(said[4])
+    assert len(losses(trained)) == 2 and len(sample) > 2
+    assert len(sample) > 200 or "note: end of text after" in done.stderr
+    assert "-m 1000000000 7\n" in (tmp_path / "env").read_text()
 
 
 def test_check_starts_nothing(tmp_path, shards):
-    """On the second of two machines, which has no records to resume from."""
-    done = run_sh("demo", *TINY[1:], *shards, "--check", "--resume", f"--records={tmp_path}", NNODES="2", NODE_RANK="1", NPROC="1")
-    assert done.returncode == 0 and done.stdout.count("checks passed") == 1 and "starting" not in done.stdout, done.stdout + done.stderr
+    """On the second of two machines, which has no records to resume from, not even a check."""
+    flags = ["demo", *TINY[1:], *shards, "--check", f"--records={tmp_path}"]
+    done = run_sh(*flags)
+    assert done.returncode == 0 and done.stdout.count("checks passed") == 1, done.stderr
+    second = {"NNODES": "2", "NODE_RANK": "1", "NPROC": "1", "MASTER_ADDR": "localhost"}
+    done = run_sh(*flags, f"--resume={tmp_path}/there.log", **second)
+    assert done.returncode == 0 and "train_gpt.py" not in done.stdout, done.stdout + done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_interpreter_without_a_working_torch_is_passed_over(tmp_path, shards):
-    (tmp_path / "site" / "torch").mkdir(parents=True)
-    (tmp_path / "site" / "torch" / "__init__.py").write_text("raise ImportError('libcudart.so: cannot open shared object file')")
-    for name, site in (("broken", tmp_path / "site"), ("python3", tmp_path)):
-        (tmp_path / name).write_text(f'#!/bin/sh\nPYTHONPATH={site} exec {sys.executable} "$@"\n')
-        (tmp_path / name).chmod(0o755)
-    done = run_sh("--preset", "demo", *TINY[1:], *shards, "--check", f"--records={tmp_path}", NPROC="1",
-                  PYTHON=str(tmp_path / "broken"), PATH=f"{tmp_path}:{os.environ['PATH']}")
-    assert done.returncode == 0 and "checks passed" in done.stdout and "preset demo" in done.stdout, done.stdout + done.stderr
-    assert f"using {tmp_path}/python3" in done.stdout or "using .venv" in done.stdout, done.stdout
+    interpreter(tmp_path / "python3", PYTHONPATH=broken_torch(tmp_path / "site"))
+    interpreter(tmp_path / "python")
+    done = run_sh("--preset", "demo", *TINY[1:], *shards, "--check", f"--records={tmp_path}",
+                  NPROC="1", PYTHON="", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert done.returncode == 0 and "checks passed" in done.stdout, done.stdout + done.stderr
+    assert "preset demo: 1 rank(s)" in done.stdout
+    assert f"using {tmp_path}/python (" in done.stdout or "using .venv" in done.stdout
+
+
+def test_an_interpreter_that_is_asked_for_is_never_replaced(tmp_path):
+    broken = interpreter(tmp_path / "broken", PYTHONPATH=broken_torch(tmp_path / "site"))
+    bare = interpreter(tmp_path / "bare", 'set -- -S "$@"')
+    old = tmp_path / "old"
+    old.write_text("#!/bin/sh\necho 'SyntaxError: invalid syntax' >&2\nexit 1\n")
+    old.chmod(0o755)
+    for python, reason in {"/no/such": "/no/such: No such file or directory",
+                           "no_such_python": "no_such_python: command not found",
+                           broken: "ImportError: libcudart.so: not there",
+                           bare: "ModuleNotFoundError: No module named 'torch'",
+                           str(old): "SyntaxError: invalid syntax"}.items():
+        done = run_sh("demo", PYTHON=python, LC_ALL="C")
+        assert done.returncode == 2 and done.stdout == "", python
+        assert done.stderr == f"error: PYTHON={python} cannot be used: {reason}\n"
+
+
+def test_an_environment_is_made_where_no_interpreter_has_the_packages(tmp_path):
+    """Once, by whatever python3 is there, which here makes one that works when pip has run."""
+    made = f"""#!/bin/sh
+        echo "$1 $2 $3" >> {tmp_path}/calls
+        case "$*" in "-m pip install"*"-r requirements.txt") touch {tmp_path}/installed; exit; esac
+        [ -f {tmp_path}/installed ] || exit 1
+        exec {sys.executable} "$@"
+    """
+    (tmp_path / "made").write_text(made)
+    bare = f"""
+        [ "$1 $2 $3" = "-m venv .venv" ] || exit 1
+        mkdir -p .venv/bin && cp {tmp_path}/made .venv/bin/python && chmod +x .venv/bin/python; exit
+    """
+    for name in ("python3", "python"):
+        interpreter(tmp_path / name, bare)
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    shutil.copy(ROOT / "run.sh", repository)
+    for times in range(2):
+        done = subprocess.run([repository / "run.sh", "test", "--version"], capture_output=True,
+                              text=True, timeout=100, check=False,
+                              env={"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path)})
+        assert done.returncode == 0 and f"pytest {pytest.__version__}" in done.stdout, done.stderr
+        assert ("making .venv" in done.stdout) == (times == 0)
+        assert "run.sh: using .venv/bin/python (Python 3." in done.stdout
+    assert (tmp_path / "calls").read_text().count("-m pip install") == 1
+    assert "-m pytest --version" in (tmp_path / "calls").read_text()
 
 
 def test_repeats_with_fresh_seeds_and_ends_with_the_table(tmp_path, shards):
-    flags = [flag for flag in TINY[1:] if not flag.startswith("--seed")]
-    done = run_sh("--repeat=2", *flags, *shards, "--num_iterations=1", "--micro_batches=1", f"--records={tmp_path}")
+    done = run_sh("--repeat=2", "demo", *WITHOUT_SEED, *shards, "--num_iterations=1",
+                  "--micro_batches=1", f"--records={tmp_path}")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "core(s): 1 process(es)" in done.stdout, "only as many processes as divide the micro-batches"
-    seeds = {line for log in tmp_path.glob("*.log") for line in log.read_text().splitlines() if line.startswith("seed = ")}
-    assert len(seeds) == 2 and "over the runs  n" in done.stdout
+    assert "demo: 1 rank(s)" in done.stdout, "as many ranks as divide the micro-batches"
+    logs = [log.read_text() for log in tmp_path.glob("*.log")]
+    seeds = {line for log in logs for line in log.splitlines() if line.startswith("seed = ")}
+    assert len(logs) == 2 and len(seeds) == 2 and "over the runs  n" in done.stdout
+    assert "sample.py" not in done.stdout
 
 
-def test_user_errors_are_one_line_with_status_2(tmp_path, shards):
-    for argv, words in ((["fast"], "neither speedrun, demo nor test"), (["demo", "--repeat=0"], "--repeat=0 is no number"),
-                        (["demo", "--repeat=2", "--seed=1"], "leave --seed out"),
-                        (["demo", *shards, "--val_tokens=0", "--num_iterations=99999999"], "raise --epochs"),
-                        (["demo", *shards, "--no_such=1"], "unrecognized arguments: --no_such=1"),
-                        (["--preset=auto"], "invalid choice: 'auto'")):
-        done = run_sh(*argv)
-        assert done.returncode == 2 and done.stderr.count("\n") == 1 and words in done.stderr, done.stderr
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_needs_no_python_and_says_what_is_its_own(tmp_path, flag):
+    done = run_sh("demo", flag, PYTHON="/no/such")
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout.startswith("./run.sh [speedrun|demo|test] [--repeat=N]")
+    for word in ("train_gpt.py --help", "PYTHON", "NPROC", "NNODES", "NODE_RANK", "MASTER_PORT"):
+        assert word in done.stdout
+    assert "set -e" not in done.stdout
+
+
+@pytest.mark.parametrize("argv, env, words", [
+    (["fast"], {}, "neither speedrun, demo nor test"),
+    (["demo", "--repeat=0"], {}, "--repeat=0 is no number"),
+    (["demo", "--repeat"], {}, "argument --repeat: expected one argument"),
+    (["demo", "--repeat=2", "--seed=1"], {}, "leave --seed out"),
+    (["demo", "--repeat=2", "--resume=x.log"], {}, "and --resume"),
+    (["demo"], {"NPROC": "abc"}, "argument --NPROC: invalid int value: 'abc'"),
+    (["demo"], {"NNODES": "2"}, "NNODES needs MASTER_ADDR"),
+    (["speedrun"], {}, "./run.sh demo is for a CPU"),
+    (["demo", "--no_such=1"], {}, "unrecognized arguments: --no_such=1"),
+    (["--preset=auto"], {}, "invalid choice: 'auto'"),
+])
+def test_user_errors_are_one_line_with_status_2(argv, env, words):
+    done = run_sh(*argv, **env)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stdout + done.stderr
+    assert done.stderr.startswith("error: ") and words in done.stderr
+    assert "train_gpt.py" not in done.stdout, "nothing was started"
+
+
+def test_a_speedrun_without_a_gpu_can_be_checked_and_insisted_on(tmp_path, shards):
+    """And what the check finds ends it."""
+    flags = ["speedrun", *TINY[1:], *shards, f"--records={tmp_path}"]
+    flags = [flag for flag in flags if not flag.startswith("--num_iterations")]
+    done = run_sh(*flags, "--check", NPROC="1")
+    assert done.returncode == 2 and "1770: add shards, raise --epochs" in done.stderr
+    done = run_sh(*flags, "--num_iterations=99999", NPROC="1")
+    assert done.returncode == 2 and "99999: add shards, raise --epochs" in done.stderr
+    assert done.stderr.count("\n") == 1 and "preset speedrun: 1 rank(s)" in done.stdout
+
+
+def test_a_driver_whose_gpus_torch_does_not_see_is_said(tmp_path):
+    """A made-up one; who hides the GPUs on purpose hears what a machine without one says."""
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54.03  "
+                                      "Tue Jun  6 22:20:39 UTC 2023\nGCC version:  gcc 12\n")
+    (tmp_path / "sitecustomize.py").write_text(f"""if 1:
+        import builtins, os.path
+        real = builtins.open, os.path.exists
+        path = lambda path: {str(tmp_path / 'version')!r} if "nvidia/version" in str(path) else path
+        builtins.open = lambda file, *args, **more: real[0](path(file), *args, **more)
+        os.path.exists = lambda file: real[1](path(file))
+    """)
+    python = interpreter(tmp_path / "python", PYTHONPATH=tmp_path)
+    done = run_sh("demo", PYTHON=python, CUDA_VISIBLE_DEVICES=None)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stdout + done.stderr
+    versions = re.search(r"torch (\S+) \(CUDA \S+\) .* driver 535\.54\.03 ", done.stderr)
+    assert versions and versions[1][0].isdigit(), done.stderr
+    done = run_sh("speedrun", PYTHON=python, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2 and "./run.sh demo is for a CPU" in done.stderr
+
+
+def test_a_signal_ends_the_run_and_resume_goes_on_without_data(tmp_path, shards):
+    """SIGTERM to run.sh alone, as from a scheduler; nothing goes on in the background."""
+    flags = [*TINY[1:], *shards, "--num_iterations=4000", "--epochs=10000", f"--records={tmp_path}"]
+    command = [str(ROOT / "run.sh"), "demo", *flags, "--save_every=20", "--val_loss_every=0"]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                           env={**os.environ, **ENVIRONMENT, "NPROC": "2"})
+    said = []
+    for line in run.stdout:  # to the end of the last program that has the pipe
+        said.append(line)
+        if line.startswith("step:50/4000"):
+            run.send_signal(signal.SIGTERM)
+    assert run.wait(timeout=100) == 128 + signal.SIGTERM
+    steps = [line for line in said if line.startswith("step:")]
+    assert 50 <= len(steps) < 2000, "".join(said)
+    (log,) = tmp_path.glob("*.log")
+    done = run_sh(f"--resume={log}", "--num_iterations=60", "--save_every=1000", NPROC="2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "data/" not in done.stdout.split("starting")[0] and "\nresumed: step " in done.stdout
+    assert "records/sample.py" in done.stdout

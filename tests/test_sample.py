@@ -1,47 +1,59 @@
-"""Samples from saved runs: by bytes, by GPT-2's tokens, by token numbers; the command line and its errors."""
+"""Samples from saved runs: by bytes, by GPT-2's tokens, by token numbers; runs of other scripts;
+the command line and its errors."""
 
 import dataclasses
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, launch
 from test_data_vocab import write_vocabulary
 
 import train_gpt
 from data import vocab
+from data.common import UserError
 from records import sample
-from train_gpt import UserError, parse_flags, resolve, write_checkpoint
+
+SCRIPT = ROOT / "train_gpt.py"
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, shards):
     """The folder of a tiny run on bytes."""
     records = tmp_path_factory.mktemp("records")
-    train_gpt.run([*TINY, *shards, "--num_iterations=20", "--val_loss_every=0", "--val_seq_len=1024", f"--records={records}"])
+    launch(*TINY, *shards, "--num_iterations=20", "--val_loss_every=0", "--val_seq_len=1024",
+           "--save_every=15", f"--records={records}")
     return next(path for path in records.iterdir() if path.is_dir())
 
 
-def save_random_model(folder, *flags):
+def save_random_model(folder, *flags, **facts):
     """A model of random weights, where a fresh one has zeros too, so that every token counts."""
     torch.manual_seed(3)
-    hp, _ = resolve(parse_flags([*TINY, *flags], "demo")[0], torch.device("cpu"))
+    hp, _ = train_gpt.parse_flags([*TINY, *flags], "demo")
+    hp, _ = train_gpt.resolve(hp, torch.device("cpu"))
     model = train_gpt.GPT(hp, train_gpt.block_sparse, getattr(torch, hp.dtype))
     for p in model.parameters():
         if not p.any():
             torch.nn.init.normal_(p, std=0.5)
-    write_checkpoint(folder / "model.pt", dict(step=0, hyperparameters=dataclasses.asdict(hp), model=model.state_dict()))
+    folder.mkdir(exist_ok=True)
+    checkpoint = {"step": 0, "seconds": 0.0, "log_bytes": 0, "data": [],
+                  "script": hashlib.sha256(SCRIPT.read_bytes()).hexdigest(),
+                  "script_path": "train_gpt.py", "hyperparameters": dataclasses.asdict(hp),
+                  "model": model.state_dict()}
+    torch.save({**checkpoint, **facts}, folder / "step00000000.pt")
     return folder
 
 
 @pytest.fixture(scope="module")
 def gpt2_run(tmp_path_factory):
-    return save_random_model(tmp_path_factory.mktemp("gpt2_run"), "--vocab_size=50257", "--model_dim=16", "--head_dim=8",
-                             "--value_embeds=....")
+    return save_random_model(tmp_path_factory.mktemp("gpt2_run"), "--vocab_size=50257",
+                             "--model_dim=16", "--head_dim=8", "--value_embeds=....")
 
 
 @pytest.fixture
@@ -49,8 +61,9 @@ def vocab_dir(tmp_path, monkeypatch):
     """A folder for --vocab_dir with a vocabulary in GPT-2's form, taken for GPT-2's."""
     folder = write_vocabulary(tmp_path)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
-    monkeypatch.setattr(vocab, "GPT2_SHA256", {name: hashlib.sha256((folder / name).read_bytes()).hexdigest()
-                                               for name in vocab.GPT2_SHA256})
+    checksums = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest()
+                 for name in vocab.GPT2_SHA256}
+    monkeypatch.setattr(vocab, "GPT2_SHA256", checksums)
     return folder
 
 
@@ -59,7 +72,8 @@ def run_sample(capsys, monkeypatch):
     def run(*args, program=sample):
         """stdout, stderr and status of the program with these arguments."""
         monkeypatch.setattr(sys, "argv", ["program", *map(str, args), "--device=cpu"])
-        monkeypatch.setattr("data.common.signal.signal", lambda *args: None)  # the tests keep their own handlers
+        # the tests keep their own handlers
+        monkeypatch.setattr("data.common.signal.signal", lambda *args: None)
         capsys.readouterr()
         status = sample.start(program.main)
         out, err = capsys.readouterr()
@@ -73,29 +87,106 @@ def offline(monkeypatch):
     monkeypatch.setattr("tiktoken_ext.openai_public.gpt2", fail)
 
 
+def says(monkeypatch, tokens):
+    """Have the model say these tokens."""
+    monkeypatch.setattr(sample, "generate", lambda *args: iter(tokens))
+
+
 def generated(folder, prompt: list[int], num_tokens: int, seed: int) -> list[int]:
-    """What train_gpt.generate makes of it in one call, without the prompt and the end of text."""
-    model, hp = sample.load_model(folder)
-    tokens = train_gpt.generate(model.float(), [hp.vocab_size - 1, *prompt], num_tokens, train_gpt.window_tokens(hp.num_iterations, hp),
-                                generator=torch.Generator().manual_seed(seed))[1 + len(prompt):]
-    return tokens[:-1] if tokens[-1] == hp.vocab_size - 1 else tokens
+    """Tokens that continue the prompt, drawn from the 50 likeliest at a temperature of 0.8."""
+    run = sample.load_model(folder)
+    model = run.model.float()
+    eot = run.hp.vocab_size - 1
+    window = torch.tensor(train_gpt.window_tokens(run.hp.num_iterations, run.hp))
+    generator = torch.Generator().manual_seed(seed)
+    tokens = [eot, *prompt]
+    for _ in range(num_tokens):
+        padded = tokens + [eot] * (128 - len(tokens))
+        with torch.no_grad():
+            logits = model.logits(model.features(torch.tensor(padded, dtype=torch.int32), window))
+        order = logits[len(tokens) - 1, :eot + 1].sort(descending=True)
+        odds = (order.values[:50] / 0.8).exp()
+        token = int(order.indices[torch.multinomial(odds, 1, generator=generator)])
+        if token == eot:
+            break
+        tokens.append(token)
+    return tokens[1 + len(prompt):]
 
 
-def test_text_is_what_generate_makes_of_the_prompt(trained, run_sample):
+def test_text_is_drawn_from_the_models_odds(trained, run_sample):
     prompt = "The harbour clock"
     done = run_sample(trained, "--prompt", prompt, "--tokens=40", "--seed=5")
-    want = bytes([*prompt.encode(), *generated(trained, list(prompt.encode()), 40, 5)]).decode("utf-8", "replace")
+    continued = generated(trained, list(prompt.encode()), 40, 5)
+    want = bytes([*prompt.encode(), *continued]).decode("utf-8", "replace")
     assert done.status == 0 and done.out == want + "\n" and len(want) > len(prompt)
 
 
+@pytest.mark.parametrize("temperature, top_k", [(0.5, 3), (2.0, 0), (1.0, 99)])
+def test_the_odds_follow_temperature_and_top_k(monkeypatch, temperature, top_k):
+    """Over 4,000 tokens, of a model whose odds are always the same; its padding is never drawn."""
+    logits = torch.tensor([3.0, 1.0, 2.0, 0.0, 1.5, -99.0, 30.0, 30.0])
+    model = SimpleNamespace(logits=lambda x_D: logits)
+    run = sample.Trained(model, SimpleNamespace(vocab_size=6), train_gpt)
+    monkeypatch.setattr(sample, "features", lambda run, tokens: torch.zeros(len(tokens), 1))
+    generator = torch.Generator().manual_seed(0)
+    endless = sample.generate(run, [5], temperature, top_k, generator)
+    drawn = Counter(token for token, _ in zip(endless, range(4000)))
+    odds = (logits[:6] / temperature).exp()
+    if top_k == 3:
+        odds[[1, 3, 5]] = 0
+    for token, share in enumerate((odds / odds.sum()).tolist()):
+        assert drawn[token] / 4000 == pytest.approx(share, abs=0.03), (token, drawn)
+        assert share > 0 or drawn[token] == 0
+
+
+def test_the_likeliest_token_is_that_of_the_training_loss(trained, run_sample):
+    """By GPT.forward, which has the loss of any token that could come next."""
+    run = sample.load_model(trained)
+    window = torch.tensor(train_gpt.window_tokens(20, run.hp))
+    tokens = [256, *b"The harbour"]
+    inputs = torch.tensor(tokens + [256] * (128 - len(tokens)), dtype=torch.int32)
+    candidates = [10, *range(32, 127)]
+    losses = []
+    for candidate in candidates:
+        targets = torch.full((128,), -1)
+        targets[len(tokens) - 1] = candidate
+        with torch.no_grad():
+            losses.append(float(run.model(inputs, targets, window)))
+    likeliest = candidates[losses.index(min(losses))]
+    done = run_sample(trained, "--prompt=The harbour", "--tokens=1", "--temperature=0")
+    assert done.out == f"The harbour{chr(likeliest)}\n"
+
+
 def test_one_seed_one_text(trained, run_sample):
-    first, again, other = (run_sample(trained, "--tokens=20", f"--seed={seed}").out for seed in (1, 1, 2))
+    first, again, other = (run_sample(trained, "--tokens=20", f"--seed={seed}").out
+                           for seed in (1, 1, 2))
     assert first == again != other
 
 
-def test_folder_model_and_log_name_the_same_run(trained, run_sample):
-    texts = {run_sample(run, "--tokens=5").out for run in (trained, trained / "model.pt", f"{trained}.log", f"{trained}/")}
+def test_folder_checkpoint_and_log_name_the_same_run(trained, run_sample):
+    """Of its two checkpoints the newer one counts, unless the other is named."""
+    names = (trained, trained / "step00000020.pt", f"{trained}.log", f"{trained}/")
+    texts = {run_sample(run, "--tokens=9").out for run in names}
     assert len(texts) == 1 and len(texts.pop()) > 1
+    first = sample.load_model(trained / "step00000015.pt").model
+    assert not torch.equal(first.lm_head.weight, sample.load_model(trained).model.lm_head.weight)
+
+
+def test_of_several_runs_the_newest_is_taken(tmp_path, trained, run_sample):
+    """As a shell lists them: logs, folders, checkpoints, in any order and of any folder."""
+    for name in ("2025-12-31T23-59-59Z_z", "2026-01-02T00-00-00Z_a"):
+        save_random_model(tmp_path / name)
+        (tmp_path / f"{name}.log").touch()
+    newest = tmp_path / "2026-01-02T00-00-00Z_a"
+    want = run_sample(newest, "--tokens=9").out
+    for pattern in ("*", "*.log", "*/*.pt"):
+        runs = sorted(tmp_path.glob(pattern))
+        for order in (runs, runs[::-1]):
+            done = run_sample(*order, "--tokens=9")
+            assert done.status == 0 and done.out == want, done.err
+            assert done.err.startswith(f"note: the newest of {len(runs)}: {newest}")
+    steps = sorted(trained.glob("*.pt"))
+    assert f": {trained}/step00000020.pt\n" in run_sample(*steps, "--tokens=1").err
 
 
 def test_temperature_0_and_top_k_1_take_the_likeliest(trained, run_sample):
@@ -104,72 +195,108 @@ def test_temperature_0_and_top_k_1_take_the_likeliest(trained, run_sample):
     assert greedy != run_sample(trained, "--tokens=15", "--temperature=3", "--top_k=0").out
 
 
-def test_bytes_that_are_no_text_are_replaced_and_characters_stay_whole(trained, run_sample, monkeypatch):
-    script = iter([*"né".encode(), 0xFF, 65, 0xE2, 0x82])
-    monkeypatch.setattr(sample, "generate", lambda model, tokens, *rest: [*tokens, next(script)])
+def test_bytes_that_are_no_text_are_replaced_and_characters_stay_whole(trained, run_sample,
+                                                                       monkeypatch):
+    says(monkeypatch, [*"né".encode(), 0xFF, 65, 0xE2, 0x82])
     assert run_sample(trained, "--prompt=ü", "--tokens=6").out == "üné\ufffdA\ufffd\n"
 
 
+def test_what_a_terminal_would_obey_is_escaped(trained, run_sample, monkeypatch):
+    r"""In the model's text and in the prompt: escape, backspace, carriage return, delete, and the
+    control sequence introducer of one character, whose two bytes come one at a time."""
+    says(monkeypatch, b"\x1b[31mred\x08\r\n\t\x7f\x00\xc2\x9b2J")
+    done = run_sample(trained, "--prompt=\x1b]0;title\x07\n", "--tokens=99")
+    assert done.status == 0
+    assert done.out == (r"\x1b]0;title\x07" "\n" r"\x1b[31mred\x08\x0d" "\n\t" r"\x7f\x00\x9b2J"
+                        "\n")
+
+
 def test_an_end_of_text_ends_the_text_and_is_said(trained, run_sample, monkeypatch):
-    script = iter([65, 66, 256, 67])
-    monkeypatch.setattr(sample, "generate", lambda model, tokens, *rest: [*tokens, next(script)])
+    says(monkeypatch, [65, 66, 256, 67])
     done = run_sample(trained, "--prompt=x", "--tokens=9")
     assert done.out == "xAB\n" and done.err == "note: end of text after 2 tokens\n"
 
 
+def test_generating_ends_with_an_end_of_text(monkeypatch):
+    model = SimpleNamespace(logits=lambda x_D: torch.tensor([0.0, 0.0, 99.0]))
+    run = sample.Trained(model, SimpleNamespace(vocab_size=3), train_gpt)
+    monkeypatch.setattr(sample, "features", lambda run, tokens: torch.zeros(len(tokens), 1))
+    assert list(sample.generate(run, [2, 0])) == [2]
+
+
 def test_a_long_prompt_counts_from_its_first_token(tmp_path, run_sample, monkeypatch):
-    """A prompt longer than any sequence in training (512 tokens) gives what it does to the same weights in a model built
-    for longer ones, and the first token reaches the last."""
+    """A prompt longer than any sequence in training (512 tokens) gives what it does to the same
+    weights in a model built for longer ones, and the first token reaches the last."""
     flags = ["--window_end=2048", "--num_iterations=1"]  # windows of 2048 and 1024 tokens
     prompt = "".join(chr(97 + i * i % 23) for i in range(700))
     heads = []
-    generate = train_gpt.generate
+    features = sample.features
 
-    def watch(model, tokens, *rest):
-        heads.append(model.logits(model.features(torch.tensor([*tokens, *[256] * (-len(tokens) % 128)], dtype=torch.int32),
-                                                 torch.tensor(rest[1])))[len(tokens) - 1].detach())
-        return generate(model, tokens, *rest)
+    def watch(run, tokens):
+        x_TD = features(run, tokens)
+        heads.append(x_TD[len(tokens) - 1])
+        return x_TD
 
-    monkeypatch.setattr(sample, "generate", watch)
+    monkeypatch.setattr(sample, "features", watch)
     for name, *more in [("short",), ("long", "--val_seq_len=2048")]:
         folder = save_random_model(tmp_path / name, *flags, *more)
         assert run_sample(folder, "--prompt", prompt, "--tokens=1").out.startswith(prompt)
-    assert run_sample(tmp_path / "short", "--prompt", "X" + prompt[1:], "--tokens=1").status == 0
+    other = run_sample(tmp_path / "short", "--prompt", "X" + prompt[1:], "--tokens=1")
+    assert other.status == 0 and len(heads) == 3
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
 
 
 def test_gpt2_text(gpt2_run, vocab_dir, run_sample):
     tokenizer = vocab.GPT2Tokenizer(vocab.gpt2_merge_ranks(vocab_dir))
-    done = run_sample(gpt2_run, "--prompt=the lost vé", "--tokens=6", "--seed=3", "--vocab_dir", vocab_dir)
+    done = run_sample(gpt2_run, "--prompt=the lost vé", "--tokens=6", "--seed=3",
+                      "--vocab_dir", vocab_dir)
     tokens = tokenizer.encode("the lost vé")
     want = tokenizer.decode([*tokens, *generated(gpt2_run, tokens, 6, 3)])
-    assert done.status == 0 and done.err == "" and done.out == want + "\n" and want.startswith("the lost vé")
+    want = want.translate(sample.ESCAPES)
+    assert done.status == 0 and done.err == "" and done.out == want + "\n"
+    assert want.startswith("the lost vé")
 
 
 def test_token_numbers_without_a_vocabulary(gpt2_run, run_sample, monkeypatch):
     offline(monkeypatch)
     done = run_sample(gpt2_run, "--prompt=464, 3290", "--tokens=4", "--seed=3")
-    assert done.status == 0 and [int(n) for n in done.out.split()] == [464, 3290, *generated(gpt2_run, [464, 3290], 4, 3)]
-    assert done.err.startswith("note: token numbers, for want of a vocabulary: GPT-2's vocabulary could not be downloaded")
+    continued = generated(gpt2_run, [464, 3290], 4, 3)
+    assert done.status == 0 and [int(n) for n in done.out.split()] == [464, 3290, *continued]
+    assert done.err.startswith("note: token numbers, for want of a vocabulary: GPT-2's vocabulary "
+                               "could not be downloaded")
     for prompt in ("The dog", "464 50257", "-1"):
         done = run_sample(gpt2_run, f"--prompt={prompt}")
-        assert done.status == 2 and "error: --prompt: without its vocabulary" in done.err and done.out == ""
+        assert done.status == 2 and "error: --prompt: without its vocabulary" in done.err
+        assert done.out == ""
 
 
 def test_token_numbers_of_an_unknown_vocabulary(tmp_path, run_sample):
-    folder = save_random_model(tmp_path / "run", "--vocab_size=1000")
-    done = run_sample(folder, "--tokens=3")
-    assert done.status == 0 and all(0 <= int(n) < 999 for n in done.out.split()) and "vocabulary of 1000 tokens" in done.err
+    done = run_sample(save_random_model(tmp_path / "run", "--vocab_size=1000"), "--tokens=3")
+    assert done.status == 0 and all(0 <= int(n) < 999 for n in done.out.split())
+    assert "vocabulary of 1000 tokens" in done.err
 
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_bfloat16_stays_where_it_is_fast(tmp_path, run_sample, monkeypatch, fast):
     folder = save_random_model(tmp_path / "run", "--dtype=bfloat16")
-    monkeypatch.setattr(sample, "fast_bf16", lambda device: fast)
-    generate, used = train_gpt.generate, set()
-    monkeypatch.setattr(sample, "generate", lambda model, *rest: used.add(model.embed.weight.dtype) or generate(model, *rest))
+    generate = sample.generate
+    load_script = sample.load_script
+    used = set()
+
+    def load(path):
+        script = load_script(path)
+        script.fast_bf16 = lambda device: fast
+        return script
+
+    def watch(run, *rest):
+        used.add(run.model.embed.weight.dtype)
+        return generate(run, *rest)
+
+    monkeypatch.setattr(sample, "load_script", load)
+    monkeypatch.setattr(sample, "generate", watch)
     done = run_sample(folder, "--tokens=3", "--prompt=a")
-    assert done.status == 0 and done.out.startswith("a") and used == {torch.bfloat16 if fast else torch.float32}
+    assert done.status == 0 and done.out.startswith("a")
+    assert used == {torch.bfloat16 if fast else torch.float32}
 
 
 @pytest.mark.parametrize("args, message", [
@@ -177,6 +304,7 @@ def test_bfloat16_stays_where_it_is_fast(tmp_path, run_sample, monkeypatch, fast
     (["--tokens=many"], "argument --tokens"),
     (["--temperature=-1"], "argument --temperature"),
     (["--temperature=nan"], "argument --temperature"),
+    (["--temperature=inf"], "argument --temperature"),
     (["--top_k=-1"], "argument --top_k"),
     (["--seed=99999999999999999999"], "argument --seed"),
     (["--sed=1"], "unrecognized arguments: --sed=1"),
@@ -189,32 +317,137 @@ def test_wrong_arguments_are_one_line(gpt2_run, run_sample, args, message, monke
     assert done.err.startswith("error: ") and done.err.count("\n") == 1
 
 
-def test_models_that_cannot_be_used_are_one_line(tmp_path, trained, run_sample):
-    def complaint(run):
-        done = run_sample(run)
-        assert done.status == 2 and done.err.startswith("error: ") and done.err.count("\n") == 1 and done.out == ""
-        return done.err
+def complaint(done):
+    assert done.status == 2 and done.out == ""
+    assert done.err.startswith("error: ") and done.err.count("\n") == 1
+    assert not set(done.err) & set("\x1b\x07\r"), "no terminal obeys what a file holds"
+    return done.err
 
-    assert "holds no model.pt" in complaint(tmp_path / "nothing")
-    assert "holds no model.pt" in complaint(tmp_path / "nothing.log")
-    payload = torch.load(trained / "model.pt", weights_only=True)
+
+def test_models_that_cannot_be_used_are_one_line(tmp_path, trained, run_sample):
+    for name in ("nothing", "nothing.log", "nothing.pt"):
+        assert "there is no such run" in complaint(run_sample(tmp_path / name))
+    (tmp_path / "unsaved.log").touch()
+    assert "(--save_every=0)" in complaint(run_sample(tmp_path / "unsaved.log"))
+    payload = torch.load(trained / "step00000020.pt", weights_only=True)
     settings = payload["hyperparameters"]
-    for name, content in {"no model": [1, 2], "unknown flag": {**payload, "hyperparameters": {**settings, "num_experts": 8}},
-                          "other shape": {**payload, "hyperparameters": {**settings, "model_dim": 48}}}.items():
+    weights = payload["model"]
+    for name, content, reason in [
+            ("numbers", [1, 2], ""),
+            ("names", list(payload), "is no checkpoint"),
+            ("flag", {**payload, "hyperparameters": {**settings, "num_experts": 8}}, "num_experts"),
+            ("shape", {**payload, "hyperparameters": {**settings, "model_dim": 48}}, "mismatch"),
+            ("bare", {**payload, "model": {}}, "does not fit"),
+            ("escape", {**payload, "model": {**weights, "a\x1b[2J\n\x07": weights["smear"]}},
+             r"\x1b[2J")]:
         (tmp_path / name).mkdir()
-        torch.save(content, tmp_path / name / "model.pt")
-        assert f"{name}/model.pt: is damaged, or no checkpoint" in complaint(tmp_path / name)
+        torch.save(content, tmp_path / name / "step00000001.pt")
+        message = complaint(run_sample(tmp_path / name))
+        assert f"{name}/step00000001.pt: " in message and reason in message
+    whole = (trained / "step00000020.pt").read_bytes()
+    (tmp_path / "bare" / "step00000001.pt").write_bytes(whole[:-500])
+    assert "bare/step00000001.pt: " in complaint(run_sample(tmp_path / "bare"))
+
+
+@pytest.fixture
+def tweak(tmp_path, shards, monkeypatch):
+    """A run by my_record.py, whose model no other script has, and the folder of both."""
+    monkeypatch.chdir(tmp_path)
+    text = SCRIPT.read_text()
+    assert text.count("x_TD = norm(x_TD)\n") == 1
+    text = text.replace("x_TD = norm(x_TD)\n", "x_TD = norm(x_TD) * self.tweak\n")
+    before = "        self.lm_head = "
+    assert text.count(before) == 1
+    text = text.replace(before, f"        self.tweak = nn.Parameter(torch.ones(1))\n{before}")
+    (tmp_path / "my_record.py").write_text(text)
+    folder = tmp_path / "2026-01-01T00-00-00Z_mine"
+    script = sample.load_script(tmp_path / "my_record.py")
+    hp, _ = script.parse_flags(TINY, "demo")
+    hp, _ = script.resolve(hp, torch.device("cpu"))
+    torch.manual_seed(1)
+    model = script.GPT(hp, script.block_sparse)
+    torch.nn.init.normal_(model.lm_head.weight)
+    return save_random_model(folder, script=hashlib.sha256(text.encode()).hexdigest(),
+                             script_path="my_record.py", model=model.state_dict())
+
+
+def test_a_run_of_another_script_is_refused_with_the_flag_to_give(tweak, run_sample):
+    """The script is looked for where it was and among those of this folder; it is never run."""
+    message = complaint(run_sample(tweak))
+    assert f"trained by my_record.py, which is not {SCRIPT}" in message
+    assert message.endswith("; add --script my_record.py\n")
+    folder = tweak.parent
+    (folder / "my_record.py").rename(folder / "it's mine.py")
+    (folder / "latin.py").write_bytes(b"# \xe9\n")
+    (folder / "folder.py").mkdir()
+    message = complaint(run_sample(tweak))
+    assert message.endswith("""; add --script 'it'"'"'s mine.py'\n""")
+    (folder / "it's mine.py").unlink()
+    message = complaint(run_sample(tweak))
+    assert "add --script FILE" in message and f"or --script {SCRIPT} to try this one" in message
+
+
+def test_a_run_of_another_script_with_that_script(tweak, run_sample):
+    done = run_sample(tweak, "--script=my_record.py", "--tokens=5")
+    assert done.status == 0 and done.err in ("", "note: end of text after 0 tokens\n")
+    shutil.copy("my_record.py", "a copy of any name")
+    assert run_sample(tweak, "--script", "a copy of any name", "--tokens=5").out == done.out
+    assert sample.load_model(tweak, "cpu", tweak.parent / "my_record.py").model.tweak == 1
+
+
+def test_a_script_that_is_asked_for_is_tried(tweak, trained, run_sample):
+    done = run_sample(tweak, "--script", SCRIPT)
+    assert done.status == 2 and done.err.startswith("note: ") and done.out == ""
+    assert f"step00000000.pt: does not fit {SCRIPT}" in done.err and "tweak" in done.err
+    same_model = tweak.parent / "other.py"
+    same_model.write_text(SCRIPT.read_text() + "# the same in other words\n")
+    done = run_sample(trained, "--script", same_model, "--tokens=5")
+    assert done.status == 0 and done.out == run_sample(trained, "--tokens=5").out
+    assert f"trained by {SCRIPT}, which is not {same_model} as it is now\n" in done.err
+
+
+def test_a_script_that_was_edited_since_is_another_one(trained, tmp_path, run_sample, monkeypatch):
+    monkeypatch.setattr(sample, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(SCRIPT, tmp_path)
+    assert run_sample(trained, "--tokens=1").status == 0
+    with open(tmp_path / "train_gpt.py", "a") as f:
+        f.write("# edited\n")
+    message = complaint(run_sample(trained))
+    assert f"is not {tmp_path}/train_gpt.py as it is now; add --script {SCRIPT}" in message
+
+
+@pytest.mark.parametrize("path", ["\x1b[2J\x07.py", "a\nb.py", "/dev/zero", "x" * 5000, "\0", "."])
+def test_no_path_in_a_checkpoint_does_harm(tmp_path, run_sample, path):
+    folder = save_random_model(tmp_path / "run", script="0" * 64, script_path=path)
+    message = complaint(run_sample(folder))
+    assert "trained by " in message and len(message) < 1000
+
+
+@pytest.mark.parametrize("source, reason", [
+    (None, "cannot be loaded (FileNotFoundError: "),
+    ("x = (1,\n", "cannot be loaded (SyntaxError: '(' was never closed"),
+    ("raise SystemExit(3)\n", "cannot be loaded (SystemExit: 3"),
+    ("BLOCK = 128\n", "is no training script, it has no GPT"),
+])
+def test_scripts_that_cannot_be_used_are_one_line(tmp_path, trained, run_sample, source, reason):
+    if source:
+        (tmp_path / "mine.py").write_text(source)
+    message = complaint(run_sample(trained, "--script", tmp_path / "mine.py"))
+    assert f"{tmp_path}/mine.py: {reason}" in message
 
 
 @pytest.mark.parametrize("device", ["tpu9000", "meta", "cuda:99"])
 def test_a_device_that_is_not_there_is_one_line(trained, device):
+    args = SimpleNamespace(run=[str(trained)], device=device, script=None)
     with pytest.raises(UserError, match=f"^--device={device} cannot be used"):
-        sample.load_run(str(trained), device)
+        sample.load_run(args)
 
 
 def test_the_command_itself(trained):
     """From another folder, into a terminal that knows ASCII only."""
-    done = subprocess.run([sys.executable, ROOT / "records" / "sample.py", trained.name, "--prompt=é", "--tokens=2", "--device=cpu"],
-                          cwd=trained.parent, capture_output=True, timeout=200,
+    command = [sys.executable, ROOT / "records" / "sample.py", trained.name]
+    done = subprocess.run([*command, "--prompt=é", "--tokens=2", "--device=cpu"],
+                          cwd=trained.parent, capture_output=True, timeout=200, check=True,
                           env={**os.environ, "PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0 and done.stdout.startswith(b"?") and done.stderr == b"", done
+    assert done.stdout.startswith(rb"\xe9") and done.stderr == b"", done

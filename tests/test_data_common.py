@@ -1,0 +1,245 @@
+"""What the data programs share: the format is the script's, nothing of it is imported, errors are
+one line, and what is unfinished never gets a final name."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from data import common
+from data.common import ShardWriter, UserError, check_shard, publish, run, shard_header, staging
+from data.vocab import BytesTokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+EOT = BytesTokenizer.eot
+
+
+def write_shard(path, tokens, header=None):
+    header = shard_header(len(tokens)) if header is None else header
+    path.write_bytes(header + np.asarray(tokens, dtype="<u2").tobytes())
+    return path
+
+
+def hold(folder, connection):
+    with staging(folder):
+        connection.send("held")
+        connection.recv()
+
+
+@contextlib.contextmanager
+def another_run(folder):
+    """While another process writes into the folder."""
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=hold, args=(folder, there))
+    process.start()
+    assert here.recv() == "held"
+    try:
+        yield folder
+    finally:
+        here.send("done")
+        process.join()
+    assert process.exitcode == 0
+
+
+# --------------------------------------------------------------------------------------------------
+# The format.
+
+def test_the_format_is_the_scripts():
+    import train_gpt
+    for name in ("SHARD_MAGIC", "SHARD_VERSION", "SHARD_HEADER_INTS", "SHARD_HEADER_BYTES"):
+        assert getattr(common, name) == getattr(train_gpt, name), name
+    assert shard_header(7)[:12] == np.array([20240520, 1, 7], dtype="<i4").tobytes()
+    assert shard_header(7)[12:] == bytes(1012)
+
+
+def test_the_programs_need_neither_the_script_nor_torch(tmp_path):
+    """A broken tweak of the script breaks no tool, and tokenizing starts without torch's seconds.
+    fcntl is what Windows lacks."""
+    (tmp_path / "a.txt").write_text("hello\n" * 100)
+    code = f"""
+import sys
+for name in ("train_gpt", "torch", "fcntl"):
+    sys.modules[name] = None
+sys.path.insert(0, {str(ROOT)!r})
+from data import fineweb, inspect_shards, tokenize_text
+tokenize_text.main(["a.txt", "--out=out", "--name=t", "--tokenizer=bytes", "--val_fraction=0.1"])
+inspect_shards.main(["out/t_train_000001.bin", "out/t_val_000000.bin"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True,
+                          text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "1 documents begin here" in done.stdout and "it begins: 'hello" in done.stdout
+
+
+@pytest.mark.parametrize("piece_tokens", [3, 8, 1 << 20])
+def test_every_token_of_a_shard_is_checked_and_the_first_bad_one_named(tmp_path, monkeypatch,
+                                                                      piece_tokens):
+    monkeypatch.setattr(common, "PIECE_TOKENS", piece_tokens)
+    tokens = np.arange(20) + 100
+    path = write_shard(tmp_path / "a.bin", tokens)
+    assert check_shard(path, 120) == 20
+    assert [piece.tolist() for piece in common.token_pieces(path, 18)] == [[118, 119]]
+    for at in range(20):
+        bad = tokens.copy()
+        bad[at:] = 120 + np.arange(20 - at)
+        write_shard(path, bad)
+        with pytest.raises(UserError) as error:
+            check_shard(path, 120)
+        assert f"a.bin: token 120 at byte {1024 + 2 * at} is not below the vocabulary size 120" in \
+            str(error.value)
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda b: b[:1000], "1000 bytes, shorter than the 1024-byte header"),
+    (lambda b: b"", "0 bytes, shorter than"),
+    (lambda b: b"\1" + b[1:], "at byte 0, expected 20240520; not a token shard"),
+    (lambda b: b[:4] + b"\2" + b[5:], "version 2 at byte 4, expected 1"),
+    (lambda b: b[:8] + bytes(4) + b[12:], "token count 0 at byte 8; the shard is empty"),
+    (lambda b: b[:8] + b"\xff" * 4 + b[12:], "token count -1 at byte 8"),
+    (lambda b: b[:-1], "promises 3 tokens, the file holds 2.5; it is damaged or was cut off"),
+    (lambda b: b + b"\0\0", "promises 3 tokens, the file holds 4"),
+])
+def test_a_damaged_header_or_size_is_named(tmp_path, change, words):
+    path = write_shard(tmp_path / "a.bin", [256, 1, 2])
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(UserError) as error:
+        check_shard(path, 257)
+    assert str(error.value).startswith(f"{path}: ") and words in str(error.value)
+
+
+def test_what_is_no_file_cannot_be_read(tmp_path):
+    for path in (tmp_path / "none.bin", tmp_path):
+        with pytest.raises(UserError, match="cannot be read"):
+            check_shard(path, 257)
+
+
+@settings(max_examples=200, deadline=None)
+@given(writes=st.lists(st.integers(0, 40), max_size=8), shard_size=st.integers(1, 25),
+       moved=st.integers(0, 60), documents=st.integers(1, 12))
+def test_a_writer_cuts_shards_and_moves_its_end(tmp_path_factory, writes, shard_size, moved,
+                                               documents):
+    """Against the plain list of tokens."""
+    folder = tmp_path_factory.mktemp("shards")
+    tokens = np.arange(sum(writes)) % 200
+    tokens[::documents] = EOT
+    writer = ShardWriter(folder, "t_train", 1, shard_size)
+    other = ShardWriter(folder, "t_val", 0, shard_size)
+    for part in np.split(tokens.astype(np.uint16), np.cumsum(writes)[:-1]):
+        writer.write(part)
+    moved = min(moved, len(tokens))
+    if moved:
+        writer.move_end(other, moved, EOT)
+    end = tokens[len(tokens) - moved:].tolist()
+    if end and end[0] != EOT:
+        end = [EOT, *end]
+    for side, expected, first in ((writer, tokens[:len(tokens) - moved].tolist(), 1),
+                                  (other, end, 0)):
+        held = side.finish(BytesTokenizer)
+        sizes = [check_shard(path, 257) for path in side.paths]
+        assert sizes == [shard["tokens"] for shard in held["shards"]]
+        assert set(sizes[:-1]) <= {shard_size} and sum(sizes) == held["tokens"] == len(expected)
+        assert [int(path.stem[-6:]) for path in side.paths] == \
+            list(range(first, first + len(side.paths)))
+        read = [np.empty(0)] + [piece for path in side.paths for piece in common.token_pieces(path)]
+        assert np.concatenate(read).tolist() == expected
+        assert held["documents"] == expected.count(EOT)
+        assert held["bytes"] == len(expected) - expected.count(EOT)
+    assert sorted(folder.iterdir()) == sorted(writer.paths + other.paths)
+
+
+# --------------------------------------------------------------------------------------------------
+# Errors.
+
+@pytest.fixture
+def status_of(capsys):
+    """What run() returns for a function that raises an error, and what it prints."""
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def call(error, **options):
+        def main():
+            raise error
+        status = run(main, **options)
+        return status, capsys.readouterr().err
+    yield call
+    signal.signal(signal.SIGTERM, handler)
+
+
+class ScriptsError(Exception):
+    """Stands for train_gpt.UserError."""
+
+
+def test_errors_are_one_line_with_a_status(status_of):
+    assert status_of(UserError("wrong; do this")) == (2, "error: wrong; do this\n")
+    also = (ScriptsError,)
+    assert status_of(ScriptsError("of the script"), errors=also) == (2, "error: of the script\n")
+    assert status_of(UserError("of the tools"), errors=also) == (2, "error: of the tools\n")
+    assert status_of(FileNotFoundError(2, "No such file", "a.txt")) == \
+        (2, "error: a.txt: No such file\n")
+    assert status_of(KeyboardInterrupt(signal.SIGTERM)) == (143, "interrupted\n")
+    assert status_of(KeyboardInterrupt()) == (130, "interrupted\n")
+
+
+def test_a_defect_keeps_its_traceback(status_of):
+    with pytest.raises(ScriptsError):
+        status_of(ScriptsError("of the script"))
+    with pytest.raises(ZeroDivisionError):
+        status_of(ZeroDivisionError())
+
+
+def test_a_wrong_option_is_a_line(status_of):
+    parser = common.ArgumentParser()
+    parser.add_argument("--number", type=int)
+    with pytest.raises(UserError, match="--number: invalid int value: 'x' .--help lists"):
+        parser.parse_args(["--number=x"])
+
+
+def test_a_name_that_is_no_utf8_can_be_printed(tmp_path):
+    """On a terminal of UTF-8, where Python would end with a traceback."""
+    name = b"\xff_train_000001.bin"
+    path = tmp_path / os.fsdecode(name)
+    write_shard(path, [256, 65])
+    done = subprocess.run([sys.executable, ROOT / "data/inspect_shards.py", "--tokenizer=bytes",
+                           bytes(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and r"\udcff_train_000001.bin: 2 tokens" in done.stdout, done.stderr
+
+
+# --------------------------------------------------------------------------------------------------
+# Files.
+
+def test_what_a_killed_run_left_is_cleared(tmp_path):
+    folder = tmp_path / "unfinished"
+    (folder / "cache").mkdir(parents=True)
+    (folder / "t_train_000001.bin").touch()
+    with staging(folder):
+        assert [path.name for path in folder.iterdir()] == ["lock"]
+    assert not folder.exists()
+
+
+def test_a_folder_is_of_one_run_at_a_time(tmp_path):
+    folder = tmp_path / "unfinished"
+    with another_run(folder):
+        (folder / "precious").touch()
+        with pytest.raises(UserError, match="another run is writing there"), staging(folder):
+            pass
+        assert (folder / "precious").exists()
+    with staging(folder):
+        pass
+
+
+def test_publishing_replaces_files_of_the_name(tmp_path):
+    (tmp_path / "new").mkdir()
+    for name in "ab":
+        (tmp_path / name).write_text("old")
+        (tmp_path / "new" / name).write_text("new")
+    publish([tmp_path / "new/a", tmp_path / "new/b"], tmp_path)
+    assert [(tmp_path / name).read_text() for name in "ab"] == ["new", "new"]
+    assert list((tmp_path / "new").iterdir()) == []
