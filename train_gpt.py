@@ -43,6 +43,7 @@ from typing import Callable, Iterator, NamedTuple
 
 import numpy as np
 import torch
+import torch._functorch.config
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -265,7 +266,7 @@ def ordered_blocks(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
     distance_NN = (block_N[:, None] - block_N).abs()
     order_NN = torch.where(chosen_NN, distance_NN, len(chosen_NN)).argsort(stable=True)
     count_N = chosen_NN.sum(1, dtype=torch.int32)
-    return count_N[None, None], order_NN.to(torch.int32)[None, None]
+    return count_N[None, None], order_NN.to(torch.int32).contiguous()[None, None]
 
 def build_block_masks(tokens_T: Tensor, eot: int, window: Tensor) -> list[BlockMask]:
     """The long and the short mask: a token sees itself and what came before it in its document and
@@ -319,8 +320,7 @@ def block_sparse(mask: BlockMask, scale: float) -> Callable:
     query = torch.arange(N * BLOCK, device=num_seen_N1.device).view(N, BLOCK, 1, 1)
     key = (blocks_NM[:, :, None] * BLOCK + token)[:, None]
     seen = (slot_M < num_seen_N1)[:, None, :, None] & mask.mask_mod(0, 0, query, key)
-    bias = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
-    bias = bias.view(N, BLOCK, M * BLOCK)
+    bias = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf).flatten(2)
 
     def attend(q_1HTK: Tensor, k_1HTK: Tensor, v_1HTK: Tensor) -> Tensor:
         _, H, T, K = q_1HTK.shape
@@ -840,16 +840,15 @@ class StepClock:
             self.log.step_line("train_loss", float(loss), step, seconds, self.hp)
 
 def environment(plan: "Plan", ranks: Ranks) -> list[str]:
-    """Lines `key: value`."""
+    """The machine, the software and the data, as lines `key: value`."""
     model = subprocess.getoutput("grep -m1 'model name' /proc/cpuinfo").partition(": ")[2]
-    git = "git describe --always --dirty --abbrev=40 --exclude='*'"
     lines = [f"command: {' '.join(sys.argv)}",
              f"host: {platform.node()}, {platform.platform()}",
              f"cpu: {os.cpu_count()} x {model}, {torch.backends.cpu.get_cpu_capability()}",
              f"torch: {torch.__version__}, Python {platform.python_version()}",
              f"ranks: {ranks.world_size}",
              f"threads: {torch.get_num_threads()} a rank",
-             f"git: {subprocess.getoutput(git)}",
+             f"git: {subprocess.getoutput('git describe --always --dirty --abbrev=40')}",
              *[f"data: {line}" for line in plan.data]]
     if ranks.device.type == "cuda":
         lines.append(f"gpus: {torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
@@ -956,7 +955,7 @@ def check_settings(hp: Hyperparameters, world_size: int):
             "--windows, --value_embeds and --attention are not for the same number of layers")
     fitting = [n for n in range(1, hp.micro_batches + 1) if hp.micro_batches % n == 0]
     require(world_size in fitting, f"{world_size} ranks do not divide {hp.micro_batches} "
-            f"micro-batches: start {fitting} ranks, or set --micro_batches to a multiple of theirs")
+            f"micro-batches: start one of {fitting}, or change --micro_batches")
 
 def fast_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
@@ -1087,6 +1086,7 @@ def train(plan: Plan, ranks: Ranks, log: RunLog):
     cuda = ranks.device.type == "cuda"
     torch.manual_seed(hp.seed)
     plain = GPT(hp, flex if cuda else block_sparse, getattr(torch, hp.dtype)).to(ranks.device)
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True  # FP8Linear
     model = torch.compile(plain, dynamic=False, fullgraph=True) if cuda else plain
     optimizers = build_optimizers(plain, hp, ranks)
     val_sequences = load_validation(plan.val, hp, ranks)

@@ -1,22 +1,27 @@
 #!/usr/bin/env python3
-"""What a training step costs on one CUDA GPU, where its time goes, and how far that is from what the GPU can do.
+"""What a training step costs on one CUDA GPU, where its time goes, and how far that is from what
+the GPU can do.
 
-    python tests/bench_gpu.py --json bench.json                                      the speedrun on synthetic documents
-    python tests/bench_gpu.py --train_files='data/fineweb10B/fineweb_train_*.bin'    on real shards
-    python tests/bench_gpu.py --train_seq_len=8192 --val_seq_len=8192 --micro_batches=48    flags of train_gpt.py go through
+    python tests/bench_gpu.py --json bench.json
+    python tests/bench_gpu.py --train_files='data/fineweb10B/fineweb_train_*.bin'
+    python tests/bench_gpu.py --train_seq_len=8192 --val_seq_len=8192 --micro_batches=48
 
-First the GPU's ceilings: matrix products in bfloat16 and FP8, copies. Then train_gpt.py's own model, loader, optimizers and
-step, compiled as it compiles them: steps at three long windows, weighted over the schedule; the time by part from the profiler's
-kernel times; peak memory; what the FP8 casts lose. Times are medians after a warmup. A share of the floor is the time that the
-step's FLOPs would take at full rate, over the time it took: at the data sheet's rates, and at the measured ones.
+are: the speedrun on synthetic documents; on real shards; with flags of train_gpt.py.
 
-Progress goes to stderr, the table to stdout; --json PATH is written anew after every stage. Exit status: 0 done, 2 wrong usage
-or no CUDA GPU. --cpu goes on without one, for a test of this program with small settings: its figures mean nothing.
+First the GPU's ceilings: matrix products in bfloat16 and FP8, copies. Then train_gpt.py's own
+model, loader, optimizers and step, compiled as it compiles them: steps at three long windows,
+weighted over the schedule; the time by part from the profiler's kernel times; peak memory; what the
+FP8 casts lose. Times are medians after a warmup. A share of the floor is the time that the step's
+FLOPs would take at full rate, over the time it took: at the data sheet's rates, and at the measured
+ones.
+
+Progress goes to stderr, the table to stdout; --json PATH is written anew after every stage. Exit
+status: 0 done, 2 wrong usage or no CUDA GPU. --cpu goes on without one, for a test of this program
+with small settings: its figures mean nothing.
 """
 
 import copy
 import dataclasses
-import glob
 import json
 import re
 import statistics
@@ -24,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -33,36 +39,58 @@ from torch import Tensor
 from torch.autograd import DeviceType
 
 from data import common
-from train_gpt import (BLOCK, GPT, PEAK_TFLOPS, SHARD_HEADER_INTS, SHARD_MAGIC, SHARD_VERSION, Adam, Hyperparameters, Muon, TrainLoader,
-                       UserError, block_sparse, check_settings, check_shard, evaluate, flex, fp8_matmul, norm, optimizer_groups,
-                       parse_flags, plan_spans, read_tokens, resolve, start_ranks, to_fp8, train_flops, train_step, warm_up, window_tokens)
+from train_gpt import (BLOCK, GPT, Hyperparameters, Ranks, RunLog, UserError, block_sparse,
+                       build_optimizers, check_settings, evaluate, find_shards, flex, fp8_matmul,
+                       load_validation, norm, parse_flags, resolve, start_ranks, steps_of, to_fp8,
+                       train_batches, train_step, warm_up, window_tensor, window_tokens)
 
+# Data sheets' dense TFLOP/s in bfloat16 and in FP8, by what a GPU's name holds.
+PEAK_TFLOPS = {
+    "H200": (989, 1979),
+    "H100 80GB HBM3": (989, 1979),
+    "H100 PCIe": (756, 1513),
+    "A100": (312, 312),
+    "L40S": (362, 733),
+    "RTX 4090": (165, 330),
+}
 MATMUL = r"gemm|gemv|nvjet|cutlass|splitk|_scaled_mm|aten::(mm|bmm|addmm|baddbmm)$"
 RULES = [  # what was run, pattern of a kernel's name, its part of the step: the first that fits
     ("", r"memcpy|memset", "data and copies"),
     ("data", r"", "data and copies"),
-    ("model", r"flex_attention|triton_tem", "attention"),  # without autotuning Inductor uses templates for nothing else
+    # Without autotuning Inductor uses templates for nothing else.
+    ("model", r"flex_attention|triton_tem", "attention"),
     ("model", MATMUL, "block matmuls"),
     ("model", r"", "norms, embeddings, elementwise"),
     ("optimizer", r"adam", "Adam"),
     ("optimizer", MATMUL, "Newton-Schulz matmuls"),
     ("optimizer", r"", "Muon's elementwise"),
 ]
-READ_STEPS = 4  # steps that are read ahead at a time: few, so that reading goes on during the timed steps
-NO_KERNEL = re.compile(r"(Context|Device|Stream|Event|Unknown) Sync|Stream Wait Event")  # the profiler lists them with the kernels
+# The profiler lists these with the kernels.
+NO_KERNEL = re.compile(r"(Context|Device|Stream|Event|Unknown) Sync|Stream Wait Event")
+
+
+# --------------------------------------------------------------------------------------------------
+# Arithmetic
+
+def part_of(region: str, kernel: str) -> str:
+    """The part of a step that a kernel belongs to, of what was run."""
+    for where, pattern, part in RULES:
+        if where in ("", region) and re.search(pattern, kernel, re.I):
+            return part
 
 
 def by_part(region: str, kernels: list[tuple[str, float]]) -> Counter:
     """Seconds by part, from the names and seconds of the kernels of what was run."""
     parts = Counter()
     for name, seconds in kernels:
-        parts[next(part for where, pattern, part in RULES if where in ("", region) and re.search(pattern, name, re.I))] += seconds
+        parts[part_of(region, name)] += seconds
     return parts
 
 
 def split(wall: float, model: Counter, head: Counter, optimizer: Counter, data: Counter) -> dict:
-    """Seconds of a step by part, from the kernels' seconds by part. head is measured by itself and taken out of model, whose
-    kernels it repeats; the gaps are what the kernels leave of the wall time."""
+    """Seconds of a step by part, from the kernels' seconds by part. head is measured by itself and
+    taken out of model, whose kernels it repeats; the gaps are what the kernels leave of the wall
+    time."""
     parts = Counter({part: 0.0 for _, _, part in RULES})
     for kernels in (model, optimizer, data):
         parts.update(kernels)
@@ -73,9 +101,29 @@ def split(wall: float, model: Counter, head: Counter, optimizer: Counter, data: 
 
 
 def weighted(windows: list[int], seconds: list[float], hp: Hyperparameters) -> float:
-    """The mean over the schedule's steps of what was measured at some windows, linear between them."""
+    """The mean over the schedule's steps of what was measured at some windows, linear between
+    them."""
     steps = [window_tokens(step, hp) for step in range(max(1, hp.num_iterations))]
     return float(np.interp(steps, windows, seconds).mean())
+
+
+def train_flops(model: GPT, hp: Hyperparameters) -> tuple[float, float]:
+    """(FLOPs a token in the blocks, in the head), forward and backward, averaged over the steps'
+    windows. Attention counts what window and diagonal leave visible; document borders, which hide
+    more, are not subtracted."""
+    sampled = range(0, max(1, hp.num_iterations), max(1, hp.num_iterations // 50))
+    long = np.array([-(-window_tokens(step, hp) // BLOCK) for step in sampled])
+    window_blocks = {"L": long, "S": np.maximum(1, long // 2)}
+    # A token in the n-th block sees n blocks, of its own one the half; at most those of the window.
+    blocks_so_far = np.arange(1, hp.train_seq_len // BLOCK + 1)
+    keys = 0.0
+    for kind, has_attention in zip(hp.windows, hp.attention):
+        if has_attention == "x":
+            seen = np.minimum.outer(window_blocks[kind], blocks_so_far).mean()
+            keys += seen * BLOCK - (BLOCK - 1) / 2
+    in_matrices = 6 * sum(p.numel() for p in model.blocks.parameters())
+    in_attention = 12 * hp.num_heads * hp.head_dim * keys
+    return in_matrices + in_attention, 6 * model.lm_head.weight.numel()
 
 
 def floor_seconds(tokens: int, flops: tuple[float, float], rates: tuple[float, float]) -> float:
@@ -83,11 +131,31 @@ def floor_seconds(tokens: int, flops: tuple[float, float], rates: tuple[float, f
     return tokens * (flops[0] / rates[0] + flops[1] / rates[1])
 
 
+def at_window(hp: Hyperparameters, tokens: int) -> Hyperparameters:
+    """The same settings with that long window in every step."""
+    return dataclasses.replace(hp, window_start=tokens, window_end=tokens)
+
+
+def cast_shares(x: Tensor, scale: float, dtype: torch.dtype) -> tuple[float, float, float]:
+    """Shares of values that a cast to FP8 saturates, that it flushes to zero, and of the absolute
+    sum that the latter held."""
+    x = x.float()
+    size = x.abs()
+    flushed = (to_fp8(x, scale, dtype).float() == 0) & (x != 0)
+    saturated = (size * scale > torch.finfo(dtype).max).float().mean()
+    flushed_share = flushed.sum() / (x != 0).sum().clamp(min=1)
+    flushed_mass = size[flushed].sum() / size.sum().clamp(min=1e-30)
+    return float(saturated), float(flushed_share), float(flushed_mass)
+
+
 class Report:
-    """Figures, each with its unit; add prints them to stderr as they come, save writes all of them."""
+    """Figures, each with its unit. save writes all that there are and says the stage on stderr."""
 
     def __init__(self, path: Path | None, about: dict):
-        self.path, self.about, self.figures, self.began = path, about, {}, time.perf_counter()
+        self.path = path
+        self.about = about
+        self.figures = {}
+        self.began = time.perf_counter()
 
     def add(self, name: str, value: float, unit: str):
         self.figures[name] = dict(value=value, unit=unit)
@@ -95,52 +163,71 @@ class Report:
     def save(self, stage: str):
         print(f"{time.perf_counter() - self.began:6.1f} s  {stage}", file=sys.stderr, flush=True)
         if self.path:
-            self.path.write_text(json.dumps(dict(about=self.about, figures=self.figures), indent=1) + "\n")
+            content = dict(about=self.about, figures=self.figures)
+            self.path.write_text(json.dumps(content, indent=1) + "\n")
 
     def table(self) -> str:
-        return "\n".join([*(f"{name}: {value}" for name, value in self.about.items()), "",
-                          *(f"{name:<66} {f['value']:>14,.6g} {f['unit']}" for name, f in self.figures.items())])
+        lines = [f"{name}: {value}" for name, value in self.about.items()]
+        lines.append("")
+        for name, figure in self.figures.items():
+            lines.append(f"{name:<66} {figure['value']:>14,.6g} {figure['unit']}")
+        return "\n".join(lines)
 
 
-def timed(function, device, repeat: int, warmup: int = 1) -> float:
+# --------------------------------------------------------------------------------------------------
+# Measuring
+
+def timed(function, device: torch.device, repeat: int, warmup: int = 1) -> float:
     """Median seconds of a call, by the device's clock."""
-    times = []
-    for _ in range(warmup + repeat):
-        if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            function()
-            end.record()
-            times.append(lambda begin=begin, end=end: begin.elapsed_time(end) / 1000)
-        else:
+    for _ in range(warmup):
+        function()
+    if device.type == "cpu":
+        times = []
+        for _ in range(repeat):
             began = time.perf_counter()
             function()
-            times.append(lambda seconds=time.perf_counter() - began: seconds)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return statistics.median(t() for t in times[warmup:])
+            times.append(time.perf_counter() - began)
+        return statistics.median(times)
+    stretches = []
+    for _ in range(repeat):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        function()
+        end.record()
+        stretches.append((begin, end))
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) / 1000 for begin, end in stretches)
 
 
-def profiled(function, device) -> list[tuple[str, float]]:
-    """(name, seconds) of each kernel that a call runs; on a CPU, of each operator without those that it calls."""
-    kind = device.type.upper()
-    activity = getattr(torch.profiler.ProfilerActivity, kind)
+def profiled(function, device: torch.device) -> list[tuple[str, float]]:
+    """(name, seconds) of each kernel that a call runs; on a CPU, of each operator without those
+    that it calls."""
+    cuda = device.type == "cuda"
+    activity = getattr(torch.profiler.ProfilerActivity, device.type.upper())
+    where = getattr(DeviceType, device.type.upper())
     if activity not in torch.profiler.supported_activities():
         return []
     with torch.profiler.profile(activities=[activity]) as profiler:
         function()
-        if kind == "CUDA":
+        if cuda:
             torch.cuda.synchronize()
-    events = [event for event in profiler.events() if event.device_type == getattr(DeviceType, kind)
-              and not event.is_user_annotation and not NO_KERNEL.fullmatch(event.name)]
-    return [(event.name, (event.time_range.elapsed_us() if kind == "CUDA" else event.self_cpu_time_total) / 1e6) for event in events]
+    kernels = []
+    for event in profiler.events():
+        waits = event.is_user_annotation or NO_KERNEL.fullmatch(event.name)
+        if event.device_type == where and not waits:
+            took = event.time_range.elapsed_us() if cuda else event.self_cpu_time_total
+            kernels.append((event.name, took / 1e6))
+    return kernels
 
 
-def ceilings(hp: Hyperparameters, device, repeat: int, report: Report) -> tuple[float, float]:
-    """FLOP/s of matrix products in the activations' type and in FP8 (the former where the head does without)."""
-    cuda, dtype, best = device.type == "cuda", getattr(torch, hp.dtype), {}
+def ceilings(hp: Hyperparameters, device: torch.device, repeat: int,
+             report: Report) -> tuple[float, float]:
+    """FLOP/s of matrix products in the activations' type and in FP8 (the former where the head does
+    without)."""
+    cuda = device.type == "cuda"
+    best = {}
     for n in (4096, 8192, 16384) if cuda else (64, 128):
-        a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+        a, b = (torch.randn(n, n, device=device).to(getattr(torch, hp.dtype)) for _ in range(2))
         products = {hp.dtype: lambda: a @ b.T}
         if hp.use_fp8 or not cuda:
             a8, b8 = (to_fp8(x, 64.0, torch.float8_e4m3fn) for x in (a, b))
@@ -153,23 +240,43 @@ def ceilings(hp: Hyperparameters, device, repeat: int, report: Report) -> tuple[
     target = torch.empty_like(source)
     seconds = timed(lambda: target.copy_(source), device, 2 * repeat, warmup=3)
     report.add("copies on the device, read and written", 2 * source.nbytes / seconds / 1e9, "GB/s")
+    report.save("ceilings")
     return best[hp.dtype], best["FP8"] if hp.use_fp8 else best[hp.dtype]
 
 
 def write_documents(path: Path, num_tokens: int, vocab_size: int):
-    """A shard of random documents: lengths log-normal with a mean of some 700 tokens, as web pages have; tokens by Zipf's law,
-    since gradients of the same embedding wait for each other."""
-    chance, eot = np.random.default_rng(0), vocab_size - 1
+    """A shard of random documents: lengths log-normal with a mean of some 700 tokens, as web pages
+    have; tokens by Zipf's law, since gradients of the same embedding wait for each other."""
+    chance = np.random.default_rng(0)
+    eot = vocab_size - 1
     tokens = (float(eot) ** chance.random(num_tokens)).astype("<u2") - 1
-    begins = np.cumsum(np.maximum(2, chance.lognormal(np.log(420), 1.0, 1 + num_tokens // 100)).astype(np.int64))
+    lengths = chance.lognormal(np.log(420), 1.0, 1 + num_tokens // 100)
+    begins = np.cumsum(np.maximum(2, lengths).astype(np.int64))
     tokens[np.concatenate([[0], begins[begins < num_tokens]])] = eot
-    header = np.zeros(SHARD_HEADER_INTS, dtype="<i4")
-    header[:3] = SHARD_MAGIC, SHARD_VERSION, num_tokens
-    path.write_bytes(header.tobytes() + tokens.tobytes())
+    path.write_bytes(common.shard_header(num_tokens) + tokens.tobytes())
+
+
+def find_data(hp: Hyperparameters, real: bool, folder: str,
+              steps: int) -> tuple[dict[str, int], Hyperparameters]:
+    """Shards, and settings by which they hold so many steps, in as many passes as it takes."""
+    step_tokens = hp.micro_batches * hp.train_seq_len
+    if not real:
+        hp = dataclasses.replace(hp, train_files=f"{folder}/bench_train_*.bin")
+        num_tokens = max(steps * step_tokens, hp.val_seq_len) + 1
+        write_documents(Path(folder, "bench_train_000001.bin"), num_tokens, hp.vocab_size)
+    hp = dataclasses.replace(hp, epochs=steps)
+    shards = find_shards(hp.train_files)
+    held = sum(1 for _ in islice(steps_of(shards, hp), steps))
+    if held < steps or sum(shards.values()) <= hp.val_seq_len:
+        raise UserError(f"--train_files={hp.train_files}: too few tokens for a step of "
+                        f"{step_tokens} and for a validation sequence of {hp.val_seq_len}; name "
+                        "larger shards")
+    return shards, hp
 
 
 class HeadAndLoss(GPT):
-    """A model that takes the features for its tokens: what is left of forward is the head and the loss."""
+    """A model that takes the features for its tokens: what is left of forward is the head and the
+    loss."""
 
     def features(self, x_TD: Tensor, window: Tensor) -> Tensor:
         return x_TD
@@ -178,33 +285,56 @@ class HeadAndLoss(GPT):
 class Training:
     """What train_gpt.train builds, and the parts of its step by themselves."""
 
-    def __init__(self, hp: Hyperparameters, ranks, loader: TrainLoader):
-        self.hp, self.ranks, self.device, self.loader = hp, ranks, ranks.device, loader
-        cuda, dtype = self.device.type == "cuda", getattr(torch, hp.dtype)
+    def __init__(self, hp: Hyperparameters, ranks: Ranks, shards: dict[str, int]):
+        self.hp = hp
+        self.ranks = ranks
+        self.device = ranks.device
+        self.stream = train_batches(shards, hp, ranks, RunLog())
+        self.host_seconds = []  # of each step's data
+        cuda = self.device.type == "cuda"
+        dtype = getattr(torch, hp.dtype)
         self.model = GPT(hp, flex if cuda else block_sparse, dtype).to(self.device)
-        head = copy.copy(self.model)  # the same parameters
-        head.__class__ = HeadAndLoss
-        self.compiled, self.head = (torch.compile(m, dynamic=False, fullgraph=True) if cuda else m for m in (self.model, head))
-        matrices, adam_groups = optimizer_groups(self.model, hp)
-        self.muon, self.adam = Muon(matrices, 0, 1, dtype), Adam(adam_groups, 1)
-        self.x = norm(torch.randn(hp.train_seq_len, hp.model_dim, device=self.device)).to(dtype).requires_grad_()
+        self.params = list(self.model.parameters())
+        self.compiled = self.model
+        self.head = copy.copy(self.model)  # the same parameters
+        self.head.__class__ = HeadAndLoss
+        if cuda:
+            self.compiled = torch.compile(self.model, dynamic=False, fullgraph=True)
+            self.head = torch.compile(self.head, dynamic=False, fullgraph=True)
+        self.optimizers = build_optimizers(self.model, hp, ranks)
+        features = norm(torch.randn(hp.train_seq_len, hp.model_dim, device=self.device))
+        self.x = features.to(dtype).requires_grad_()
         self.set_window(hp.window_start)
-        self.batches = loader.next_step()
-        warm_up(self.compiled, dict(self.model.named_parameters()), self.muon, self.adam, hp, ranks)
+        self.run_data()
+        warm_up(self.compiled, self.optimizers, hp, ranks)
         self.run_head()
-        self.run_optimizer()
+        self.clear_gradients()
         if cuda:
             torch.cuda.synchronize()
-            torch.compiler.set_stance("fail_on_recompile")  # a recompile among the timed steps is an error, as in a run
+            # A recompile among the timed steps is an error, as in a run.
+            torch.compiler.set_stance("fail_on_recompile")
 
     def set_window(self, tokens: int):
-        self.window = torch.tensor(tokens, dtype=torch.int32).to(self.device)
+        self.settings = at_window(self.hp, tokens)
+        self.window = window_tensor(0, self.settings, self.ranks)
+
+    def clear_gradients(self):
+        self.model.zero_grad(set_to_none=True)
+
+    def keep_gradients(self):
+        """Have run_optimizer work on the gradients of the batches as they are now."""
+        self.clear_gradients()
+        self.run_model()
+        self.gradients = [p.grad for p in self.params]
 
     def run_data(self):
-        self.batches = self.loader.next_step()
+        began = time.perf_counter()
+        self.batches = next(self.stream)
+        self.host_seconds.append(time.perf_counter() - began)
 
     def run_micro_batch(self, index: int = 0):
-        self.compiled(*self.batches[index], self.window).backward()
+        loss = self.compiled(*self.batches[index], self.window) / self.hp.micro_batches
+        loss.backward()
 
     def run_model(self):
         for index in range(self.hp.micro_batches):
@@ -212,202 +342,232 @@ class Training:
 
     def run_head(self):
         self.x.grad = None
-        self.head(self.x, self.batches[0][1], self.window).backward()
+        loss = self.head(self.x, self.batches[0][1], self.window) / self.hp.micro_batches
+        loss.backward()
 
     def run_optimizer(self):
-        train_step(self.compiled, [], self.window, self.muon, self.adam, 0, self.hp)  # a step without micro-batches
+        for p, gradient in zip(self.params, self.gradients):
+            p.grad = gradient
+        # A step without micro-batches
+        train_step(self.compiled, [], self.optimizers, 0, self.settings, self.ranks)
 
     def run_step(self):
         self.run_data()
-        self.loss = train_step(self.compiled, self.batches, self.window, self.muon, self.adam, 0, self.hp)
+        self.loss = train_step(self.compiled, self.batches, self.optimizers, 0, self.settings,
+                               self.ranks)
 
 
-def flops_at(window: int, training: Training) -> tuple[float, float]:
-    """FLOPs a token in the blocks and in the head, at a long window."""
-    return train_flops(training.model, dataclasses.replace(training.hp, window_start=window, window_end=window))
+def peak_rates(hp: Hyperparameters, device: torch.device) -> tuple[float, float] | None:
+    """The data sheet's FLOP/s of this GPU in bfloat16 and in what the head uses, where known."""
+    if device.type == "cuda" and hp.dtype == "bfloat16":
+        for name, (bf16, fp8) in PEAK_TFLOPS.items():
+            if name in torch.cuda.get_device_name(device):
+                return bf16 * 1e12, (fp8 if hp.use_fp8 else bf16) * 1e12
+    return None
 
 
-def measure_steps(training: Training, windows: list[int], repeat: int, measured_rates: tuple, report: Report):
+def measure_steps(training: Training, windows: list[int], repeat: int,
+                  measured_rates: tuple[float, float], report: Report):
     """Steps at each window and over the schedule."""
     hp, device = training.hp, training.device
-    names = [name for name in PEAK_TFLOPS if device.type == "cuda" and name in torch.cuda.get_device_name(device)]
-    sheet = [rate * 1e12 for rate in PEAK_TFLOPS[names[0]]] if names and hp.dtype == "bfloat16" else None
+    tokens = hp.micro_batches * hp.train_seq_len
     rates = {"measured ceilings": measured_rates}
+    sheet = peak_rates(hp, device)
     if sheet:
-        rates["data sheet"] = (sheet[0], sheet[1] if hp.use_fp8 else sheet[0])
-    tokens, steps, micro_batches = hp.micro_batches * hp.train_seq_len, {}, {}
+        rates["data sheet"] = sheet
 
-    def add(where: str, step: float, micro_batch: float, flops: tuple):
+    def add(where: str, step: float, micro_batch: float, flops: tuple[float, float]):
         report.add(f"micro-batch, {where}", 1000 * micro_batch, "ms")
         report.add(f"step, {where}", 1000 * step, "ms")
         report.add(f"throughput, {where}", tokens / step, "tokens/s")
         report.add(f"FLOPs, {where}", sum(flops) / 1e6, "MFLOP/token")
         for name, pair in rates.items():
-            report.add(f"share of the floor at the {name}, {where}", 100 * floor_seconds(tokens, flops, pair) / step, "%")
+            share = 100 * floor_seconds(tokens, flops, pair) / step
+            report.add(f"share of the floor at the {name}, {where}", share, "%")
 
+    steps = []
+    micro_batches = []
+    training.host_seconds.clear()
     for window in windows:
         training.set_window(window)
-        steps[window] = timed(training.run_step, device, repeat)
-        micro_batches[window] = timed(training.run_micro_batch, device, repeat)
-        add(f"window {window}", steps[window], micro_batches[window], flops_at(window, training))
-        report.save(f"window {window}: {1000 * steps[window]:.1f} ms a step")
-    mean = weighted(windows, list(steps.values()), hp)
-    add("mean of the schedule", mean, weighted(windows, list(micro_batches.values()), hp), train_flops(training.model, hp))
+        steps.append(timed(training.run_step, device, repeat))
+        micro_batches.append(timed(training.run_micro_batch, device, repeat))
+        training.clear_gradients()
+        flops = train_flops(training.model, at_window(hp, window))
+        add(f"window {window}", steps[-1], micro_batches[-1], flops)
+        report.save(f"window {window}: {1000 * steps[-1]:.1f} ms a step")
+    mean = weighted(windows, steps, hp)
+    mean_micro_batch = weighted(windows, micro_batches, hp)
+    add("mean of the schedule", mean, mean_micro_batch, train_flops(training.model, hp))
     report.add(f"{hp.num_iterations} steps at that mean", mean * hp.num_iterations, "s")
-    report.add("training loss at the last step", float(training.loss) / hp.micro_batches, "nats")
+    report.add("training loss at the last step", float(training.loss), "nats")
+    host = statistics.median(training.host_seconds)
+    report.add("a step's data, on the host", 1000 * host, "ms")
 
 
 def measure_parts(training: Training, window: int, repeat: int, report: Report):
-    """A step's time by part, at a window; and, without the profiler's help, what its regions take by themselves."""
-    hp, device, tokens = training.hp, training.device, training.hp.micro_batches * training.hp.train_seq_len
+    """A step's time by part, at a window; and, without the profiler's help, what its regions take
+    by themselves."""
+    hp, device = training.hp, training.device
+    tokens = hp.micro_batches * hp.train_seq_len
     training.set_window(window)
     wall = timed(training.run_step, device, repeat)
-    for name, function in (("data", training.run_data), ("optimizer", training.run_optimizer),
-                           ("head and loss of a micro-batch", training.run_head)):
+    training.keep_gradients()
+    alone = {"data": training.run_data, "optimizer": training.run_optimizer,
+             "head and loss of a micro-batch": training.run_head}
+    for name, function in alone.items():
         report.add(f"alone: {name}", 1000 * timed(function, device, repeat), "ms")
-    training.run_optimizer()  # clears the head's gradient
-    data, model, optimizer, head = (profiled(function, device) for function in (
-        training.run_data, training.run_model, training.run_optimizer, training.run_head))
+    head = profiled(training.run_head, device)  # adds to a gradient, as all but the first one do
+    training.clear_gradients()
+    data = profiled(training.run_data, device)
+    model = profiled(training.run_model, device)
+    optimizer = profiled(training.run_optimizer, device)
     report.add(f"parts: step, window {window}", 1000 * wall, "ms")
     if not model or not optimizer:
-        return report.save("the profiler saw no kernels on this machine: no time by part")
-    parts = split(wall, by_part("model", model), by_part("model", head * hp.micro_batches), by_part("optimizer", optimizer),
-                  by_part("data", data))
+        report.save("the profiler saw no kernels on this machine: no time by part")
+        return
+    parts = split(wall, by_part("model", model), by_part("model", head * hp.micro_batches),
+                  by_part("optimizer", optimizer), by_part("data", data))
     for part, seconds in sorted(parts.items(), key=lambda item: -item[1]):
         report.add(f"part: {part}", 1000 * seconds, "ms")
     report.add("kernels in a step", len(data + model + optimizer), "launches")
-    in_blocks, in_head = flops_at(window, training)
-    in_matmuls = 6 * sum(p.numel() for p in training.model.blocks.parameters())
-    for part, flops in (("block matmuls", in_matmuls), ("attention", in_blocks - in_matmuls), ("head and loss", in_head)):
+    in_blocks, in_head = train_flops(training.model, at_window(hp, window))
+    in_matrices = 6 * sum(p.numel() for p in training.model.blocks.parameters())
+    flops = {"block matmuls": in_matrices, "attention": in_blocks - in_matrices,
+             "head and loss": in_head}
+    for part, flops_a_token in flops.items():
         if parts[part] > 0:
-            report.add(f"rate in {part}", flops * tokens / parts[part] / 1e12, "TFLOP/s")
+            rate = flops_a_token * tokens / parts[part]
+            report.add(f"rate in {part}", rate / 1e12, "TFLOP/s")
     report.save(f"parts of a step at window {window}")
 
 
-def measure_memory(name: str, device, function, report: Report):
+def measure_validation(training: Training, shards: dict[str, int], repeat: int, report: Report):
+    """One validation sequence, at the last window."""
+    hp = at_window(training.hp, training.hp.window_end)
+    hp = dataclasses.replace(hp, val_tokens=hp.val_seq_len)
+    sequences = load_validation(shards, hp, training.ranks)
+
+    def validate():
+        evaluate(training.compiled, sequences, 0, hp, training.ranks)
+
+    seconds = timed(validate, training.device, min(3, repeat))
+    report.add(f"validation sequence, window {hp.window_end}", 1000 * seconds, "ms")
+
+
+def measure_memory(name: str, device: torch.device, function, report: Report):
     """Peak memory while function runs."""
-    if device.type == "cuda":
+    cuda = device.type == "cuda"
+    if cuda:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     function()
-    for kind in ("allocated", "reserved"):
-        peak = getattr(torch.cuda, f"max_memory_{kind}")() if device.type == "cuda" else 0
-        report.add(f"peak memory {kind}, {name}", peak / 2**20, "MiB")
+    allocated = torch.cuda.max_memory_allocated() if cuda else 0
+    reserved = torch.cuda.max_memory_reserved() if cuda else 0
+    report.add(f"peak memory allocated, {name}", allocated / 2**20, "MiB")
+    report.add(f"peak memory reserved, {name}", reserved / 2**20, "MiB")
 
 
-def cast_shares(x: Tensor, scale: float, dtype: torch.dtype) -> tuple[float, float, float]:
-    """Shares of values that a cast to FP8 saturates, that it flushes to zero, and of the absolute sum that the latter held."""
-    x, cast = x.float(), to_fp8(x, scale, dtype).float()
-    size, flushed = x.abs(), (cast == 0) & (x != 0)
-    saturated = (size * scale > torch.finfo(dtype).max).float().mean()
-    return float(saturated), float(flushed.sum() / (x != 0).sum().clamp(min=1)), float(size[flushed].sum() / size.sum().clamp(min=1e-30))
+def fp8_scales(hp: Hyperparameters) -> tuple[float, float, float]:
+    """The script's own, for a model of these settings, also where its head does without FP8."""
+    hp = dataclasses.replace(hp, use_fp8=True, train_seq_len=BLOCK, val_seq_len=BLOCK)
+    with torch.device("meta"):
+        return GPT(hp, block_sparse).lm_head.fp8_scales
 
 
 def measure_casts(training: Training, report: Report):
-    """What the head's FP8 casts lose at the weights that the steps here have led to, on the first tokens of a sequence."""
-    hp, model, seen = training.hp, training.model, {}
+    """What the head's FP8 casts lose at the weights that the steps here have led to, on the first
+    tokens of a sequence."""
+    hp, model = training.hp, training.model
     length = min(32 * BLOCK, hp.train_seq_len)
+    seen = {}
 
     def watch(module, inputs, output):
-        seen.update(x=inputs[0].detach(), logits=output)
+        seen["x"] = inputs[0].detach()
+        seen["logits"] = output
 
-    attend, model.attend, hook = model.attend, block_sparse, model.lm_head.register_forward_hook(watch)  # FlexAttention wants a compiler
+    attention = model.attention
+    model.attention = block_sparse  # FlexAttention wants a compiler
+    hook = model.lm_head.register_forward_hook(watch)
     model.eval()  # the head in the activations' type
     inputs, targets = (t[:length] for t in training.batches[0])
-    loss = model(inputs, targets, training.window) * length / hp.train_seq_len  # as the mean over a whole sequence scales its gradient
+    # As the mean over a whole sequence, of several in a step, scales its gradient.
+    loss = model(inputs, targets, training.window) * length / hp.train_seq_len / hp.micro_batches
     gradient, = torch.autograd.grad(loss, seen["logits"])
     model.train()
     hook.remove()
-    model.attend = attend
-    for name, x, scale, dtype in (("input", seen["x"], hp.fp8_x_scale, torch.float8_e4m3fn),
-                                  ("weight", model.lm_head.weight.detach(), hp.fp8_w_scale, torch.float8_e4m3fn),
-                                  ("gradient", gradient, hp.fp8_grad_scale, torch.float8_e5m2)):
-        for what, share in zip(("saturated", "flushed to zero", "flushed, by absolute sum"), cast_shares(x, scale, dtype)):
-            report.add(f"FP8 head's {name}: {what}", 100 * share, "%")
+    model.attention = attention
+    operands = (("input", seen["x"], torch.float8_e4m3fn),
+                ("weight", model.lm_head.weight.detach(), torch.float8_e4m3fn),
+                ("gradient", gradient, torch.float8_e5m2))
+    for (name, x, dtype), scale in zip(operands, fp8_scales(hp)):
+        saturated, flushed, mass = cast_shares(x, scale, dtype)
+        report.add(f"FP8 head's {name}: saturated", 100 * saturated, "%")
+        report.add(f"FP8 head's {name}: flushed to zero", 100 * flushed, "%")
+        report.add(f"FP8 head's {name}: flushed, by absolute sum", 100 * mass, "%")
+    report.save("FP8 casts")
 
 
-def find_data(hp: Hyperparameters, real: bool, folder: str, steps: int) -> tuple[list[str], list]:
-    """Shards, and spans of at least so many steps; short ones."""
-    step_tokens = hp.micro_batches * hp.train_seq_len
-    if not real:
-        hp = dataclasses.replace(hp, train_files=f"{folder}/bench_train_*.bin")
-        write_documents(Path(folder) / "bench_train_000001.bin", max(steps * step_tokens, hp.val_seq_len) + 1, hp.vocab_size)
-    files = sorted(glob.glob(hp.train_files, recursive=True))
-    tokens = [check_shard(path, hp.vocab_size) for path in files[:2]]
-    spans = [dataclasses.replace(span, start=span.start + first * step_tokens, steps=min(READ_STEPS, span.steps - first))
-             for span in plan_spans(tokens, step_tokens, hp.train_seq_len, 1) for first in range(0, span.steps, READ_STEPS)]
-    if not spans or tokens[0] <= hp.val_seq_len:
-        raise UserError(f"--train_files={hp.train_files}: too few tokens for a step of {step_tokens} and for a validation sequence "
-                        f"of {hp.val_seq_len}; name larger shards")
-    return files, spans * -(-steps // sum(span.steps for span in spans))
-
-
-def measure(hp: Hyperparameters, ranks, windows: list[int], rates: tuple, real: bool, folder: str, args, report: Report):
+def measure(hp: Hyperparameters, ranks: Ranks, real: bool, folder: str, args, report: Report):
     device, repeat = ranks.device, args.repeat
-    files, spans = find_data(hp, real, folder, (len(windows) + 2) * (repeat + 2) + repeat + 8)
-    loader = TrainLoader(files, spans, hp, 0, 1, device)
+    # 128, 896 and 1792 in the speedrun
+    middle = -(-(hp.window_end // 2) // BLOCK) * BLOCK
+    windows = sorted({hp.window_start, middle, hp.window_end})
+    rates = ceilings(hp, device, repeat, report)
+
+    steps = (len(windows) + 2) * (repeat + 1) + 2  # as many as run_data is called below
+    shards, hp = find_data(hp, real, folder, steps)
     began = time.perf_counter()
-    training = Training(hp, ranks, loader)
+    training = Training(hp, ranks, shards)
     report.add("compile and warmup, head by itself included", time.perf_counter() - began, "s")
     report.save("compiled")
 
-    loader.wait_seconds = 0.0
-    measure_memory("training", device, lambda: measure_steps(training, windows, repeat, rates, report), report)
-    steps = len(windows) * (repeat + 1)
-    report.add(f"waiting for data, shards read {READ_STEPS} steps at a time", 1000 * loader.wait_seconds / steps, "ms/step")
+    measure_memory("training", device,
+                   lambda: measure_steps(training, windows, repeat, rates, report), report)
     report.save("steps")
-
-    stream = read_tokens(files[0], hp.val_seq_len + 1).to(torch.int32)
-    sequence = [(stream[:-1].to(device), stream[1:].long().to(device))]
-    training.set_window(hp.window_end)
-    one_sequence = dataclasses.replace(hp, val_tokens=hp.val_seq_len)
-
-    def validate():
-        seconds = timed(lambda: evaluate(training.compiled, sequence, training.window, one_sequence, ranks), device, min(3, repeat))
-        report.add(f"validation sequence, window {hp.window_end}", 1000 * seconds, "ms")
-
-    measure_memory(f"validation on {hp.val_seq_len} tokens", device, validate, report)
+    measure_memory(f"validation on {hp.val_seq_len} tokens", device,
+                   lambda: measure_validation(training, shards, repeat, report), report)
     report.save("validation")
     measure_casts(training, report)
-    report.save("FP8 casts")
     measure_parts(training, args.profile_window or windows[len(windows) // 2], repeat, report)
 
 
 def main():
     parser = common.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures there, too")
-    parser.add_argument("--repeat", type=int, default=5, help="timed calls of each kind; their median counts (5)")
-    parser.add_argument("--profile_window", type=int, help="long window, in tokens, of the time by part (the middle one of the three)")
+    parser.add_argument("--repeat", type=int, default=5,
+                        help="timed calls of each kind; their median counts (5)")
+    parser.add_argument("--profile_window", type=int, metavar="TOKENS",
+                        help="long window of the time by part (the middle one of the three)")
     parser.add_argument("--cpu", action="store_true", help="go on without a CUDA GPU")
     args, more = parser.parse_known_args()
-    hp, _ = parse_flags(more, "speedrun")
+    hp, command = parse_flags(more, "speedrun")
     check_settings(hp, 1)
-    if hp.deterministic or args.repeat < 1:
-        raise UserError("--deterministic and a --repeat below 1 cannot be measured here")
+    if args.repeat < 1 or command.check or command.resume:
+        raise UserError("--repeat counts from 1; --check and --resume are for runs")
     if not torch.cuda.is_available() and not args.cpu:
-        raise UserError("there is no CUDA GPU; --cpu goes on without one, with small settings and for a test only")
+        raise UserError("there is no CUDA GPU; --cpu goes on without one, with small settings and "
+                        "for a test only")
     ranks = start_ranks()
     if ranks.world_size > 1:
         raise UserError("this measures one GPU; start it without torchrun")
-    device = ranks.device
-    hp, notes = resolve(hp, device)
+    hp, notes = resolve(hp, ranks.device)
     torch.manual_seed(0)
-    windows = sorted({hp.window_start, -(-(hp.window_end // 2) // BLOCK) * BLOCK, hp.window_end})  # 128, 896, 1792 in the speedrun
-    real = any(flag.startswith("--train_files") for flag in more)
+    real = "train_files" in command.given
+    cuda = ranks.device.type == "cuda"
     report = Report(args.json, dict(
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU", torch=torch.__version__, cuda=torch.version.cuda,
-        flags=" ".join(more), data=hp.train_files if real else "synthetic documents", dtype=hp.dtype, fp8_head=hp.use_fp8,
-        micro_batches=hp.micro_batches, train_seq_len=hp.train_seq_len, val_seq_len=hp.val_seq_len, repeat=args.repeat, notes=notes))
-    rates = ceilings(hp, device, args.repeat, report)
-    report.save("ceilings")
-
+        device=torch.cuda.get_device_name(ranks.device) if cuda else "CPU",
+        torch=torch.__version__, cuda=torch.version.cuda, flags=" ".join(more),
+        data=hp.train_files if real else "synthetic documents", dtype=hp.dtype, fp8_head=hp.use_fp8,
+        micro_batches=hp.micro_batches, train_seq_len=hp.train_seq_len, val_seq_len=hp.val_seq_len,
+        repeat=args.repeat, notes=notes))
     try:
         with tempfile.TemporaryDirectory() as folder:
-            measure(hp, ranks, windows, rates, real, folder, args, report)
+            measure(hp, ranks, real, folder, args, report)
     finally:  # what was measured before an error is not lost
         print(report.table())
 
 
 if __name__ == "__main__":
-    sys.exit(common.run(main))
+    sys.exit(common.run(main, errors=(UserError,)))

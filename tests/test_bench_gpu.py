@@ -1,35 +1,48 @@
-"""The GPU benchmark on a CPU: its arithmetic by hand, and that its figures agree with each other. Speeds mean nothing here."""
+"""The GPU benchmark on a CPU: its arithmetic by hand, and that its figures agree with each other.
+Speeds mean nothing here."""
 
 import dataclasses
 import json
 import sys
+from itertools import islice
 
 import numpy as np
 import pytest
 import torch
-from bench_gpu import NO_KERNEL, by_part, cast_shares, find_data, floor_seconds, main, split, weighted, write_documents
+from bench_gpu import (NO_KERNEL, at_window, by_part, cast_shares, find_data, floor_seconds,
+                       fp8_scales, main, peak_rates, split, train_flops, weighted, write_documents)
 from conftest import ROOT, launch
 
-from train_gpt import PRESETS, UserError, check_shard, count_cut_documents, read_tokens, window_tokens
+from train_gpt import (GPT, PRESETS, UserError, block_sparse, find_shards, read_tokens, steps_of,
+                       window_tokens)
 
-SMALL = ("--preset=demo --windows=LSSL --value_embeds=0..0 --attention=xx.x --model_dim=32 --num_heads=2 --head_dim=16 --train_seq_len=256 "
-         "--val_seq_len=512 --window_end=512 --micro_batches=2 --num_iterations=20").split()
+SMALL = [
+    "--preset=demo", "--windows=LSSL", "--value_embeds=0..0", "--attention=xx.x", "--model_dim=32",
+    "--num_heads=2", "--head_dim=16", "--train_seq_len=256", "--val_seq_len=512",
+    "--window_end=512", "--micro_batches=2", "--num_iterations=20",
+]
 SCRIPT = ROOT / "tests" / "bench_gpu.py"
 
 
 @pytest.mark.parametrize("region, name, part", [
     ("model", "triton_tem_fused__to_copy_add_arange_flex_attention_mul_3", "attention"),
-    ("model", "triton_tem_fused_flex_attention_backward_select_backward_transpose_view_17", "attention"),
+    ("model", "triton_tem_fused_flex_attention_backward_select_backward_view_17", "attention"),
     ("model", "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTN", "block matmuls"),
-    ("model", "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<...>>", "block matmuls"),
+    ("model", "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<...>>",
+     "block matmuls"),
     ("model", "void cublasLt::splitKreduce_kernel<32, 16, int, float>", "block matmuls"),
-    ("model", "triton_per_fused__fused_rms_norm_add_mul_select_unbind_2", "norms, embeddings, elementwise"),
+    ("model", "triton_per_fused__fused_rms_norm_add_mul_select_unbind_2",
+     "norms, embeddings, elementwise"),
     ("model", "Memcpy DtoD (Device -> Device)", "data and copies"),
-    ("optimizer", "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "Newton-Schulz matmuls"),
-    ("optimizer", "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>", "Adam"),
+    ("optimizer", "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64",
+     "Newton-Schulz matmuls"),
+    ("optimizer", "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>",
+     "Adam"),
     ("optimizer", "triton_poi_fused_lerp_0", "Muon's elementwise"),
+    ("optimizer", "void at::native::CatArrayBatchedCopy_contig<float>", "Muon's elementwise"),
     ("optimizer", "Memset (Device)", "data and copies"),
-    ("data", "void at::native::vectorized_elementwise_kernel<4, BitwiseAnd>", "data and copies"),
+    ("data", "void at::native::vectorized_elementwise_kernel<4, BitwiseAnd>",
+     "data and copies"),
 ])
 def test_every_kernel_has_its_part(region, name, part):
     assert by_part(region, [(name, 0.25), (name, 0.5)]) == {part: 0.75}
@@ -37,17 +50,22 @@ def test_every_kernel_has_its_part(region, name, part):
 
 
 def test_waiting_is_no_kernel():
-    assert all(NO_KERNEL.fullmatch(name) for name in ("Context Sync", "Stream Sync", "Event Sync", "Stream Wait Event"))
+    for name in ("Context Sync", "Stream Sync", "Event Sync", "Stream Wait Event"):
+        assert NO_KERNEL.fullmatch(name)
 
 
 def test_the_head_is_taken_out_of_the_model_and_the_parts_sum_to_the_wall_time():
-    model = by_part("model", [("triton_tem_fused_flex_attention_0", 2.0), ("nvjet_a", 5.0), ("triton_red_fused_log_softmax", 4.0)])
-    head = by_part("model", 2 * [("nvjet_a", 1.0), ("triton_red_fused_log_softmax", 1.5)])
+    loss = "triton_red_fused_log_softmax"
+    model = by_part("model", [("triton_tem_fused_flex_attention_0", 2.0), ("nvjet_a", 5.0),
+                              (loss, 4.0)])
+    head = by_part("model", 2 * [("nvjet_a", 1.0), (loss, 1.5)])
     optimizer = by_part("optimizer", [("nvjet_b", 0.5), ("FusedAdam", 0.25)])
-    parts = split(14.0, model, head, optimizer, by_part("data", [("Memcpy HtoD (Pinned -> Device)", 0.125)]))
+    data = by_part("data", [("Memcpy HtoD (Pinned -> Device)", 0.125)])
+    parts = split(14.0, model, head, optimizer, data)
     assert {part: seconds for part, seconds in parts.items() if seconds} == {
-        "attention": 2.0, "block matmuls": 3.0, "norms, embeddings, elementwise": 1.0, "head and loss": 5.0, "Newton-Schulz matmuls": 0.5,
-        "Adam": 0.25, "data and copies": 0.125, "gaps between kernels": 2.125}
+        "attention": 2.0, "block matmuls": 3.0, "norms, embeddings, elementwise": 1.0,
+        "head and loss": 5.0, "Newton-Schulz matmuls": 0.5, "Adam": 0.25, "data and copies": 0.125,
+        "gaps between kernels": 2.125}
     assert sum(parts.values()) == 14.0
 
 
@@ -55,69 +73,124 @@ def test_floor_and_schedule_by_hand():
     assert floor_seconds(1000, (500e6, 200e6), (1e15, 2e15)) == pytest.approx(6e-4)
     hp = dataclasses.replace(PRESETS["speedrun"], num_iterations=4)
     assert [window_tokens(step, hp) for step in range(4)] == [128, 512, 896, 1408]
-    got = weighted([128, 896, 1792], [1.0, 3.0, 10.0], hp)  # at 512 half-way from 1 to 3, at 1408 4/7 of the way from 3 to 10
+    # At 512 half-way from 1 to 3, at 1408 4/7 of the way from 3 to 10.
+    got = weighted([128, 896, 1792], [1.0, 3.0, 10.0], hp)
     assert got == pytest.approx((1 + 2 + 3 + 7) / 4)
+
+
+def test_flops_of_the_speedrun_are_those_worked_out_by_hand():
+    hp = PRESETS["speedrun"]
+    with torch.device("meta"):
+        model = GPT(hp, block_sparse, torch.bfloat16)
+    # One block: a token sees (1 + ... + 128) / 128 keys.
+    in_blocks, in_head = train_flops(model, at_window(hp, 128))
+    in_matrices = 6 * (11 * 4 + 12 * 8) * 768**2
+    assert in_head == 6 * 50304 * 768
+    assert in_blocks == pytest.approx(in_matrices + 12 * 768 * 11 * 64.5)
+    grown, _ = train_flops(model, hp)
+    assert 40e6 < grown - in_matrices < 60e6  # 44 MFLOP with document borders, over the schedule
+
+
+def test_a_window_is_held_through_the_whole_schedule():
+    hp = at_window(PRESETS["speedrun"], 896)
+    assert {window_tokens(step, hp) for step in range(hp.num_iterations + 1)} == {896}
+
+
+def test_rates_of_the_data_sheet(monkeypatch):
+    hp = dataclasses.replace(PRESETS["speedrun"], dtype="bfloat16")
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    assert peak_rates(hp, cuda) == (989e12, 1979e12)
+    assert peak_rates(dataclasses.replace(hp, use_fp8=False), cuda) == (989e12, 989e12)
+    assert peak_rates(dataclasses.replace(hp, dtype="float32"), cuda) is None
+    assert peak_rates(hp, torch.device("cpu")) is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Abacus")
+    assert peak_rates(hp, cuda) is None
+
+
+def test_scales_of_the_casts_are_the_scripts():
+    assert fp8_scales(PRESETS["speedrun"]) == (2.0, 2.0**9, 2.0**22)
+    assert fp8_scales(dataclasses.replace(PRESETS["demo"], use_fp8=False))[1] == 2.0**9
 
 
 def test_shares_that_a_cast_loses():
     x = torch.tensor([1.0, -1000.0, 0.0, 1e-9, 3.0])
     saturated, flushed, mass = cast_shares(x, 2.0, torch.float8_e4m3fn)
-    assert (saturated, flushed) == (pytest.approx(1 / 5), pytest.approx(1 / 4)) and mass == pytest.approx(1e-9 / 1004)
+    assert saturated == pytest.approx(1 / 5) and flushed == pytest.approx(1 / 4)
+    assert mass == pytest.approx(1e-9 / 1004)
     assert cast_shares(torch.zeros(3), 1.0, torch.float8_e5m2) == (0, 0, 0)
 
 
 def test_synthetic_documents_are_a_shard_with_documents_of_all_lengths(tmp_path):
-    path = tmp_path / "s.bin"
-    write_documents(path, 1_000_000, 50257)
-    assert check_shard(path, 50257) == 1_000_000
-    tokens = read_tokens(path, 1_000_000)
-    documents, _ = count_cut_documents(tokens, 50256, 49152)
-    lengths = np.diff(np.flatnonzero(tokens.numpy() == 50256))
-    assert tokens[0] == 50256 and 600 < 1e6 / documents < 800 and (lengths < 128).mean() > 0.05 and lengths.max() > 3000
+    path = str(tmp_path / "s.bin")
+    write_documents(tmp_path / "s.bin", 1_000_000, 50257)
+    assert find_shards(path) == {path: 1_000_000}
+    tokens = read_tokens(path, 0, 1_000_000, 50257)
+    begins = np.flatnonzero(tokens.numpy() == 50256)
+    lengths = np.diff(begins)
+    assert tokens[0] == 50256 and 600 < 1e6 / len(begins) < 800
+    assert (lengths < 128).mean() > 0.05 and lengths.max() > 3000
 
 
-def test_spans_are_short_and_enough(tmp_path):
+def test_shards_hold_the_steps_that_are_measured(tmp_path):
     hp = dataclasses.replace(PRESETS["demo"], train_seq_len=128, val_seq_len=256, micro_batches=2)
-    files, spans = find_data(hp, False, str(tmp_path), 10)
-    assert [(s.start, s.steps) for s in spans] == [(0, 4), (1024, 4), (2048, 2)]
-    _, again = find_data(dataclasses.replace(hp, train_files=files[0]), True, "", 25)
-    assert again == spans * 3
+    shards, hp = find_data(hp, False, str(tmp_path), 10)
+    (path, tokens), = shards.items()
+    assert tokens == 10 * 256 + 1
+    assert list(islice(steps_of(shards, hp), 10)) == [(1, path, 256 * step) for step in range(10)]
+    real = dataclasses.replace(hp, train_files=path, epochs=1)
+    again, hp = find_data(real, True, "", 25)
+    assert again == shards and len(list(islice(steps_of(again, hp), 25))) == 25
+    for changes in (dict(micro_batches=21), dict(val_seq_len=2688)):
+        with pytest.raises(UserError, match="too few tokens"):
+            find_data(dataclasses.replace(real, **changes), True, "", 25)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_figures_agree_with_each_other(tmp_path, dtype):
     path = tmp_path / "bench.json"
-    done = launch("--cpu", "--repeat=2", f"--json={path}", *SMALL, f"--dtype={dtype}", script=SCRIPT)
+    done = launch("--cpu", "--repeat=2", f"--json={path}", *SMALL, f"--dtype={dtype}",
+                  script=SCRIPT)
     content = json.loads(path.read_text())
     figures = content["figures"]
     value = {name: figure["value"] for name, figure in figures.items()}
     assert all(figure["unit"] and np.isfinite(figure["value"]) for figure in figures.values())
     assert all(name in done.stdout for name in figures) and content["about"]["device"] == "CPU"
 
-    steps, micro = ([value[f"{what}, window {w}"] for w in (128, 256, 512)] for what in ("step", "micro-batch"))
-    assert min(steps) <= value["step, mean of the schedule"] <= max(steps)
-    assert min(micro) <= value["micro-batch, mean of the schedule"] <= max(micro)
-    assert value["20 steps at that mean"] == pytest.approx(20 * value["step, mean of the schedule"] / 1000)
+    for what in ("step", "micro-batch"):
+        measured = [value[f"{what}, window {window}"] for window in (128, 256, 512)]
+        assert min(measured) <= value[f"{what}, mean of the schedule"] <= max(measured)
+    mean = value["step, mean of the schedule"]
+    assert value["20 steps at that mean"] == pytest.approx(20 * mean / 1000)
     best = max(v for name, v in value.items() if name.startswith(f"matrix products, {dtype}"))
     for where in ("window 128", "window 512", "mean of the schedule"):
         seconds = value[f"step, {where}"] / 1000
         assert value[f"throughput, {where}"] == pytest.approx(512 / seconds)
         floor = 512 * value[f"FLOPs, {where}"] * 1e6 / (best * 1e12)
-        assert value[f"share of the floor at the measured ceilings, {where}"] == pytest.approx(100 * floor / seconds)
-    # By hand: 3 layers with attention of 4 and 4 layers with an MLP of 8 matrices of 32 x 32, a head of 320 x 32. At window 128 a token
-    # of this sequence of 2 blocks sees its own block to itself: 64.5 keys on average, in each of 3 layers of 32 channels.
-    assert value["FLOPs, window 128"] * 1e6 == pytest.approx(6 * (3 * 4 + 4 * 8) * 32**2 + 6 * 320 * 32 + 12 * 32 * 3 * 64.5)
+        share = value[f"share of the floor at the measured ceilings, {where}"]
+        assert share == pytest.approx(100 * floor / seconds)
+    # By hand: 3 layers with attention of 4 and 4 layers with an MLP of 8 matrices of 32 x 32, a
+    # head of 320 x 32. At window 128 a token of this sequence of 2 blocks sees its own block to
+    # itself: 64.5 keys on average, in each of 3 layers of 32 channels.
+    assert value["FLOPs, window 128"] * 1e6 == pytest.approx(
+        6 * (3 * 4 + 4 * 8) * 32**2 + 6 * 320 * 32 + 12 * 32 * 3 * 64.5)
 
     parts = {name: v for name, v in value.items() if name.startswith("part: ")}
-    assert sum(parts.values()) == pytest.approx(value["parts: step, window 256"]) and parts["part: Newton-Schulz matmuls"] > 0
-    assert 0 < parts["part: head and loss"] and value["kernels in a step"] > 1000
-    assert value["FP8 head's weight: flushed to zero"] < 100 and 4 < value["training loss at the last step"] < 6
+    assert sum(parts.values()) == pytest.approx(value["parts: step, window 256"])
+    assert parts["part: Newton-Schulz matmuls"] > 0 and parts["part: Adam"] > 0
+    assert parts["part: head and loss"] > 0 and value["kernels in a step"] > 1000
+    assert value["FP8 head's weight: flushed to zero"] < 100
+    assert 4 < value["training loss at the last step"] < 6
+    assert value["a step's data, on the host"] > 0
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["--cpu", "--deterministic"], "--deterministic"), (["--cpu", "--no_such=1"], "unrecognized arguments: --no_such=1"),
-    (["--cpu", *SMALL, "--train_files=none.bin"], "--train_files=none.bin: too few tokens"),
-    (["--cpu", "--train_seq_len=100"], "not a multiple of 128")])
+    (["--cpu", "--repeat=0"], "--repeat counts from 1"),
+    (["--cpu", "--check"], "--check"),
+    (["--cpu", "--no_such=1"], "unrecognized arguments: --no_such=1"),
+    (["--cpu", *SMALL, "--train_files=none.bin"], r"no file matches .*none\.bin"),
+    (["--cpu", "--train_seq_len=100"], "--train_seq_len=100.* 128"),
+])
 def test_refuses_what_it_cannot_measure(flags, words, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["bench_gpu.py", *flags])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -127,4 +200,5 @@ def test_refuses_what_it_cannot_measure(flags, words, monkeypatch):
 
 def test_without_a_gpu_it_says_so_in_one_line():
     done = launch(script=SCRIPT, check=False)
-    assert done.returncode == 2 and done.stderr.startswith("error: there is no CUDA GPU; ") and done.stderr.count("\n") == 1
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: there is no CUDA GPU; ")

@@ -1,7 +1,8 @@
-"""The loader's stream: the same for any number of ranks, without gap or repeat, and validation on exactly what was asked."""
+"""The loader's stream: the same for any number of ranks, without gap or repeat, and validation on
+exactly what was asked."""
 
 import dataclasses
-import threading
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -9,127 +10,178 @@ import torch
 from conftest import write_shard
 
 import train_gpt
-from train_gpt import (PRESETS, TrainLoader, UserError, count_cut_documents, load_validation, plan_spans, read_tokens)
+from train_gpt import (PRESETS, Ranks, RunLog, UserError, find_shards, load_validation, read_tokens,
+                       steps_of, train_batches)
 
 CPU = torch.device("cpu")
+SIZES = [5000, 130, 9000]
 
 
 @pytest.fixture
-def files(tmp_path):
+def shards(tmp_path):
     """Shards whose tokens count up across them, so that a token says where it comes from."""
-    sizes, start, paths = [5000, 130, 9000], 0, []
-    for i, size in enumerate(sizes):
-        paths.append(write_shard(tmp_path / f"s_{i}.bin", np.arange(start, start + size)))
+    start = 0
+    for i, size in enumerate(SIZES):
+        write_shard(tmp_path / f"s_{i}.bin", np.arange(start, start + size))
         start += size
-    return paths, sizes
+    found = find_shards(f"{tmp_path}/s_*.bin")
+    assert list(found.values()) == SIZES
+    return found
 
 
 def hyperparameters(**changes):
-    return dataclasses.replace(PRESETS["demo"], **(dict(vocab_size=65536, train_seq_len=128, micro_batches=12) | changes))
+    settings = dict(vocab_size=65536, train_seq_len=128, micro_batches=12) | changes
+    return dataclasses.replace(PRESETS["demo"], **settings)
 
 
-def stream(files, sizes, world_size, epochs=1):
+def batches_of(shards, hp, rank=0, world_size=1, log=None, first=0):
+    return train_batches(shards, hp, Ranks(rank, world_size, CPU), log or RunLog(), first)
+
+
+def stream(shards, world_size, epochs=1, first=0):
     """Per step the inputs of all ranks, rank after rank, and a check that targets are one ahead."""
     hp = hyperparameters(epochs=epochs)
-    spans = plan_spans(sizes, 12 * 128, 128, epochs)
-    loaders = [TrainLoader(files, spans, hp, rank, world_size, CPU) for rank in range(world_size)]
-    for _ in range(sum(s.steps for s in spans)):
+    ranks = [batches_of(shards, hp, rank, world_size, first=first) for rank in range(world_size)]
+    for shares in zip(*ranks, strict=True):
         step = []
-        for loader in loaders:
-            batches = loader.next_step()
-            assert len(batches) == 12 // world_size
-            for inputs, targets in batches:
+        for share in shares:
+            assert len(share) == 12 // world_size
+            for inputs, targets in share:
                 assert inputs.shape == targets.shape == (128,)
                 assert (inputs.dtype, targets.dtype) == (torch.int32, torch.int64)
-                assert torch.equal(inputs[1:].long(), targets[:-1]) and targets[-1] == inputs[-1] + 1
+                assert torch.equal(inputs[1:].long(), targets[:-1])
+                assert targets[-1] == inputs[-1] + 1
                 step.append(inputs)
         yield torch.cat(step)
 
 
-def test_the_union_over_ranks_is_one_stream(files):
-    paths, sizes = files
-    steps = list(stream(paths, sizes, 1))
-    # 3 steps of 1536 in the first shard, none in the second, 5 in the third; the tails are left out.
+def test_the_union_over_ranks_is_one_stream(shards):
+    steps = list(stream(shards, 1))
+    assert len(steps) == 8
+    # 3 steps of 1536 in the first shard, none in the second, 5 in the third; tails are left out.
     assert torch.equal(torch.cat(steps[:3]), torch.arange(4608, dtype=torch.int32))
     assert torch.equal(torch.cat(steps[3:]), torch.arange(5130, 5130 + 7680, dtype=torch.int32))
     for world_size in (2, 3, 4, 6, 12):
-        for a, b in zip(steps, stream(paths, sizes, world_size), strict=True):
+        for a, b in zip(steps, stream(shards, world_size), strict=True):
             assert torch.equal(a, b), world_size
 
 
-def test_a_further_pass_has_other_borders(files):
-    paths, sizes = files
-    steps = list(stream(paths, sizes, 2, epochs=2))
+def test_a_further_pass_has_other_borders(shards):
+    steps = list(stream(shards, 2, epochs=2))
     first, second = steps[:8], steps[8:]
     assert first[0][0] == 0 and second[0][0] == int(0.6180339887 * 128)
     assert len(second) in (7, 8)
     assert {int(s[0]) % 128 for s in first[:3]} != {int(s[0]) % 128 for s in second[:3]}
 
 
-def test_tokens_above_32767_survive_the_copy(files):
-    paths, sizes = files
-    path = write_shard(paths[0], np.arange(60000, 60000 + 5000))
-    loader = TrainLoader([path], plan_spans([5000], 1536, 128, 1), hyperparameters(), 0, 1, CPU)
-    inputs, targets = loader.next_step()[0]
+@pytest.mark.parametrize("first", [1, 3, 9])
+def test_a_run_that_goes_on_gets_the_rest_of_the_stream(shards, first):
+    whole = list(stream(shards, 1, epochs=2))
+    for a, b in zip(whole[first:], stream(shards, 3, epochs=2, first=first), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_tokens_above_32767_survive_the_copy(tmp_path):
+    path = write_shard(tmp_path / "high.bin", np.arange(60000, 60000 + 5000))
+    inputs, targets = next(batches_of({path: 5000}, hyperparameters()))[0]
     assert inputs[0] == 60000 and targets[0] == 60001 and targets.min() > 0
 
 
-def test_the_next_shard_is_read_in_a_thread_before_it_is_needed(files, monkeypatch):
-    paths, sizes = files
-    read, readers = [], set()
+def test_a_rank_reads_its_own_share_and_nothing_else(shards, monkeypatch):
+    read = []
 
-    def spy(path, *args, **kwargs):
-        read.append(path)
-        readers.add(threading.current_thread())
-        return read_tokens(path, *args, **kwargs)
+    def spy(path, start, count, *args):
+        read.append((path, start, count))
+        return read_tokens(path, start, count, *args)
 
     monkeypatch.setattr(train_gpt, "read_tokens", spy)
-    loader = TrainLoader(paths, plan_spans(sizes, 1536, 128, 1), hyperparameters(), 0, 1, CPU)
-    loader.ahead.result()
-    assert read == [paths[0], paths[2]] and threading.main_thread() not in readers
-    for _ in range(8):
-        loader.next_step()
-    assert read == [paths[0], paths[2]], "each shard is read once"
+    assert len(list(batches_of(shards, hyperparameters(), rank=2, world_size=3))) == 8
+    paths = list(shards)
+    share = 4 * 128
+    starts = [(paths[0], 1536 * step) for step in range(3)]
+    starts += [(paths[2], 1536 * step) for step in range(5)]
+    assert read == [(path, start + 2 * share, share + 1) for path, start in starts]
 
 
-def test_a_shard_that_shrinks_or_disappears_is_an_error(files):
-    paths, sizes = files
-    loader = TrainLoader(paths[:1], plan_spans(sizes[:1], 1536, 128, 2), hyperparameters(), 0, 1, CPU)
-    assert loader.next_step()
-    write_shard(paths[2], range(100))
-    with pytest.raises(UserError, match="shorter while the run"):
-        read_tokens(paths[2], 9000)
-    with pytest.raises(UserError, match="cannot be read on "):
-        read_tokens(str(paths[2]) + "gone", 9000)
+def test_the_log_names_each_pass_over_each_shard(shards, tmp_path):
+    log = RunLog()
+    log.open(tmp_path / "run.log")
+    batches = batches_of(shards, hyperparameters(epochs=2), log=log)
+    for _ in range(9):
+        next(batches)
+    lines = log.path.read_text().splitlines()
+    assert [line.partition(" from ")[0] for line in lines] == [
+        f"data: pass {number}, {list(shards)[index]}" for number, index in ((1, 0), (1, 2), (2, 0))]
 
 
-def test_cut_documents_are_counted():
-    tokens = torch.zeros(40, dtype=torch.uint16)
-    for begin in (0, 5, 10, 18, 39):
-        tokens[begin] = 7
-    # Sequences of 10: [0, 5) and [5, 10) are whole, [10, 18) too, [18, 39) is cut twice, [39, 40) whole.
-    assert count_cut_documents(tokens, 7, 10) == (5, 1)
-    assert count_cut_documents(torch.zeros(10, dtype=torch.uint16), 7, 10) == (0, 0)
+def test_a_shard_that_shrinks_or_disappears_is_an_error(shards):
+    path = list(shards)[0]
+    batches = batches_of({path: 5000}, hyperparameters())
+    assert next(batches)
+    write_shard(path, range(100))
+    with pytest.raises(UserError, match=r"s_0\.bin.*shorter"):
+        next(batches)
+    with pytest.raises((UserError, OSError), match=r"s_0\.bin\.gone"):
+        read_tokens(f"{path}.gone", 0, 9000, 65536)
+
+
+def test_tokens_out_of_range_are_caught_when_they_are_read(tmp_path):
+    tokens = np.zeros(5000)
+    tokens[4000] = 257
+    path = write_shard(tmp_path / "bad.bin", tokens)
+    batches = batches_of({path: 5000}, hyperparameters(vocab_size=257))
+    assert next(batches) and next(batches)  # 3,072 tokens before it
+    with pytest.raises(UserError, match=r"bad\.bin.* 257.*vocab_size=257") as caught:
+        next(batches)
+    assert "\n" not in str(caught.value)
+    assert next(batches_of({path: 5000}, hyperparameters(vocab_size=258), first=2))
+    hp = hyperparameters(vocab_size=257, val_tokens=4500, val_seq_len=512)
+    with pytest.raises(UserError, match=r"bad\.bin.* 257"):
+        load_validation({path: 5000}, hp, Ranks(0, 1, CPU))
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 @pytest.mark.parametrize("val_tokens", [256 * 10, 256 * 10 + 1, 6000])
-def test_validation_predicts_exactly_val_tokens(files, world_size, val_tokens):
-    paths, sizes = files
+def test_validation_predicts_exactly_val_tokens(shards, world_size, val_tokens):
     hp = hyperparameters(val_tokens=val_tokens, val_seq_len=256)
-    parts = [load_validation(paths, sizes, hp, rank, world_size, CPU) for rank in range(world_size)]
-    sequences = sum((part[0] for part in parts), [])
+    parts = [load_validation(shards, hp, Ranks(rank, world_size, CPU))
+             for rank in range(world_size)]
+    sequences = sum(parts, [])
     predicted = torch.cat([targets[targets >= 0] for _, targets in sequences]).sort().values
     assert torch.equal(predicted, torch.arange(1, val_tokens + 1))
     for inputs, targets in sequences:
         assert inputs.shape == targets.shape == (256,)
         real = targets >= 0
         assert torch.equal(inputs[real].long() + 1, targets[real])
-    assert max(len(p[0]) for p in parts) - min(len(p[0]) for p in parts) <= 1
-    assert parts[0][1] == 0
+    lengths = [len(part) for part in parts]
+    assert max(lengths) - min(lengths) <= 1
 
 
-def test_validation_counts_the_bytes_of_text(tmp_path):
-    path = write_shard(tmp_path / "v.bin", [256, 65, 66, 256, 67, 68])
-    hp = hyperparameters(vocab_size=257, val_tokens=5, val_seq_len=128)
-    assert load_validation([path], [6], hp, 0, 1, CPU)[1] == 4
+def test_a_shard_without_tokens_is_refused_or_left_out(tmp_path):
+    write_shard(tmp_path / "s_0.bin", range(300))
+    write_shard(tmp_path / "s_1.bin", [])
+    write_shard(tmp_path / "s_2.bin", range(300, 600))
+    hp = hyperparameters(val_tokens=599, val_seq_len=128)
+    try:
+        shards = find_shards(f"{tmp_path}/s_*.bin")
+    except UserError as e:
+        assert "s_1.bin" in str(e)
+        return
+    targets = torch.cat([targets for _, targets in load_validation(shards, hp, Ranks(0, 1, CPU))])
+    assert targets[targets >= 0].tolist() == list(range(1, 600))
+
+
+def test_steps_cover_the_stream_without_gap_or_repeat():
+    hp = hyperparameters(train_seq_len=50, micro_batches=2, epochs=3)
+    steps = list(steps_of({"a": 1000, "b": 50, "c": 2001}, hp))
+    want = []
+    for number, offset in ((1, 0), (2, 30), (3, 11)):
+        # The last step's last target is one token further, so that 1,000 tokens hold 9 steps.
+        want += [(number, "a", offset + 100 * step) for step in range(9)]
+        want += [(number, "c", offset + 100 * step) for step in range(20 if offset == 0 else 19)]
+    assert steps == want
+
+
+def test_steps_are_planned_no_further_than_they_are_asked_for():
+    hp = hyperparameters(epochs=10**12)
+    assert len(list(islice(steps_of({"a": 5000}, hp), 1000))) == 1000

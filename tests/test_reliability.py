@@ -1,6 +1,7 @@
-"""What must not lose a run: checkpoints and --resume, kills, signals, deterministic ranks, ranks and launchers that die."""
+"""What must not lose a run: checkpoints and --resume, kills, signals, damaged files, full disks,
+shards that vanish, ranks and launchers that die."""
 
-import fcntl
+import errno
 import json
 import os
 import random
@@ -8,714 +9,740 @@ import re
 import signal
 import subprocess
 import sys
-import time
+from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TINY, launch, losses
+from conftest import (ENVIRONMENT, ROOT, TINY, command, launch, log_of, log_path, losses,
+                      newest_checkpoint, planted, write_shard)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import train_gpt
-from train_gpt import UserError, read_checkpoint, run, tree_sum, write_checkpoint
+from train_gpt import SEPARATOR, UserError, read_checkpoint, run
 
-ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | {
-    "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+pytestmark = pytest.mark.usefixtures("runs_here")
+
+FAILURES = (UserError, OSError)  # which main() prints as one line
 RUN = [*TINY, "--num_iterations=12", "--val_loss_every=4", "--save_every=3", "--micro_batches=2"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before, handlers = torch.get_num_threads(), [(s, signal.getsignal(s)) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-    torch.use_deterministic_algorithms(False)
-    for number, handler in handlers:
-        signal.signal(number, handler)
+class Broken(Exception):
+    """Stands for whatever ends a process."""
 
 
-def log_path(folder) -> Path:
-    (path,) = Path(folder).glob("*.log")
-    return path
+@contextmanager
+def before_step(step: int, do):
+    """Call do() when that training step is about to be made. (The warmup makes one of step 0.)"""
+    train_step = train_gpt.train_step
+
+    def interrupted(model, batches, optimizers, now, hp, ranks):
+        if now == step - 1:
+            do()
+        return train_step(model, batches, optimizers, now, hp, ranks)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt, "train_step", interrupted)
+        yield
+
+
+def break_off():
+    raise Broken
+
+
+def broken_run(records, shards, *flags, step=8) -> Path:
+    """A run that ended in the middle of that step: its log."""
+    with before_step(step, break_off), pytest.raises(Broken):
+        run([*RUN, *shards, f"--records={records}", *flags])
+    return log_path(records)
+
+
+def after_the_source(folder) -> str:
+    return log_of(folder).split(f"\n{SEPARATOR}\n")[-1]
 
 
 def steps(folder) -> list[str]:
     """The log's step lines without their times."""
-    return [re.sub(r" train_time:\S+ step_avg:\S+", "", line) for line in log_path(folder).read_text().splitlines()
-            if line.startswith("step:")]
-
-
-def weights(folder) -> dict:
-    (path,) = Path(folder).glob("*/model.pt")
-    return read_checkpoint(path)["model"]
+    return [re.sub(r" train_time:\S+ step_avg:\S+", "", line)
+            for line in after_the_source(folder).splitlines() if line.startswith("step:")]
 
 
 def assert_same_run(folder, other):
+    """The same losses, and the same bits in the last checkpoint: weights and optimizer state."""
     assert steps(folder) == steps(other)
-    theirs = weights(other)
-    for name, tensor in weights(folder).items():
-        assert torch.equal(tensor, theirs[name]), name
+    mine = newest_checkpoint(folder)
+    theirs = newest_checkpoint(other)
+    assert mine["step"] == theirs["step"]
+    for kind in ("model", "momentum", "row_squares", "exp_avg", "exp_avg_sq", "adam_steps"):
+        assert mine[kind].keys() == theirs[kind].keys()
+        for name, tensor in theirs[kind].items():
+            assert torch.equal(mine[kind][name], tensor), f"{kind} of {name}"
 
 
 def checkpoints(folder) -> list[str]:
-    return sorted(path.name for path in Path(folder).glob("*/step*"))
+    """What there is beside the log, oldest first."""
+    return sorted(path.name for path in Path(folder).glob("*/*"))
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, shards):
     """An uninterrupted run of RUN."""
     folder = tmp_path_factory.mktemp("whole")
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     run([*RUN, *shards, f"--records={folder}"])
+    torch.set_num_threads(threads)
     return folder
 
 
-def stop_at(step: int, monkeypatch, number=signal.SIGTERM, times: int = 1):
-    """Send a signal while that step is under way."""
-    train_step = train_gpt.train_step
-
-    def interrupted(*args):
-        if args[5] == step - 1:
-            os.kill(os.getpid(), number)
-        return train_step(*args)
-
-    monkeypatch.setattr(train_gpt, "train_step", interrupted)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Checkpoints and --resume
 
 
 def test_checkpoints_hold_all_that_decides_the_rest(whole):
     assert checkpoints(whole) == ["step00000009.pt", "step00000012.pt"], "the two newest are kept"
-    path = next(whole.glob("*/step00000009.pt"))
-    payload = torch.load(path, weights_only=True)
-    names = set(payload["model"])
-    assert set(payload["exp_avg"]) == set(payload["exp_avg_sq"]) == names - set(payload["momentum"])
-    assert set(payload["momentum"]) == set(payload["row_squares"]) == {name for name in names if name.startswith("blocks.")}
-    assert all(t.any() for kind in train_gpt.STATE for n, t in payload[kind].items() if "value_mix" not in n)
-    assert payload["step"] == 9 and payload["seconds"] > 0 and payload["hyperparameters"]["seed"] == 1
-    data = train_gpt.check_data(train_gpt.Hyperparameters(**payload["hyperparameters"]))
-    hp = train_gpt.Hyperparameters(**payload["hyperparameters"])
-    assert payload["position"] == train_gpt.TrainLoader(data["train"], data["spans"], hp, 0, 1, torch.device("cpu"), 9).position == (2, 1)
-    assert f"checkpoint: {path}, saved in " in log_path(whole).read_text()
+    saved = newest_checkpoint(whole)
+    names = set(saved["model"])
+    matrices = {name for name in names if name.startswith("blocks.")}
+    assert set(saved["momentum"]) == set(saved["row_squares"]) == matrices
+    assert set(saved["exp_avg"]) == set(saved["exp_avg_sq"]) == names - matrices
+    assert all(steps == 12 for steps in saved["adam_steps"].values())
+    for kind in ("model", "momentum", "row_squares", "exp_avg", "exp_avg_sq"):
+        for name, tensor in saved[kind].items():
+            assert tensor.any() or name == "value_mix", f"{kind} of {name}"
+    assert saved["step"] == 12 and saved["seconds"] > 0
+    assert saved["hyperparameters"]["seed"] == 1 and saved["script_path"] == sys.argv[0]
+    assert f"script: sha256 {saved['script']} " in log_of(whole)
+    for path in train_gpt.checkpoints_in(log_path(whole).with_suffix("")):
+        assert f"\ncheckpoint: {path}" in log_of(whole)
 
 
-@pytest.mark.parametrize("step, number", [(3, signal.SIGTERM), (5, signal.SIGINT), (8, signal.SIGHUP), (12, signal.SIGTERM)])
-def test_a_signal_saves_and_resuming_gives_the_same_bits(tmp_path, shards, whole, monkeypatch, step, number):
-    with monkeypatch.context() as patch:
-        stop_at(step, patch, number)
-        with pytest.raises(UserError, match=rf"stopped by {signal.Signals(number).name}; step {step} is saved") as caught:
-            run([*RUN, *shards, f"--records={tmp_path}"])
-    assert caught.value.status == 128 + number and f"step{step:08}.pt" in checkpoints(tmp_path)
-    before = log_path(tmp_path).read_text()
-    run([*RUN, *shards, f"--records={tmp_path}", "--resume"])
-    assert_same_run(tmp_path, whole)
-    log = log_path(tmp_path).read_text()
-    assert log.count(f"\nresumed: step {step} at ") == 1 and "stopped by" not in log.split(train_gpt.SEPARATOR)[-1]
-    seconds = [float(t) for t in re.findall(r"train_time:(\d+)ms", log)]
-    assert seconds == sorted(seconds), "the clock goes on from where it was"
-    assert log.startswith(before[:before.rindex("\nstep:")])
+def test_without_save_every_nothing_is_saved(tmp_path, shards):
+    run([*RUN, *shards, f"--records={tmp_path}", "--save_every=0"])
+    (log,) = tmp_path.iterdir()
+    with pytest.raises(UserError, match="no checkpoint"):
+        run([f"--resume={log}"])
 
 
-def stopped_at_5(folder, shards, monkeypatch):
-    """A run that a signal stopped: its checkpoint's path and content."""
-    with monkeypatch.context() as patch:
-        stop_at(5, patch)
-        with pytest.raises(UserError, match="step 5 is saved"):
-            run([*RUN, *shards, f"--records={folder}"])
-    path = next(folder.glob("*/step00000005.pt"))
-    return path, read_checkpoint(path)
-
-
-def test_a_checkpoint_from_before_normuon_resumes(tmp_path, shards, monkeypatch):
-    path, payload = stopped_at_5(tmp_path, shards, monkeypatch)
-    del payload["row_squares"]
-    write_checkpoint(path, payload)
-    run([*RUN, *shards, f"--records={tmp_path}", "--resume"])
-    assert "\nfinal_val_loss: " in log_path(tmp_path).read_text()
-
-
-def test_training_time_goes_on_from_the_checkpoints(tmp_path, shards, monkeypatch):
-    path, payload = stopped_at_5(tmp_path, shards, monkeypatch)
-    write_checkpoint(path, dict(payload, seconds=payload["seconds"] + 1000))
-    run([*RUN, *shards, f"--records={tmp_path}", "--resume"])
-    times = [int(t) for t in re.findall(r"step:\d+/12 train_loss\S+ train_time:(\d+)ms", log_path(tmp_path).read_text())]
-    assert max(times[:5]) < 1e6 < min(times[5:])
-
-
-def interrupted_run(folder, shards, monkeypatch, step=7, *flags):
-    with monkeypatch.context() as patch:
-        stop_at(step, patch)
-        with pytest.raises(UserError, match="stopped by"):
-            run([*RUN, *shards, f"--records={folder}", *flags])
-
-
-def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path, shards, whole, monkeypatch, capsys):
-    interrupted_run(tmp_path, shards, monkeypatch)
-    newest = next(tmp_path.glob("*/step00000007.pt"))
-    content = bytearray(newest.read_bytes())
-    content[len(content) // 2] ^= 4
-    newest.write_bytes(content)
-    run([*RUN, *shards, f"--records={tmp_path}", "--resume"])
-    said = capsys.readouterr().out
-    assert "step00000007.pt: is damaged" in said and "its checksum is wrong" in said and "resumed: step 6 at " in said
-    assert_same_run(tmp_path, whole)
-    assert checkpoints(tmp_path) == ["step00000007.set_aside", "step00000009.pt", "step00000012.pt"]
-
-
-def test_where_every_checkpoint_is_damaged_nothing_is_said_to_go_on(tmp_path, shards, monkeypatch):
-    interrupted_run(tmp_path, shards, monkeypatch)
-    for path in tmp_path.glob("*/step*.pt"):
-        path.write_bytes(path.read_bytes()[:1000])
-    folder = log_path(tmp_path).with_suffix("")
-    with pytest.raises(UserError, match=r"step00000007.pt: is damaged.*step00000006.pt: is damaged.* has no checkpoint") as raised:
-        run([*RUN, *shards, f"--records={tmp_path}", f"--resume={folder}"])
-    assert "going on" not in str(raised.value)
-
-
-def test_resuming_from_a_path(tmp_path, shards, whole, monkeypatch):
-    """A log, its folder, or a checkpoint that is not the newest."""
-    for kind in ("log", "folder", "checkpoint"):
-        records = tmp_path / kind
-        interrupted_run(records, shards, monkeypatch)
-        log = log_path(records)
-        path = {"log": log, "folder": log.with_suffix(""), "checkpoint": log.with_suffix("") / "step00000006.pt"}[kind]
-        run([*RUN, *shards, f"--records={records}", f"--resume={path}"])
-        assert f"resumed: step {6 if kind == 'checkpoint' else 7} at" in log.read_text()
-        assert_same_run(records, whole)
-
-
-def test_the_newest_unfinished_run_of_these_settings_is_taken(tmp_path, shards, monkeypatch):
-    class Clock(train_gpt.datetime):
-        minute = 0
-
-        @classmethod
-        def now(cls, tz=None):
-            return cls(2026, 1, 1, 0, Clock.minute, tzinfo=tz)
-
-    monkeypatch.setattr(train_gpt, "datetime", Clock)
-    for Clock.minute, flags in enumerate((["--seed=1"], ["--seed=1"], ["--seed=1", "--muon_lr=0.02"], ["--name=other"])):
-        interrupted_run(tmp_path, shards, monkeypatch, 5, *flags)
-    run([*RUN, *shards, f"--records={tmp_path}", "--resume"])
-    finished = [path.name for path in sorted(tmp_path.glob("*.log")) if "final_val_loss" in path.read_text().split(train_gpt.SEPARATOR)[-1]]
-    assert finished == ["2026-01-01T00-01-00Z_demo.log"]
-
-
-def test_a_newer_run_is_not_passed_over_unless_its_settings_differ(tmp_path, shards, whole, monkeypatch):
-    interrupted_run(tmp_path, shards, monkeypatch)
-    resume, old = [*RUN, *shards, f"--records={tmp_path}", "--resume"], log_path(tmp_path)
-    newer = old.with_name("2999-01-01T00-00-00Z_demo.log")  # ended before its first checkpoint
-    newer.write_text(old.read_text())
-    with pytest.raises(UserError, match=f"{newer}: this run has no whole checkpoint to go on from; start it anew, or name an older"):
-        run(resume)
-    newer.write_text(old.read_text().replace("muon_lr = 0.045\n", "muon_lr = 0.02\n", 1))
-    with open(newer) as held:
-        fcntl.flock(held, fcntl.LOCK_EX)  # another run, and alive
-        run(resume)
-    newer.unlink()
-    assert_same_run(tmp_path, whole)
-
-
-def test_a_checkpoint_that_is_not_there_or_past_the_end_is_refused(tmp_path, shards, monkeypatch):
-    interrupted_run(tmp_path, shards, monkeypatch)
-    resume, folder = [*RUN, *shards, f"--records={tmp_path}"], log_path(tmp_path).with_suffix("")
-    with pytest.raises(UserError, match="step00000099.pt is not there"):
-        run([*resume, f"--resume={folder}/step00000099.pt"])
-    with pytest.raises(UserError, match="step00000007.pt is past --num_iterations=5"):
-        run([*resume, "--resume", "--resume_anyway", "--num_iterations=5"])
-    monkeypatch.chdir(folder)
-    with pytest.raises(UserError, match="past --num_iterations=5"):
-        run([*resume, "--resume=.", "--resume_anyway", "--num_iterations=5"])
-
-
-def test_a_signal_during_a_validation_saves_at_once(tmp_path, shards, whole, monkeypatch):
-    evaluate = train_gpt.evaluate
-
-    def interrupted(*args):
-        if len(args) == 6:  # the warmup's has no signal to look at
-            os.kill(os.getpid(), signal.SIGTERM)
-        return evaluate(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train_gpt, "evaluate", interrupted)
-        with pytest.raises(UserError, match="stopped by SIGTERM; step 0 is saved"):
-            run([*RUN, *shards, f"--records={tmp_path}"])
-    assert not steps(tmp_path) and checkpoints(tmp_path) == ["step00000000.pt"]
-    run([*RUN, *shards, f"--records={tmp_path}", "--resume"])
-    assert_same_run(tmp_path, whole)
-
-
-def test_what_differs_is_named_and_needs_resume_anyway(tmp_path, shards, monkeypatch):
-    interrupted_run(tmp_path, shards, monkeypatch)
-    resume = [*RUN, *shards, f"--records={tmp_path}", "--resume"]
-    with pytest.raises(UserError, match=r"--windows was LSSL and is LLSL; --muon_lr was 0.045 and is 0.04. .* --resume_anyway"):
-        run([*resume, "--muon_lr=0.04", "--windows=LLSL"])
-    with pytest.raises(UserError, match="a model of another shape: --model_dim was 32 and is 48"):
-        run([*resume, "--model_dim=48", "--resume_anyway"])
-    with monkeypatch.context() as patch:
-        other = tmp_path / "other.py"
-        other.write_text(Path(train_gpt.__file__).read_text() + "\n# tweaked\n")
-        patch.setattr(train_gpt, "__file__", str(other))
-        with pytest.raises(UserError, match="this script is not the one in the log"):
-            run(resume)
-    first = next(Path(shards[0].split("=")[1]).parent.glob("t_train_000001.bin"))
-    (tmp_path / "t_train_000001.bin").write_bytes(first.read_bytes())
-    with pytest.raises(UserError, match=r"--train_files was .* and is .*; the data was .*t_train_000001.bin"):
-        run([*resume, f"--train_files={tmp_path}/t_train_*.bin"])
-    log = log_path(tmp_path).read_text()
-    assert "resumed" not in log.split(train_gpt.SEPARATOR)[-1], "nothing that was refused has touched the log"
-    run([*resume, "--muon_lr=0.04", "--resume_anyway"])
-    log = log_path(tmp_path).read_text()
-    assert "note: resumed although --muon_lr was 0.045 and is 0.04" in log and "step:12/12 val_loss" in log
-
-
-def test_names_like_file_names_and_an_empty_records_folder(tmp_path, shards, monkeypatch, capsys):
+@pytest.mark.parametrize("kind", ["log", "folder", "checkpoint"])
+def test_a_run_goes_on_from_any_of_its_paths(tmp_path, shards, whole, monkeypatch, kind):
+    """In its own settings and folder, in the same bits; the log is the old one, and goes on."""
     monkeypatch.chdir(tmp_path)
-    for name in ("demo.log", "demo.pt", "demo"):
-        interrupted_run("", shards, monkeypatch, 2, f"--name={name}")
-    flags = [*RUN, *shards, "--records=", "--num_iterations=2", "--resume_anyway"]
-    run([*flags, "--resume"])
-    for name in ("demo.log", "demo.pt"):
-        (folder,) = (path for path in tmp_path.glob(f"*_{name}") if path.is_dir())
-        run([*flags, f"--name={name}", f"--resume={folder.name}"])
-    with pytest.raises(UserError, match="--resume: / is not there"):
-        run([*flags, "--resume=/"])
-    with pytest.raises(UserError, match=r"--resume: .*xxx.* cannot be read \(File name too long\)"):
-        run([*flags, f"--resume={'x' * 300}"])
-    assert all("\nfinal_val_loss: " in path.read_text() for path in tmp_path.glob("*.log") if path.is_file())
-    assert len([path for path in tmp_path.glob("*_demo*") if path.is_file()]) == 3
+    log = broken_run("mine", shards)
+    before = log_of("mine")
+    assert "\nstep:7/12 train_loss" in before and "\nstep:8/12" not in before
+    folder = log.with_suffix("")
+    run([f"--resume={dict(log=log, folder=folder, checkpoint=folder / 'step00000006.pt')[kind]}"])
+    assert_same_run("mine", whole)
+    assert log_of("mine").startswith(before[:before.rindex("\ncheckpoint: mine/") + 1])
+    said = after_the_source("mine")
+    assert said.count("\nresumed: step 6 at ") == 1 and "\nchanged: " not in said
+    seconds = [float(t) for t in re.findall(r"train_time:(\d+)ms", said)]
+    assert seconds == sorted(seconds), "the clock goes on from where it was"
+    assert checkpoints("mine") == ["step00000009.pt", "step00000012.pt"]
 
 
-def test_resume_refuses_live_finished_and_missing_runs(tmp_path, shards, whole, monkeypatch):
-    with pytest.raises(UserError, match=f"a run named demo in {tmp_path} is not there, is finished or has no checkpoint"):
-        run([*RUN, *shards, f"--records={tmp_path}", "--resume"])
-    with pytest.raises(UserError, match="is finished or has no checkpoint"):
-        run([*RUN, *shards, f"--records={whole}", f"--resume={log_path(whole)}"])
-    with pytest.raises(UserError, match=f"--resume: {tmp_path}/none is not there"):
-        run([*RUN, *shards, f"--records={tmp_path}", f"--resume={tmp_path}/none"])
-    interrupted_run(tmp_path, shards, monkeypatch)
-    log = log_path(tmp_path)
-    before = log.read_bytes()
-    with open(log) as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="this run is alive"):
-            run([*RUN, *shards, f"--records={tmp_path}", "--resume"])
-    assert log.read_bytes() == before
-    os.truncate(log, 1000)
-    with pytest.raises(UserError, match="was cut to before step00000007.pt"):
-        run([*RUN, *shards, f"--records={tmp_path}", "--resume"])
+@pytest.mark.parametrize("name", ["demo.d", "demo.pt", pytest.param(
+    "demo.log", marks=pytest.mark.xfail(strict=True, reason="its folder is taken for a log"))])
+def test_names_like_file_names_and_the_current_folder(tmp_path, shards, monkeypatch, name):
+    log = broken_run(tmp_path, shards, f"--name={name}", step=5)
+    folder = log.with_suffix("")
+    for path in (".", log, folder / "step00000003.pt"):
+        monkeypatch.chdir(folder)
+        with before_step(6, break_off), pytest.raises(Broken):
+            run([f"--resume={path}"])
+    run([f"--resume={folder}"])
+    assert len(losses(after_the_source(tmp_path), "train_loss")) == 12
 
 
-def test_a_signal_saves_although_nobody_reads_the_console_any_more(tmp_path, shards):
-    with subprocess.Popen([sys.executable, "-u", ROOT / "train_gpt.py", *RUN, *shards, f"--records={tmp_path}", "--num_iterations=100000",
-                           "--epochs=1000000"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT) as process:
-        while not process.stdout.readline().startswith("step:3/"):
-            assert process.poll() is None
-        process.stdout.close()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 128 + signal.SIGINT
-    last = steps(tmp_path)[-1].split("/")[0].removeprefix("step:")
-    assert checkpoints(tmp_path)[-1] == f"step{int(last):08}.pt"
+def rewrite(path: Path, **changed):
+    """Change parts of a checkpoint."""
+    saved = torch.load(path, weights_only=True)
+    torch.save(saved | changed, path)
 
 
-def test_a_run_holds_the_lock_on_its_log(tmp_path, shards, monkeypatch):
-    evaluate, free = train_gpt.evaluate, []
+def test_training_time_goes_on_from_the_checkpoints(tmp_path, shards):
+    log = broken_run(tmp_path, shards)
+    path = log.with_suffix("") / "step00000006.pt"
+    rewrite(path, seconds=1000.0)
+    run([f"--resume={log}"])
+    form = r"step:\d+/12 train_loss\S+ train_time:(\d+)ms"
+    times = [int(t) for t in re.findall(form, log_of(tmp_path))]
+    assert len(times) == 12 and max(times[:6]) < 1e6 < min(times[6:])
 
-    def looking(*args):
-        for log in tmp_path.glob("*.log"):
-            with open(log) as file:
-                free.append(train_gpt.lock(file))
-        return evaluate(*args)
 
-    monkeypatch.setattr(train_gpt, "evaluate", looking)
+def test_what_changes_is_said(tmp_path, shards, monkeypatch):
+    """A setting given beside --resume, another script, other data; what is given as it was is not
+    said, and what is not given stays."""
+    log = broken_run(tmp_path, shards, "--muon_lr=0.03", "--seed=-1")
+    first = Path(shards[0].split("=")[1]).parent / "t_train_000001.bin"
+    (tmp_path / "t_train_000001.bin").write_bytes(first.read_bytes())
+    script = tmp_path / "other.py"
+    script.write_text((ROOT / "train_gpt.py").read_text() + "\n# tweaked\n")
+    monkeypatch.setattr(train_gpt, "__file__", str(script))
+    run([f"--resume={log}", "--head_lr=0.02", "--val_loss_every=2", "--embed_lr=0.3",
+         "--adam_betas=0.8,0.9", "--save_every=4", f"--train_files={tmp_path}/t_train_*.bin"])
+    said = after_the_source(tmp_path)
+    changed = re.findall(r"^changed: (?:--)?(.*)$", said, re.M)
+    assert {line.split()[0] for line in changed} == {
+        "head_lr", "val_loss_every", "adam_betas", "save_every", "train_files", "script", "data"}
+    assert "head_lr was 0.008 and is 0.02" in changed
+    assert "adam_betas was (0.8, 0.95) and is (0.8, 0.9)" in changed
+    assert len(changed) == 7
+    assert said.index("\nresumed: step 6 ") < said.index("\nchanged: ") < said.index("\nstep:7/12 ")
+    saved = newest_checkpoint(tmp_path)["hyperparameters"]
+    assert saved["muon_lr"] == 0.03 and saved["head_lr"] == 0.02
+    assert "step:10/12 val_loss" in said and checkpoints(tmp_path)[-2:] == ["step00000008.pt",
+                                                                            "step00000012.pt"]
+
+
+def test_a_finished_run_goes_on_where_it_is_given_more_steps(tmp_path, shards):
     run([*RUN, *shards, f"--records={tmp_path}"])
-    assert free and not any(free)
+    run([f"--resume={log_path(tmp_path)}", "--num_iterations=14"])
+    said = after_the_source(tmp_path)
+    assert re.search(r"^changed: (--)?num_iterations was 12 and is 14$", said, re.M)
+    assert said.count("\nfinal_val_loss: ") == 1 and len(losses(said, "train_loss")) == 14
 
 
-def test_kills_at_every_place_and_at_random(tmp_path, shards):
-    """At least 10 kills at chosen places (in a step, a validation, a saving) and up to 12 at random times, each resumed: the run
-    ends as the uninterrupted one, step for step and bit for bit."""
-    flags = [*TINY, *shards, "--num_iterations=60", "--val_loss_every=4", "--save_every=3", "--micro_batches=2"]
-    run([*flags, f"--records={tmp_path}/whole"])
-    done = subprocess.run([sys.executable, ROOT / "tests" / "killed_runs.py", tmp_path / "killed", "12", *flags, f"--records={tmp_path}/killed"],
-                          capture_output=True, text=True, env=ENVIRONMENT, timeout=280)
+def test_a_model_of_another_shape_is_refused_and_nothing_is_lost(tmp_path, shards, whole):
+    log = broken_run(tmp_path, shards)
+    for flag in ("--model_dim=48", "--windows=LSSLL --value_embeds=0...0 --attention=xx.xx"):
+        with pytest.raises(UserError, match="the checkpoint lacks .*in this shape"):
+            run([f"--resume={log}", *flag.split()])
+    run([f"--resume={log}"])
+    assert_same_run(tmp_path, whole)
+
+
+def contents(folder) -> dict:
+    return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def test_what_cannot_go_on_is_refused_in_one_line_and_left_alone(tmp_path, shards, whole):
+    log = broken_run(tmp_path / "broken", shards)
+    none = broken_run(tmp_path / "none", shards, step=2)
+    lost = broken_run(tmp_path / "lost", shards)
+    lost.rename(lost.with_suffix(".txt"))
+    folder = log.with_suffix("")
+    done = log_path(whole)
+    refused = {
+        tmp_path / "nowhere": "does not exist",
+        log.with_name("none.log"): "does not exist",
+        folder / "step00000099.pt": "does not exist",
+        "/": "no checkpoint",
+        "": "no checkpoint",
+        tmp_path: "no checkpoint",
+        ROOT / "train_gpt.py": "no checkpoint",
+        none: "no checkpoint",
+        lost.with_suffix(""): str(lost),
+        done: "finished",
+        done.with_suffix(""): "finished",
+        done.with_suffix("") / "step00000012.pt": "finished",
+        done.with_suffix("") / "step00000009.pt": r"step00000012\.pt is newer",
+        folder / "step00000003.pt": r"step00000006\.pt is newer",
+    }
+    before = contents(tmp_path) | contents(whole)
+    for path, reason in refused.items():
+        with pytest.raises(FAILURES, match=reason) as raised:
+            run([f"--resume={path}"])
+        assert "\n" not in str(raised.value) and str(path) in str(raised.value)
+    with pytest.raises(UserError, match=f"--resume={log}.* finished"):
+        run([f"--resume={log}", "--num_iterations=5"])
+    with pytest.raises(UserError, match="99999999"):
+        run([f"--resume={log}", "--val_tokens=99999999"])
+    assert contents(tmp_path) | contents(whole) == before
+
+
+def test_an_older_checkpoint_serves_when_the_newer_is_deleted(tmp_path, shards, whole):
+    log = broken_run(tmp_path, shards)
+    (log.with_suffix("") / "step00000006.pt").unlink()
+    run([f"--resume={log.with_suffix('')}/step00000003.pt"])
+    assert "\nresumed: step 3 at " in log_of(tmp_path)
+    assert_same_run(tmp_path, whole)
+
+
+def broken_at_the_end(records, shards) -> Path:
+    """A run that ended between its last checkpoint and its result: its log."""
+    write = train_gpt.RunLog.write
+
+    def broken(log, text, console=True):
+        return break_off() if text.startswith("final_val_loss: ") else write(log, text, console)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt.RunLog, "write", broken)
+        with pytest.raises(Broken):
+            run([*RUN, *shards, f"--records={records}"])
+    assert checkpoints(records)[-1] == "step00000012.pt"
+    return log_path(records)
+
+
+def test_a_run_that_ended_before_its_result_is_not_finished(tmp_path, shards, whole):
+    """Only the last validation is made."""
+    run([f"--resume={broken_at_the_end(tmp_path, shards)}"])
+    assert "\nresumed: step 12 at " in log_of(tmp_path)
+    assert_same_run(tmp_path, whole)
+
+
+def test_a_result_in_the_source_does_not_finish_a_run(tmp_path, shards, whole, monkeypatch):
+    """As of someone who pastes a log into the docstring of a copy."""
+    result = "step:12/12 val_loss:0.1\nfinal_val_loss: 0.1 nats per token\nlog: mine\n"
+    script = tmp_path / "copy.py"
+    text = (ROOT / "train_gpt.py").read_text().replace('"""', f'"""\n{result}', 1)
+    script.write_text(f"{text}\n'''\n{result}{SEPARATOR}\n{result}'''\n")
+    monkeypatch.setattr(train_gpt, "__file__", str(script))
+    log = broken_at_the_end(tmp_path, shards)
+    assert log_of(tmp_path).count("\nfinal_val_loss: ") == 3
+    run([f"--resume={log}"])
+    assert log_of(tmp_path).count("\nfinal_val_loss: ") == 4
+    final = f"\nfinal_val_loss: {losses(log_of(whole))[-1]:.4f} nats per token"
+    assert final in after_the_source(tmp_path)
+
+
+@pytest.mark.xfail(strict=True, reason="half a line `final_val_loss: ` counts as a result")
+def test_half_a_result_does_not_finish_a_run(tmp_path, shards):
+    """As a disk that is full in the middle of this line leaves it."""
+    run([*RUN, *shards, f"--records={tmp_path}"])
+    log = log_path(tmp_path)
+    whole = log_of(tmp_path)
+    log.write_text(whole[:whole.index("\nfinal_val_loss: ") + len("\nfinal_val_loss: 2")])
+    run([f"--resume={log}"])
+    assert losses(log_of(tmp_path)) == losses(whole)
+
+
+def test_a_log_that_was_cut_is_refused(tmp_path, shards):
+    log = broken_run(tmp_path, shards)
+    os.truncate(log, 1000)
+    with pytest.raises(UserError, match=f"{log}.*cut"):
+        run([f"--resume={log}"])
+    assert log.stat().st_size == 1000
+
+
+def test_a_path_that_cannot_be_is_one_line():
+    with pytest.raises(FAILURES, match="x" * 99) as raised:
+        run([f"--resume={'x' * 300}"])
+    assert "\n" not in str(raised.value)
+
+
+def test_a_log_that_is_deleted_during_the_run_does_not_end_it(tmp_path, shards):
+    with before_step(5, lambda: log_path(tmp_path).unlink()):
+        run([*RUN, *shards, f"--records={tmp_path}"])
+    assert checkpoints(tmp_path) == ["step00000009.pt", "step00000012.pt"]
+    (folder,) = tmp_path.iterdir()
+    with pytest.raises(FAILURES, match=f"{folder}.log"):
+        run([f"--resume={folder}"])
+
+
+def test_a_records_folder_that_vanishes_during_the_run_is_one_line(tmp_path, shards):
+    away = tmp_path / "away"
+    with before_step(5, lambda: (tmp_path / "records").rename(away)):
+        with pytest.raises(FAILURES, match="records"):
+            run([*RUN, *shards, f"--records={tmp_path}/records"])
+    run([f"--resume={log_path(away)}"])
+    assert len(losses(log_of(away), "train_loss")) == 12
+
+
+# --------------------------------------------------------------------------------------------------
+# Kills and signals
+
+LONG = [*TINY, "--val_loss_every=4", "--save_every=3", "--micro_batches=2"]
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory, shards):
+    """An uninterrupted run of LONG."""
+    folder = tmp_path_factory.mktemp("long")
+    launch(*LONG, *shards, f"--records={folder}", "--num_iterations=90")
+    return folder
+
+
+def test_kills_at_every_place_and_at_random(tmp_path, shards, long):
+    """A kill at each of the chosen places (in a step, a validation, a saving, a resumption) and
+    some at random times, each resumed: the run ends as the uninterrupted one, step for step and bit
+    for bit."""
+    done = subprocess.run([sys.executable, ROOT / "tests" / "killed_runs.py", tmp_path, *LONG,
+                           *shards], capture_output=True, text=True, env=ENVIRONMENT, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     kills = json.loads(done.stdout.splitlines()[-1])
-    assert sum(kills.values()) >= 12, kills
-    assert_same_run(tmp_path / "killed", tmp_path / "whole")
-    numbers = [int(line.split(":")[1].split("/")[0]) for line in steps(tmp_path / "killed") if "train_loss" in line]
-    assert numbers == list(range(1, 61)), "no step is missing and none is there twice"
-    assert sorted(p.name for p in tmp_path.glob("killed/*/*")) == ["model.pt", "step00000057.pt", "step00000060.pt"]
+    assert len(kills) == 18 and kills["at random"] == 12, kills
+    assert_same_run(tmp_path, long)
+    numbers = re.findall(r"^step:(\d+)/90 train_loss", log_of(tmp_path), re.M)
+    assert [int(n) for n in numbers] == list(range(1, 91)), "none is missing, none is there twice"
+    assert checkpoints(tmp_path) == ["step00000087.pt", "step00000090.pt"]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+class Process:
+    """A run whose processes are at hand."""
+
+    def __init__(self, *flags, ranks=None, before=(), script=ROOT / "train_gpt.py"):
+        self.process = subprocess.Popen([*before, *command(*flags, ranks=ranks, script=script)],
+                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                        env=ENVIRONMENT, start_new_session=True)
+
+    def wait_for(self, text: str):
+        seen = ""
+        for line in self.process.stdout:
+            seen += line
+            if text in line:
+                return self
+        raise AssertionError(f"ended before {text!r}:\n{seen}{self.process.stderr.read()}")
+
+    def workers(self) -> dict[int, int]:
+        """{rank: process id} below torchrun."""
+        pid = self.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        environments = {int(child): Path(f"/proc/{child}/environ").read_text()
+                        for child in children}
+        ranks = {child: re.search(r"\0RANK=(\d+)", text) for child, text in environments.items()}
+        return {int(rank[1]): child for child, rank in ranks.items() if rank}
+
+    def signal(self, number):
+        """To all of its processes, as a terminal does it."""
+        os.killpg(self.process.pid, number)
+        return self
+
+    def end(self, seconds: float = 60) -> tuple[int, str]:
+        """(status, stderr) of it once it has ended; it must within that time."""
+        try:
+            _, said = self.process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            self.signal(signal.SIGKILL)
+            raise
+        return self.process.returncode, said
+
+
+def assert_one_line_on_how_to_go_on(said: str, number, records):
+    """The line of rank 0, and no other of the script's."""
+    lines = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and "train_gpt.py\", line" not in said, said
+    assert number.name in lines[0] and f"--resume={log_path(records)}" in lines[0], said
+    newest = max(path.name for path in Path(records).glob("*/step*.pt"))
+    assert newest in lines[0], said
+
+
+def test_signals_end_a_run_at_once_and_it_goes_on_in_the_same_bits(tmp_path, shards, long):
+    """SIGTERM and SIGINT with a line, SIGHUP as it ends any program."""
+    flags = [*LONG, *shards, f"--records={tmp_path}", "--num_iterations=90"]
+    for number, step in ((signal.SIGTERM, 8), (signal.SIGINT, 30), (signal.SIGHUP, 52)):
+        begun = Process(*flags).wait_for(f"step:{step}/").signal(number)
+        status, said = begun.end()
+        assert int(re.findall(r"step:(\d+)/", log_of(tmp_path))[-1]) < step + 30, "at once"
+        if number == signal.SIGHUP:
+            assert status == -number and said == ""
+        else:
+            assert status == 128 + number and said.count("\n") == 1, said
+            assert_one_line_on_how_to_go_on(said, number, tmp_path)
+            flags = [re.search("--resume=[^ ;]+", said)[0]]
+    launch(*flags)
+    assert log_of(tmp_path).count("\nresumed: ") == 3
+    assert_same_run(tmp_path, long)
+
+
+def test_a_signal_before_the_first_checkpoint_promises_nothing(tmp_path, shards):
+    begun = Process(*RUN, *shards, f"--records={tmp_path}", "--save_every=0", "--epochs=9999",
+                    "--num_iterations=999").wait_for("step:2/").signal(signal.SIGTERM)
+    status, said = begun.end()
+    assert status == 143 and said.startswith("error: stopped by SIGTERM"), said
+    assert said.count("\n") == 1 and "--resume" not in said and "saved" not in said
+
+
+def test_nohup_is_respected(tmp_path, shards):
+    begun = Process(*RUN, *shards, f"--records={tmp_path}", "--num_iterations=999",
+                    "--epochs=9999", before=["nohup"]).wait_for("step:4/")
+    begun.signal(signal.SIGHUP).wait_for("step:9/").signal(signal.SIGTERM)
+    status, said = begun.end()
+    assert status == 143
+    assert_one_line_on_how_to_go_on(said, signal.SIGTERM, tmp_path)
+
+
+# --------------------------------------------------------------------------------------------------
+# Ranks and launchers
+
+TWO = [*LONG, "--num_iterations=40"]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory, shards):
+    """An uninterrupted run of TWO on two ranks: two torchrun agents, as on two machines, that meet
+    by a c10d rendezvous."""
+    folder = tmp_path_factory.mktemp("two")
+    port = random.randint(20000, 50000)
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1",
+             "--rdzv_backend=c10d", "--rdzv_id=test", f"--rdzv_endpoint=127.0.0.1:{port}",
+             "--local_addr=127.0.0.1", ROOT / "train_gpt.py", *TWO, *shards, f"--records={folder}"]
+    agents = [subprocess.Popen(agent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                               env=ENVIRONMENT) for _ in range(2)]
+    said = [agent.communicate(timeout=200)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    return folder
+
+
+def assert_same_losses(folder, other):
+    """But for the rounding of another number of ranks."""
+    for kind in ("train_loss", "val_loss"):
+        mine = losses(log_of(folder), kind)
+        assert mine == pytest.approx(losses(log_of(other), kind), abs=0.002)
+
+
+def test_two_launchers_train_as_one_process(tmp_path, shards, two):
+    run([*TWO, *shards, f"--records={tmp_path}"])
+    assert "\nranks: 2\n" in log_of(two) and "\nranks: 1\n" in log_of(tmp_path)
+    assert_same_losses(tmp_path, two)
+
+
+def test_two_ranks_that_are_ended_go_on_in_the_same_bits(tmp_path, shards, two):
+    """By SIGTERM to the launcher alone, as a scheduler sends it, by SIGINT to all, as a terminal
+    does, and by SIGKILL to one rank. The status and the report are torchrun's."""
+    flags = [*TWO, *shards, f"--records={tmp_path}"]
+    for number, step in ((signal.SIGTERM, 7), (signal.SIGINT, 15), (signal.SIGKILL, 23)):
+        begun = Process(*flags, ranks=2).wait_for(f"step:{step}/")
+        workers = begun.workers()
+        if number == signal.SIGTERM:
+            begun.process.terminate()
+        elif number == signal.SIGINT:
+            begun.signal(number)
+        else:
+            os.kill(workers[1], number)
+        status, said = begun.end(seconds=25)  # torchrun kills what has not ended after 30
+        assert status == 1 and not Path(f"/proc/{workers[0]}").exists()
+        if number != signal.SIGKILL:
+            assert_one_line_on_how_to_go_on(said, number, tmp_path)
+        flags = [f"--resume={log_path(tmp_path)}"]
+    launch(*flags, ranks=2)
+    assert log_of(tmp_path).count("\nresumed: ") == 3
+    assert_same_run(tmp_path, two)
+
+
+def test_other_numbers_of_ranks_and_an_error_on_one_of_them(tmp_path, shards, whole):
+    """A run of one rank goes on on two, is ended by an error on rank 1 alone, which is said, and
+    goes on on one."""
+    log = broken_run(tmp_path, shards, step=5)
+    script = planted(tmp_path, "require(step < 7 or ranks.rank == 0, 'planted error')")
+    done = launch(f"--resume={log}", ranks=2, script=script, check=False)
+    assert done.returncode == 1
+    said = [line for line in done.stderr.splitlines() if "planted error" in line]
+    assert len(said) == 1 and said[0].startswith("error: ") and "rank 1 " in said[0], done.stderr
+    assert checkpoints(tmp_path) == ["step00000003.pt", "step00000006.pt"]
+    run([f"--resume={log}"])
+    resumed = re.findall(r"^resumed: step (\d) at .* on (\d) rank", log_of(tmp_path), re.M)
+    assert resumed == [("3", "2"), ("6", "1")]
+    assert_same_losses(tmp_path, whole)
+
+
+# --------------------------------------------------------------------------------------------------
 # Damaged files
 
-CHECKPOINT = {"step": 3, "model": {"w": torch.arange(300.0)}, "hyperparameters": {"name": "x"}}
+
+class Harmful:
+    """What a pickle would do if it were allowed to."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_damaged_checkpoint_is_one_line_and_loses_nothing(tmp_path, shards, whole):
+    log = broken_run(tmp_path, shards)
+    newest = log.with_suffix("") / "step00000006.pt"
+    good = newest.read_bytes()
+    flipped = bytearray(good)
+    flipped[len(good) // 2] ^= 4
+    harmless = tmp_path / "harmful"
+    damages = {
+        "truncated": good[:-1000],
+        "a flipped bit": flipped,
+        "empty": b"",
+        "garbage": random.Random(1).randbytes(5000),
+        "text": b"no checkpoint\n" * 40,
+        "zeros": bytes(len(good)),
+    }
+    pickles = {
+        "the weights alone": torch.load(newest, weights_only=True)["model"],
+        "another version": {"step": 6, "model": {}},
+        "no dict": [1, 2, 3],
+        "a tensor": torch.zeros(3),
+        "a pickle that acts": dict.fromkeys(train_gpt.FACTS, 1) | {"model": Harmful(harmless)},
+    }
+    for damage in (*damages, *pickles):
+        if damage in damages:
+            newest.write_bytes(damages[damage])
+        else:
+            torch.save(pickles[damage], newest)
+        before = contents(tmp_path)
+        with pytest.raises(UserError, match=f"^{newest}: .*damaged.*delete") as e:
+            run([f"--resume={log}"])
+        assert "\n" not in str(e.value) and contents(tmp_path) == before, damage
+    assert not harmless.exists()
+    newest.unlink()
+    run([f"--resume={log}"])
+    assert "\nresumed: step 3 at " in log_of(tmp_path)
+    assert_same_run(tmp_path, whole)
+
+
+WEIGHTS = torch.arange(300.0)
+
+
+@settings(max_examples=300, deadline=None,
+          suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_no_damage_to_a_checkpoint_goes_unnoticed(tmp_path, data):
-    """Cut at any byte, a flipped bit, a run of zeros, or anything appended: refused in one line, whatever torch.load thinks of it."""
+def test_no_damage_to_a_checkpoint_changes_what_is_read(tmp_path, data):
+    """Cut at any byte, a flipped bit, a run of zeros, or anything appended: it is refused in one
+    line, or was where nothing is read."""
     path = tmp_path / "step00000003.pt"
-    write_checkpoint(path, CHECKPOINT)
+    facts = {name: [name, 3] for name in train_gpt.FACTS}
+    saved = facts | {"model": {"w": WEIGHTS}}
+    torch.save(saved, path)
     content = bytearray(path.read_bytes())
     at = data.draw(st.integers(0, len(content) - 1))
-    match data.draw(st.sampled_from(["cut", "flip", "zero", "append"])):
-        case "cut":
-            del content[at:]
-        case "flip":
-            content[at] ^= 1 << data.draw(st.integers(0, 7))
-        case "zero":
-            span = slice(at, at + data.draw(st.integers(1, 600)))
-            if not any(content[span]):
-                content[span.start] = 255
-            else:
-                content[span] = bytes(len(content[span]))
-        case "append":
-            content += data.draw(st.binary(min_size=1, max_size=64))
+    damage = data.draw(st.sampled_from(["cut", "flip", "zero", "append"]))
+    if damage == "cut":
+        del content[at:]
+    elif damage == "flip":
+        content[at] ^= 1 << data.draw(st.integers(0, 7))
+    elif damage == "zero":
+        span = slice(at, at + data.draw(st.integers(1, 600)))
+        content[span] = bytes(len(content[span]))
+    else:
+        content += data.draw(st.binary(min_size=1, max_size=64))
     path.write_bytes(content)
-    with pytest.raises(UserError, match="is damaged") as caught:
-        read_checkpoint(path)
-    assert "\n" not in str(caught.value)
+    try:
+        read = read_checkpoint(path)
+    except UserError as e:
+        assert str(path) in str(e) and "damaged" in str(e) and "\n" not in str(e)
+    else:
+        assert damage != "cut" and torch.equal(read.pop("model")["w"], WEIGHTS)
+        assert read == facts
 
 
-def test_a_foreign_file_is_no_checkpoint(tmp_path):
-    path = tmp_path / "step00000001.pt"
-    write_checkpoint(path, CHECKPOINT)
-    assert torch.equal(read_checkpoint(path)["model"]["w"], torch.arange(300.0))
-    for content in (b"", b"x" * 31, b"x" * 32, b"x" * 4000):
-        path.write_bytes(content)
-        with pytest.raises(UserError, match="is damaged, or no checkpoint"):
-            read_checkpoint(path)
-    torch.save(CHECKPOINT, path)
-    with pytest.raises(UserError, match="its checksum is wrong"):
-        read_checkpoint(path)
-
-
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, deadline=None,
+          suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_shard_is_refused_or_still_a_shard(tmp_path, data):
-    """Whatever happens to a shard's bytes, it is refused in one line, or what is left is a right shard of tokens in range."""
-    tokens = [256, *range(250)] * 5
-    from conftest import write_shard
-    path = write_shard(tmp_path / "s.bin", tokens)
+    """Whatever happens to a shard's bytes, it is refused in one line, or what is left is a right
+    shard of tokens in range. (A last byte that makes no token does no harm.)"""
+    path = write_shard(tmp_path / "s.bin", [256, *range(250)] * 5)
     content = bytearray(Path(path).read_bytes())
     at = data.draw(st.integers(0, len(content) - 1) | st.integers(0, 16))
-    match data.draw(st.sampled_from(["cut", "flip", "overwrite", "append"])):
-        case "cut":
-            del content[at:]
-        case "flip":
-            content[at] ^= 1 << data.draw(st.integers(0, 7))
-        case "overwrite":
-            new = data.draw(st.binary(min_size=1, max_size=16))
-            content[at:at + len(new)] = new
-        case "append":
-            content += data.draw(st.binary(min_size=1, max_size=16))
+    damage = data.draw(st.sampled_from(["cut", "flip", "overwrite", "append"]))
+    if damage == "cut":
+        del content[at:]
+    elif damage == "flip":
+        content[at] ^= 1 << data.draw(st.integers(0, 7))
+    elif damage == "overwrite":
+        new = data.draw(st.binary(min_size=1, max_size=16))
+        content[at:at + len(new)] = new
+    else:
+        content += data.draw(st.binary(min_size=1, max_size=16))
     Path(path).write_bytes(content)
     try:
-        count = train_gpt.check_shard(path, 257)
+        ((found, count),) = train_gpt.find_shards(path).items()
+        tokens = train_gpt.read_tokens(path, 0, count, 257)
     except UserError as e:
         assert path in str(e) and "\n" not in str(e)
     else:
-        assert content[:12] == train_gpt.np.array([20240520, 1, count], dtype="<i4").tobytes() and len(content) == 1024 + 2 * count
-        assert train_gpt.read_tokens(path, count).to(torch.int32).max() < 257
+        header = train_gpt.np.array([20240520, 1, count], dtype="<i4").tobytes()
+        assert found == path and content[:12] == header
+        assert len(content) // 2 == 512 + count
+        assert len(tokens) == count and tokens.to(torch.int32).max() < 257
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Deterministic ranks
-
-
-@pytest.mark.parametrize("leaves", [1, 2, 3, 6, 8, 12, 16])
-def test_tree_sum_does_not_depend_on_how_terms_are_dealt(leaves):
-    generator = torch.Generator().manual_seed(leaves)
-    terms = [[torch.randn(50, generator=generator) * 10 ** i, torch.randn(3, generator=generator)] for i in range(leaves)]
-    alone = tree_sum(terms)
-    torch.testing.assert_close(alone[0], torch.stack([t[0] for t in terms]).sum(0))
-    for share in (1, 2, 4, 8, 16):
-        if leaves % share == 0:
-            dealt = tree_sum(tree_sum(terms[i:i + share]) for i in range(0, leaves, share))
-            assert all(map(torch.equal, alone, dealt)), share
-    if leaves == 16:
-        assert not torch.equal(alone[0], sum(t[0] for t in terms)), "a plain sum has other last bits, so this test can fail"
-
-
-def test_deterministic_ranks_give_the_same_bits(tmp_path, shards):
-    """1, 2, 4 and 8 ranks, losses and weights; 3 validation sequences, which none of the larger numbers divides."""
-    flags = [*TINY, *shards, "--deterministic", "--micro_batches=8", "--num_iterations=5", "--val_seq_len=384"]
-    run([*flags, f"--records={tmp_path}/1"])
-    for ranks in (2, 4, 8):
-        launch(*flags, f"--records={tmp_path}/{ranks}", ranks=ranks)
-        assert f"\nranks: {ranks}\n" in log_path(tmp_path / str(ranks)).read_text()
-        assert_same_run(tmp_path / str(ranks), tmp_path / "1")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Processes that die
-
-
-class Torchrun:
-    """A run under torchrun whose processes are at hand."""
-
-    def __init__(self, ranks: int, *flags):
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", ROOT / "train_gpt.py", *flags],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)
-
-    def wait_for(self, text: str):
-        self.output = ""
-        for line in self.process.stdout:
-            self.output += line
-            if text in line:
-                return self
-        raise AssertionError(f"ended before {text!r}:\n{self.output}")
-
-    def workers(self) -> dict[int, int]:
-        """{rank: process id}"""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        environments = {int(pid): Path(f"/proc/{pid}/environ").read_text() for pid in children}
-        return {int(re.search(r"\0RANK=(\d+)", text)[1]): pid for pid, text in environments.items() if "\0RANK=" in text}
-
-    def end(self, pids, seconds: float = 60) -> str:
-        """All of the output, once the launcher and these processes have ended, which they must within a minute."""
-        deadline = time.monotonic() + seconds
-        while any(Path(f"/proc/{pid}").exists() for pid in pids):
-            assert time.monotonic() < deadline, f"processes {pids} are still there"
-            time.sleep(0.05)
-        self.output += self.process.stdout.read()
-        self.process.wait(timeout=60)
-        return self.output
-
-
-def test_launcher_and_workers_that_are_killed(tmp_path, shards):
-    """A run of 2 deterministic ranks whose rank 1, rank 0 and launcher are killed in turn at random points: the rest ends within a
-    minute and says why; resumed on 2, 1 and 4 ranks in turn, it ends in the same bits as one that nothing happened to."""
-    flags = [*TINY, *shards, "--deterministic", "--micro_batches=4", "--num_iterations=100", "--val_loss_every=20", "--save_every=5"]
-    run([*flags, f"--records={tmp_path}/whole"])
-    chance, flags = random.Random(5), [*flags, f"--records={tmp_path}/killed"]
-    begun = Torchrun(2, *flags).wait_for(f"step:{chance.randint(12, 40)}/")
-    workers = begun.workers()
-    os.kill(workers[1], signal.SIGKILL)
-    said = begun.end(workers.values())
-    assert begun.process.returncode == 1 and re.search(r"rank 0 (lost contact with another rank|ends, since rank 1 has)", said), said
-    assert "met a defect" not in said
-
-    begun = Torchrun(2, *flags, "--resume").wait_for(f"step:{chance.randint(45, 60)}/")
-    workers = begun.workers()
-    os.kill(workers[0], signal.SIGKILL)
-    said = begun.end(workers.values())
-    assert begun.process.returncode == 1 and re.search(r"rank 1 (lost contact with another rank|ends, since rank 0 has)", said), said
-
-    begun = Torchrun(2, *flags, "--resume").wait_for(f"step:{chance.randint(65, 80)}/")
-    workers = begun.workers()
-    begun.process.kill()
-    said = begun.end(workers.values())
-    assert "stopped by SIGTERM; step " in said, "the workers notice that their launcher has gone, and save"
-
-    launch(*flags, "--resume", ranks=4)
-    assert_same_run(tmp_path / "killed", tmp_path / "whole")
-    log = log_path(tmp_path / "killed").read_text()
-    assert 1 <= log.count("\nresumed: ") <= 3 and " on 4 rank(s)" in log
-
-
-def test_a_signal_to_the_launcher_saves_and_a_second_one_ends_at_once(tmp_path, shards):
-    flags = [*TINY, *shards, f"--records={tmp_path}", "--num_iterations=3000", "--epochs=9999", "--micro_batches=2"]
-    begun = Torchrun(2, *flags).wait_for("step:5/")
-    workers = begun.workers()
-    begun.process.terminate()
-    said = begun.end(workers.values())
-    step = re.search(r"stopped by SIGTERM; step (\d+) is saved, the same command with --resume goes on", said)
-    assert step and said.count("stopped by") == 1 and "train_gpt.py\", line" not in said, said
-    assert checkpoints(tmp_path) == [f"step{int(step[1]):08}.pt"]
-    alone = subprocess.Popen([sys.executable, ROOT / "train_gpt.py", *flags, "--resume"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                             text=True, env=ENVIRONMENT)
-    for line in alone.stdout:
-        if f"step:{int(step[1]) + 2}/" in line:
-            break
-    os.kill(alone.pid, signal.SIGSTOP)  # both signals are there before it can act on the first
-    os.kill(alone.pid, signal.SIGTERM)
-    os.kill(alone.pid, signal.SIGCONT)
-    alone.stderr.readline()
-    time.sleep(1.1)
-    os.kill(alone.pid, signal.SIGINT)
-    assert alone.wait(timeout=60) in (130, 143)
-
-
-def test_two_launchers_train_as_one(tmp_path, shards):
-    """Two torchrun agents, as on two machines, that meet by a c10d rendezvous; the same two ranks under one agent."""
-    flags = [*TINY, *shards, "--micro_batches=2"]
-    launch(*flags, f"--records={tmp_path}/one", ranks=2)
-    port = random.randint(20000, 50000)
-    agents = [subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", "--rdzv_id=test",
-         f"--rdzv_endpoint=127.0.0.1:{port}", "--local_addr=127.0.0.1", ROOT / "train_gpt.py", *flags, f"--records={tmp_path}/two"],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT) for _ in range(2)]
-    said = [agent.communicate(timeout=200)[0] for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0], said
-    assert "\nranks: 2\nnodes: 2\n" in log_path(tmp_path / "two").read_text()
-    assert_same_run(tmp_path / "two", tmp_path / "one")
-
-
-def test_the_self_test_names_the_rank_that_is_missing_or_wrong(tmp_path):
-    worker = tmp_path / "worker.py"
-    worker.write_text(f"""
-import os, sys, time
-sys.path.insert(0, {str(ROOT)!r})
-import train_gpt
-from train_gpt import *
-ranks, case = start_ranks(), sys.argv[1]
-if case == "late" and ranks.rank == 1:
-    time.sleep(8)
-if case == "wrong" and ranks.rank == 1:
-    all_reduce = dist.all_reduce
-    dist.all_reduce = lambda x: (all_reduce(x), x.add_(1))
-try:
-    self_test(ranks, seconds=2)
-    timeouts = []
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            with socket.socket(fileno=os.dup(int(fd))) as connection:
-                connection.getpeername()[1]
-                timeouts.append(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
-        except OSError:
-            pass  # no connection of TCP
-    print(f"rank {{ranks.rank}} probes {{sorted(timeouts)}}", flush=True)
-    print(f"rank {{ranks.rank}} is content", flush=True)
-except UserError as e:
-    print(f"rank {{ranks.rank}} says: {{e}}", flush=True)
-os._exit(0)
-""")
-    said = {case: subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", worker, case],
-                                 capture_output=True, text=True, env=ENVIRONMENT, timeout=120) for case in ("late", "wrong", "right")}
-    assert re.search(r"rank 0 says: rank 0 waited 2 s in vain for rank\(s\) 1:", said["late"].stdout), said["late"]
-    assert said["wrong"].stdout.count("says: rank 1 on ") == 3 and "gave a wrong sum" in said["wrong"].stdout, said["wrong"]
-    assert said["right"].stdout.count("is content") == 3, said["right"]
-    probed = re.findall(r"rank \d probes \[(.*?)\]", said["right"].stdout)
-    assert len(probed) == 3 and all(len(one.split(", ")) > 3 and set(one.split(", ")) == {"60000"} for one in probed), probed
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Room, and failing well
-
-
-def test_a_disk_or_gpu_without_room_is_refused_before_the_start(tmp_path, shards, monkeypatch):
-    hp = train_gpt.parse_flags(["--preset=speedrun", "--dtype=bfloat16", "--num_kv_heads=6", f"--records={tmp_path}/a/b", "--save_every=100"], "demo")[0]
-    model, state = train_gpt.state_bytes(hp)
-    matrices, embeddings, head = 11 * 4 * 768**2 + 12 * 8 * 768**2, 4 * 50304 * 768, 50304 * 768
-    assert abs(model - (4 * matrices + 2 * embeddings + 4 * head)) < 1000 and abs(state - (8 * matrices + 6 * embeddings + 12 * head)) < 3000
-    monkeypatch.setattr(train_gpt.shutil, "disk_usage", lambda path: SimpleNamespace(free=model + 3 * state - 2**20))
-    with pytest.raises(UserError, match=rf"{tmp_path}: \d+ MiB free, checkpoints take \d+ MiB; free some"):
-        train_gpt.check_disk(hp, {})
-    for number in (1, 2):  # a resumed run has some of them
-        (tmp_path / "run").mkdir(exist_ok=True)
-        (tmp_path / "run" / f"step{number:08}.pt").touch()
-        monkeypatch.setattr(train_gpt.shutil, "disk_usage", lambda path: SimpleNamespace(free=model + (3 - number) * state + 2**21))
-        train_gpt.check_disk(hp, {"log": f"{tmp_path}/run.log"})
-        with pytest.raises(UserError, match="free some"):
-            train_gpt.check_disk(hp, {})
-    monkeypatch.setattr(train_gpt.shutil, "disk_usage", lambda path: SimpleNamespace(free=model + 3 * state + 2**21))
-    train_gpt.check_disk(hp, {})
-    gpu = SimpleNamespace(type="cuda")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * 2**30, 80 * 2**30))
-    with pytest.raises(UserError, match="10240 of 81920 MiB of GPU memory are free"):
-        train_gpt.check_memory(hp, gpu)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * 2**30, 80 * 2**30))
-    assert train_gpt.check_memory(hp, gpu) is None and train_gpt.check_memory(hp, torch.device("cpu")) is None
+# --------------------------------------------------------------------------------------------------
+# Failing well
 
 
 @pytest.mark.parametrize("what", ["checkpoint", "log"])
-def test_a_full_disk_leaves_earlier_work_whole(tmp_path, shards, whole, what):
-    """A limit on the size of files stands for the full disk: the log fits, a checkpoint does not; or not even the log."""
-    flags, room = ([], 400_000) if what == "checkpoint" else (["--save_every=0"], log_path(whole).read_text().index("step:6/12"))
-    script = (f"import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, {room})); sys.argv = sys.argv[1:]; "
-              "import runpy; runpy.run_path(sys.argv[0], run_name='__main__')")
-    done = subprocess.run([sys.executable, "-c", script, ROOT / "train_gpt.py", *RUN, *shards, f"--records={tmp_path}", *flags],
-                          capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
+def test_a_full_disk_is_one_line(tmp_path, shards, whole, what):
+    """A limit on the size of files stands for the full disk: the log fits, a checkpoint does not;
+    or not even the log."""
+    flags = [*RUN, *shards, f"--records={tmp_path}"]
+    room = 400_000
+    if what == "log":
+        flags.append("--save_every=0")
+        room = log_of(whole).index("step:6/12")
+    script = tmp_path / "small.py"
+    script.write_text("import resource, runpy\n"
+                      f"resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, {room}))\n"
+                      f"runpy.run_path({str(ROOT / 'train_gpt.py')!r}, run_name='__main__')\n")
+    done = launch(*flags, script=script, check=False)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     if what == "checkpoint":
-        assert re.search(r"step00000003.pt: cannot be saved \(.+\); free space, then go on with --resume", done.stderr), done.stderr
+        assert re.search(r"step00000003.pt: cannot be saved \(.+\).*--resume=", done.stderr)
         assert steps(tmp_path) == steps(whole)[:4]
     else:
-        assert re.search(r"_demo.log: the log cannot be written \(.+\); free space", done.stderr), done.stderr
-        assert "\nstep:1/12 train_loss" in log_path(tmp_path).read_text()
+        assert done.stderr.startswith("error: ") and "File too large" in done.stderr
+        assert "\nstep:1/12 train_loss" in log_of(tmp_path)
     assert not list(tmp_path.glob("*/*"))
 
 
-@pytest.mark.parametrize("error, asked", [
-    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.1 GiB"), "Tried to allocate 20.00 GiB"),
-    (RuntimeError("[enforce fail at alloc.cpp:1] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 32 bytes. Error code 12"),
-     "tried to allocate 32 bytes"),
-    (MemoryError(), "MemoryError")])
-def test_out_of_memory_is_one_line_that_says_what_to_lower(monkeypatch, capfd, error, asked):
-    def fail(argv):
-        raise error
+def test_a_disk_that_fills_up_keeps_the_checkpoints_before(tmp_path, shards, whole, monkeypatch):
+    save = torch.save
+    saved = []
 
-    class Ended(Exception):
-        pass
+    def fill_up(payload, file):
+        saved.append(payload["step"])
+        if len(saved) == 3:
+            file.write(b"half of it")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save(payload, file)
 
-    def end(status):
-        raise Ended(status)
-
-    monkeypatch.setattr(train_gpt, "run", fail)
-    monkeypatch.setattr(os, "_exit", end)
-    monkeypatch.setattr(sys, "argv", ["train_gpt.py"])
-    with pytest.raises(Ended, match="2"):
-        train_gpt.main()
-    assert capfd.readouterr().err == (f"error: rank 0 is out of memory ({asked}): lower --train_seq_len (and raise --micro_batches) "
-                                      "or --val_seq_len\n")
-
-
-def test_weights_that_are_not_finite_are_never_saved(tmp_path, shards, monkeypatch):
-    train_step = train_gpt.train_step
-
-    def poisoned(*args):
-        loss = train_step(*args)
-        if args[5] == 4:
-            args[0].embed.weight.data[0, 0] = float("nan")
-        return loss
-
-    monkeypatch.setattr(train_gpt, "train_step", poisoned)
-    with pytest.raises(UserError, match="step 5: a weight is no longer finite"):
-        run([*RUN, *shards, f"--records={tmp_path}", "--save_every=5", "--val_loss_every=0"])
-    assert not checkpoints(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", fill_up)
+        with pytest.raises(UserError, match="step00000009.pt: cannot be saved .*No space left"):
+            run([*RUN, *shards, f"--records={tmp_path}"])
+    assert checkpoints(tmp_path) == ["step00000003.pt", "step00000006.pt"]
+    run([f"--resume={log_path(tmp_path)}"])
+    assert_same_run(tmp_path, whole)
 
 
 def test_a_non_finite_loss_keeps_the_checkpoint_before_it(tmp_path, shards, whole, monkeypatch):
     train_step = train_gpt.train_step
+
+    def poisoned(model, batches, optimizers, step, hp, ranks):
+        loss = train_step(model, batches, optimizers, step, hp, ranks)
+        return loss * float("nan") if step == 7 else loss
+
     with monkeypatch.context() as patch:
-        patch.setattr(train_gpt, "train_step", lambda *args: train_step(*args) * (float("nan") if args[5] == 7 else 1))
-        with pytest.raises(UserError, match="step 8: the training loss is nan"):
+        patch.setattr(train_gpt, "train_step", poisoned)
+        with pytest.raises(UserError, match=r"^step 8: .*train.loss is nan"):
             run([*RUN, *shards, f"--records={tmp_path}"])
+    assert "\nstep:8/12 train_loss:nan " in log_of(tmp_path)
     assert checkpoints(tmp_path) == ["step00000003.pt", "step00000006.pt"]
-    run([*RUN, *shards, f"--records={tmp_path}", "--resume"])
+    run([f"--resume={log_path(tmp_path)}"])
     assert_same_run(tmp_path, whole)
 
 
-def test_a_shard_that_disappears_while_training_is_one_line(tmp_path, shards, monkeypatch):
-    from conftest import write_shard
-    for number in range(3):
-        write_shard(tmp_path / f"x_train_{number}.bin", [256, *range(250)] * 9)
-    load_next = train_gpt.TrainLoader.load_next
+@pytest.mark.parametrize("damage, said", [
+    (lambda path: path.unlink(), "No such file.*x_train_2.bin"),
+    (lambda path: os.truncate(path, 1500), "x_train_2.bin: .*shorter"),
+    (lambda path: path.write_bytes(b"\xff" * path.stat().st_size), "x_train_2.bin: .*token 65535"),
+], ids=["vanishes", "shrinks", "is overwritten"])
+def test_a_shard_that_changes_during_the_run_is_one_line(tmp_path, shards, damage, said):
+    """What was saved before is whole, and the run goes on when the shard is there again."""
+    paths = [Path(write_shard(tmp_path / f"x_train_{number}.bin", [256, *range(250)] * 9))
+             for number in range(3)]
+    good = paths[2].read_bytes()
+    records = tmp_path / "r"
+    with before_step(8, lambda: damage(paths[2])):
+        with pytest.raises(FAILURES, match=said) as raised:
+            run([*RUN, *shards, "--epochs=1", f"--train_files={tmp_path}/x_train_*.bin",
+                 f"--records={records}"])
+    assert "\n" not in str(raised.value)
+    assert checkpoints(records) == ["step00000003.pt", "step00000006.pt"]
+    with pytest.raises(UserError, match=r"x_train|--num_iterations"):
+        run([f"--resume={log_path(records)}"])
+    paths[2].write_bytes(good)
+    run([f"--resume={log_path(records)}"])
+    assert len(losses(log_of(records), "train_loss")) == 12
+    assert "\nchanged: " not in after_the_source(records)
 
-    def losing(self):
-        (tmp_path / "x_train_2.bin").unlink(missing_ok=True)
-        load_next(self)
 
-    monkeypatch.setattr(train_gpt.TrainLoader, "load_next", losing)
-    with pytest.raises(UserError, match=r"x_train_2.bin: cannot be read on \S+ \(No such file"):
-        run([*RUN, *shards, "--epochs=1", f"--train_files={tmp_path}/x_train_*.bin", f"--records={tmp_path}/r"])
-    assert checkpoints(tmp_path / "r") == ["step00000003.pt", "step00000006.pt"], "earlier work is whole"
-
-
-def test_a_console_that_goes_away_does_not_end_a_run(tmp_path, shards):
-    done = subprocess.run(f"'{sys.executable}' '{ROOT / 'train_gpt.py'}' {' '.join(RUN)} {' '.join(shards)} --records={tmp_path} | head -n 3",
-                          shell=True, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
-    assert "Traceback" not in done.stderr and len(losses(log_path(tmp_path).read_text(), "train_loss")) == 12, done.stderr
-    check = subprocess.run(f"'{sys.executable}' '{ROOT / 'train_gpt.py'}' --check {' '.join(RUN)} {' '.join(shards)} | true",
-                           shell=True, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
-    assert check.stderr == "error: whoever read the console has gone\n"
+def test_a_console_that_goes_away_ends_a_run_in_one_line(tmp_path, shards, whole):
+    """And the run goes on from its newest checkpoint."""
+    begun = Process(*RUN, *shards, f"--records={tmp_path}").wait_for("step:4/")
+    begun.process.stdout.close()
+    said = begun.process.stderr.read()
+    assert begun.process.wait(60) == 2 and said.startswith("error: ") and said.count("\n") == 1
+    assert "Broken pipe" in said
+    run([f"--resume={log_path(tmp_path)}"])
+    assert_same_run(tmp_path, whole)
