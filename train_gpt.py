@@ -71,7 +71,7 @@ def flag(default, help: str, least=-math.inf, most=math.inf, multiple=1, pattern
 class Hyperparameters:
     """Every field is a flag of the same name. The defaults are the preset `speedrun`."""
     # The run
-    name: str = flag("speedrun", "name of the run, of letters, digits and ._-", pattern=r"[\w.-]+")
+    name: str = flag("speedrun", "name, of letters, digits and ._-", pattern=r"[\w.-]+(?<!\.log)")
     records: str = flag("records", "folder of the log and the checkpoints")
     seed: int = flag(-1, "seed of the initial weights; -1 draws one", -1, 2**63 - 1)
     dtype: str = flag("auto", "activations; auto: what is fast", pattern="auto|bfloat16|float32")
@@ -98,7 +98,6 @@ class Hyperparameters:
     pair_rows: int = flag(0, "rows in the embedding of pairs of tokens; 0: no such embedding", 0)
     attention_scale: float = flag(0.12, "factor on the attention scores")
     rope_base: float = flag(1024.0, "base of the rotary frequencies", 1)
-    # At most 35, since exponentials of up to twice the cap are summed in float32
     lm_head_softcap: float = flag(15.0, "cap c of the logits: 2c * sigmoid(2 * logit / c)", 0.1, 35)
     use_fp8: bool = flag(True, "train the head in FP8 where the hardware has it")
     window_start: int = flag(128, "tokens in the long window at the first step", 1, 2**30)
@@ -260,8 +259,7 @@ def load_validation(shards: dict[str, int], hp: Hyperparameters, ranks: "Ranks")
 
 # -------- 4. Block masks and attention
 def ordered_blocks(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
-    """A map of blocks in FlexAttention's form: how many each row has, and which they are, from the
-    nearest to the diagonal to the farthest (what follows them in a row is not read)."""
+    """How many blocks each row of a map has, and which they are, from the diagonal outwards."""
     block_N = torch.arange(len(chosen_NN), dtype=torch.int32, device=chosen_NN.device)
     distance_NN = (block_N[:, None] - block_N).abs()
     order_NN = torch.where(chosen_NN, distance_NN, len(chosen_NN)).argsort(stable=True)
@@ -514,7 +512,7 @@ class GPT(nn.Module):
 
     def summed_loss(self, x_TD: Tensor, targets_T: Tensor) -> Tensor:
         """The cross-entropies, log sum exp(logits) - logit of the target (both shifted by c), in
-        sum (0 for targets of -1). Capped logits need no maximum subtracted first: one pass less."""
+        sum (0 for targets of -1). As c <= 35, e^2c sums in float32 without a maximum subtracted."""
         logits_TV = self.logits(x_TD)
         log_sum_T = logits_TV.exp().sum(-1).log().masked_fill(targets_T < 0, 0)
         nll_T = F.nll_loss(logits_TV, targets_T, reduction="none", ignore_index=-1)
@@ -748,31 +746,31 @@ class Ranks:
             return DONE
         return dist.all_reduce(tensor, async_op=True)
 
-def start_ranks(connect: bool = True) -> Ranks:
-    """Join the ranks that torchrun started; without torchrun this process is alone."""
+def start_ranks() -> Ranks:
+    """This process's place among those that torchrun started; without torchrun it is alone."""
     rank = int(os.environ.get("RANK", "0"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        require(local_rank < torch.cuda.device_count(), f"this machine has no GPU {local_rank}; "
-                f"lower --nproc_per_node to {torch.cuda.device_count()}")
+        require(local_rank < torch.cuda.device_count(), f"no GPU {local_rank}: start fewer ranks")
         device = torch.device("cuda", local_rank)
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(device)
-    if connect and world_size > 1:
-        try:
-            backend = "nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=timedelta(minutes=10))
-            dist.barrier()  # who is missing shows before anything slow
-        except (RuntimeError, ValueError) as e:
-            raise UserError(f"the ranks do not reach each other ({first_line(e)}); set the network "
-                            "interface by GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME") from None
     return Ranks(rank, world_size, device)
+
+def connect(ranks: Ranks):
+    """Join the other ranks. A first barrier shows who is missing before anything slow."""
+    backend = "nccl" if ranks.device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(backend, timeout=timedelta(minutes=10))
+        dist.barrier()
+    except (RuntimeError, ValueError) as e:
+        raise UserError(f"the ranks do not reach each other ({first_line(e)}); set the network "
+                        "interface by GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME") from None
 
 # -------- 9. Run log and clock
 SEPARATOR = "=" * 100
-
 class RunLog:
     """Rank 0's log file and console; on other ranks, which open none, writing does nothing."""
     file = path = None
@@ -904,13 +902,13 @@ def save_checkpoint(step: int, seconds: float, log_bytes: int, state: dict, plan
     try:
         with open(unfinished, "wb") as f:
             torch.save(facts | state, f)
+            f.flush()
             os.fsync(f.fileno())
         os.fsync(log.file.fileno())
         os.replace(unfinished, path)
     except (OSError, RuntimeError) as e:  # torch.save makes a RuntimeError of a full disk
         unfinished.unlink(missing_ok=True)
-        raise UserError(f"{path}: cannot be saved ({first_line(e)}); free space and go on with "
-                        f"--resume={log.path}: what was saved before is whole") from None
+        raise UserError(f"{path}: cannot be saved ({first_line(e)}); make room, --resume") from None
     for old in checkpoints_in(log.folder)[2:]:
         old.unlink()
     log.write(f"checkpoint: {path}")
@@ -1020,7 +1018,7 @@ def prepare(hp: Hyperparameters, command: argparse.Namespace, script: str, ranks
     if checkpoint:
         text = log_path.read_bytes()
         require(len(text) >= facts["log_bytes"], f"{log_path}: was cut to before {checkpoint.name}")
-        finished = b"\nfinal_val_loss: " in text[facts["log_bytes"]:]
+        finished = b"\nlog: " in text[facts["log_bytes"]:]  # its last line
         last = hp.num_iterations - int(finished)
         require(facts["step"] <= last, f"--resume={command.resume}: the run is finished")
         then = dict(facts["hyperparameters"], script=facts["script"], data=facts["data"])
@@ -1169,16 +1167,18 @@ def end_at_signals(log: RunLog):
 def run(argv: list[str]):
     script = Path(__file__).read_text(encoding="utf-8")  # before anyone edits it
     hp, command = parse_flags(argv, "speedrun" if torch.cuda.is_available() else "demo")
-    ranks = start_ranks(connect=not command.check)
-    if command.check:
-        print("checks passed", *prepare(hp, command, script, ranks).data, sep="\n")
-        return
+    ranks = start_ranks()
     log = RunLog()
     plans = [None]
-    if ranks.rank == 0:  # which decides; where it finds an error, torchrun ends the others
+    if command.check or ranks.rank == 0:  # rank 0 decides, and where it finds an error all end
         plans = [prepare(hp, command, script, ranks)]
+    if command.check:
+        print("checks passed", *plans[0].data, sep="\n")
+        return
+    if ranks.rank == 0:
         begin_log(log, plans[0], ranks)
     if ranks.world_size > 1:
+        connect(ranks)
         dist.broadcast_object_list(plans, src=0)
     end_at_signals(log)
     train(plans[0], ranks, log)

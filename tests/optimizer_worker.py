@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from train_gpt import (  # noqa: E402
-    PRESETS, Adam, Muon, Optimizer, Ranks, load_training_state, lr_scale, start_ranks,
+    PRESETS, Adam, Muon, Optimizer, Ranks, connect, load_training_state, lr_scale, start_ranks,
     training_state)
 
 MICRO_BATCHES = 24
@@ -98,6 +98,8 @@ def copied(state):
 
 
 ranks = start_ranks()
+if ranks.world_size > 1:
+    connect(ranks)
 share = MICRO_BATCHES // ranks.world_size
 mine = range(ranks.rank * share, (ranks.rank + 1) * share)
 
