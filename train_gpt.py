@@ -121,7 +121,7 @@ class Hyperparameters:
 PRESETS = {
     "speedrun": Hyperparameters(),
     "demo": Hyperparameters(
-        name="demo", save_every=125, val_loss_every=50, train_files="data/demo/demo_train_*.bin",
+        name="demo", save_every=100, val_loss_every=50, train_files="data/demo/demo_train_*.bin",
         val_files="data/demo/demo_val_*.bin", vocab_size=257, train_seq_len=1024, val_seq_len=2048,
         val_tokens=131072, micro_batches=4, windows="LSSL", value_embeds="0..0", attention="xx.x",
         model_dim=128, num_heads=4, head_dim=32, smear=True, key_offset=True, pair_rows=8192,
@@ -620,7 +620,7 @@ class Adam(Optimizer):
         super().__init__(params, lr, hp, ranks)
         self.state["exp_avg"] = [torch.zeros_like(p) for p in params.values()]
         self.state["exp_avg_sq"] = [torch.zeros_like(p) for p in params.values()]
-        self.state["adam_steps"] = [torch.zeros((), device=ranks.device)] * len(params)  # the same
+        self.state["adam_steps"] = [torch.zeros((), device=ranks.device)] * len(params)  # all one
 
     def apply(self, step: int):
         for exchange in self.pending:
@@ -1019,8 +1019,8 @@ def prepare(hp: Hyperparameters, command: argparse.Namespace, script: str, ranks
         text = log_path.read_bytes()
         require(len(text) >= facts["log_bytes"], f"{log_path}: was cut to before {checkpoint.name}")
         finished = b"\nlog: " in text[facts["log_bytes"]:]  # its last line
-        last = hp.num_iterations - int(finished)
-        require(facts["step"] <= last, f"--resume={command.resume}: the run is finished")
+        require(not finished or "num_iterations" in command.given, f"{log_path}: is finished")
+        require(facts["step"] <= hp.num_iterations, f"{checkpoint}: is past --num_iterations")
         then = dict(facts["hyperparameters"], script=facts["script"], data=facts["data"])
         for name, value in dict(asdict(hp), script=plan.script_hash, data=plan.data).items():
             if then.get(name) != value:
@@ -1113,7 +1113,7 @@ def train(plan: Plan, ranks: Ranks, log: RunLog):
         # Untimed: validate and save
         if saves or validates:
             clock.stop()
-            log_bytes = log.file.tell() if log.file else 0  # a resumed run validates again
+            log_bytes = log.file.tell() if log.file else 0  # where a resumed run cuts it
             if validates:
                 val_loss = evaluate(model, val_sequences, step, hp, ranks)
                 log.step_line("val_loss", val_loss, step, clock.elapsed, hp)
