@@ -1019,8 +1019,9 @@ def prepare(hp: Hyperparameters, command: argparse.Namespace, script: str, ranks
         text = log_path.read_bytes()
         require(len(text) >= facts["log_bytes"], f"{log_path}: was cut to before {checkpoint.name}")
         finished = b"\nlog: " in text[facts["log_bytes"]:]  # its last line
-        require(not finished or "num_iterations" in command.given, f"{log_path}: is finished")
-        require(facts["step"] <= hp.num_iterations, f"{checkpoint}: is past --num_iterations")
+        asked = f"--resume={command.resume}"
+        require(not finished or "num_iterations" in command.given, f"{asked}: the run is finished")
+        require(facts["step"] <= hp.num_iterations, f"{asked}: is past --num_iterations")
         then = dict(facts["hyperparameters"], script=facts["script"], data=facts["data"])
         for name, value in dict(asdict(hp), script=plan.script_hash, data=plan.data).items():
             if then.get(name) != value:
@@ -1145,9 +1146,8 @@ def begin_log(log: RunLog, plan: Plan, ranks: Ranks):
     else:
         log.open(Path(plan.hp.records, f"{now:%Y-%m-%dT%H-%M-%SZ}_{plan.hp.name}.log"))
         settings = [f"{name} = {value!r}" for name, value in asdict(plan.hp).items()]
-        script = plan.script.removesuffix("\n")
-        head = [*settings, SEPARATOR, *environment(plan, ranks), SEPARATOR, script, SEPARATOR]
-        log.write("\n".join(head), console=False)
+        head = [*settings, SEPARATOR, *environment(plan, ranks), SEPARATOR]
+        log.write("\n".join([*head, plan.script.removesuffix("\n"), SEPARATOR]), console=False)
         log.write("clock: train_time counts all from the first step on but validating and saving; "
                   "compiling and a warmup, which is undone, come before")
     for note in plan.notes:

@@ -245,7 +245,7 @@ def test_what_cannot_go_on_is_refused_in_one_line_and_left_alone(tmp_path, shard
         with pytest.raises(FAILURES, match=reason) as raised:
             run([f"--resume={path}"])
         assert "\n" not in str(raised.value) and str(path) in str(raised.value)
-    with pytest.raises(UserError, match=f"--resume={log}.* finished"):
+    with pytest.raises(UserError, match=f"--resume={log}.* past --num_iterations"):
         run([f"--resume={log}", "--num_iterations=5"])
     with pytest.raises(UserError, match="99999999"):
         run([f"--resume={log}", "--val_tokens=99999999"])
