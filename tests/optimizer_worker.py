@@ -12,7 +12,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from train_gpt import (  # noqa: E402
     PRESETS, Adam, Muon, Optimizer, Ranks, connect, load_training_state, lr_scale, start_ranks,
-    training_state)
+    train_step, training_state)
 
 MICRO_BATCHES = 24
 HP = dataclasses.replace(
@@ -67,13 +67,8 @@ def take_steps(model, optimizers, steps, mine):
                 gradient = torch.randn(p.shape, generator=generator)
                 if micro_batch in mine:
                     p.grad += gradient / MICRO_BATCHES
-        with torch.no_grad():
-            for optimizer in optimizers:
-                optimizer.send_gradients()
-            for optimizer in optimizers:
-                optimizer.compute(step)
-            for optimizer in optimizers:
-                optimizer.apply(step)
+        # What train_step does after its micro-batches, of which it is given none.
+        train_step(model, [], optimizers, step, HP, optimizers[0].ranks)
 
 
 def assert_same(got, want, how):
