@@ -27,7 +27,7 @@ if [ -z "$python" ]; then
   echo "run.sh: making .venv with the packages of requirements.txt (once; torch is large)"
   python=.venv/bin/python
   [ -x $python ] || python3 -m venv .venv || die "Python 3.10 or newer is needed, with venv and pip"
-  $python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+  $python -m pip install --disable-pip-version-check -r requirements.txt
   versions=$(works $python) || die ".venv cannot be used: $versions; remove it and start again"
 fi
 echo "run.sh: using $(command -v "$python") ($versions)"
