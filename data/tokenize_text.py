@@ -6,18 +6,13 @@
 
 Inputs are files and folders. A line of .jsonl (.ndjson) and a row of .parquet is a document; any
 other text file is one document. Each may be compressed (.gz, .xz, .bz2). Every document begins with
-the end-of-text token. Written into --out: NAME_train_000001.bin and on, NAME_val_000000.bin and on,
-and last NAME.json, which says what they hold.
+the end-of-text token. Written into --out, when all is complete: NAME_train_000001.bin and on,
+NAME_val_000000.bin and on, and NAME.json, which says what they hold; the same whatever --workers.
 
-Validation takes whole documents, chosen by a hash of their text: the same ones in whatever order
-they come, and copies of one document all on the same side. Of up to 134 MB of text it gets the
-wanted number of tokens or up to 10 % fewer; of more, whose documents go to their sides as they are
-read, the wanted fraction on average. Where documents are too few or too long for that (a single
-file, say), and for --val_tokens of more than 134 MB, it is the last tokens, exactly so many.
-
-The shards depend on the inputs and the options alone, not on the number of workers. They get their
-names when all of them are complete: a run that is killed leaves nothing but the folder
-.NAME.unfinished, which the next one clears. Memory does not grow with the corpus.
+Validation takes whole documents by a hash of their text: copies of one go to the same side. Of up
+to 134 MB of text it gets the wanted number of tokens or up to 10 % fewer; of more, the wanted
+fraction on average. Where documents are too few or too long for that (a single file, say), and for
+--val_tokens of more than 134 MB, it is the last tokens, exactly so many.
 """
 
 import bz2
@@ -35,7 +30,6 @@ import re
 import signal
 import sys
 import threading
-import time
 import zlib
 from concurrent.futures import ProcessPoolExecutor, process
 from pathlib import Path, PurePosixPath
@@ -77,12 +71,12 @@ def find_files(inputs, globs, exclude, shuffle=False) -> list[Path]:
     """The files to read, each once, those of a folder sorted by path (or by a hash of the path
     below it), whatever order the file system lists them in."""
     files = {}
+    exclude = [".*", *exclude]
     for top in map(Path, inputs):
         found = [PurePosixPath()] if top.is_file() else []
         for folder, folders, names in os.walk(top):
             here = PurePosixPath(Path(folder).relative_to(top).as_posix())
-            left_out = {name for name in folders + names
-                        if name.startswith(".") or matches_any(here / name, exclude)}
+            left_out = {name for name in folders + names if matches_any(here / name, exclude)}
             folders[:] = set(folders) - left_out
             paths = (here / name for name in names if name not in left_out)
             found += [path for path in paths if matches_any(path, globs or FOLDER_GLOBS)]
@@ -177,24 +171,20 @@ def read_batches(files, args, notes: dict[str, list]):
     """Lists of (text, whether it begins a document, the document's hash bucket) of BATCH_BYTES or a
     little more. A document that comes in pieces goes by the hash of the first. Counts in notes the
     documents that something is wrong with: {what: [how many, the first one's place, the last's]}"""
-    def note(what, place):
-        noted = notes.setdefault(what, [0, place, None])
-        noted[0] += place != noted[2]  # once for a long document in pieces
-        noted[2] = place
-
     done = "kept as it is" if args.tokenizer == "bytes" else "its place taken by U+FFFD"
     batch = []
     size = 0
     for place, data, begins, valid in read_files(files, args):
+        require(valid or not args.strict, f"{place}: not valid UTF-8")
+        if not data or not valid:
+            what = f"invalid UTF-8, {done}" if data else "no text, left out"
+            noted = notes.setdefault(what, [0, place, None])
+            noted[0] += place != noted[2]  # once for a long document in pieces
+            noted[2] = place
         if not data:
-            note("no text, left out", place)
             continue
-        if not valid:
-            require(not args.strict, f"{place}: not valid UTF-8")
-            note(f"invalid UTF-8, {done}", place)
         if begins:
-            digest = hashlib.blake2b(data, digest_size=2).digest()
-            bucket = int.from_bytes(digest, "little")
+            bucket = int.from_bytes(hashlib.blake2b(data, digest_size=2).digest(), "little")
         batch.append((data, begins, bucket))
         size += len(data)
         if size >= BATCH_BYTES:
@@ -211,16 +201,12 @@ def encode(batch, tokenizer_name: str, vocab_dir):
     """(tokens, how many each text of the batch became, its document's bucket)"""
     tokenizer = load_tokenizer(tokenizer_name, vocab_dir)
     end_of_text = np.array([tokenizer.eot], dtype=np.uint16)
-    parts = []
-    lengths = []
-    for data, begins, _ in batch:
-        ids = tokenizer.encode_utf8(data)
-        parts += [end_of_text[:begins], ids]
-        lengths.append(len(ids) + begins)
-    return np.concatenate(parts), lengths, [bucket for _, _, bucket in batch]
+    parts = [np.concatenate([end_of_text[:begins], tokenizer.encode_utf8(data)])
+             for data, begins, _ in batch]
+    return np.concatenate(parts), list(map(len, parts)), [bucket for _, _, bucket in batch]
 
 
-def start_worker(tokenizer_name, vocab_dir):
+def start_worker():
     """The main process decides when to stop, and a worker outlives it in no case."""
     def end_with_parent():
         multiprocessing.parent_process().join()
@@ -229,7 +215,6 @@ def start_worker(tokenizer_name, vocab_dir):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=end_with_parent, daemon=True).start()
-    load_tokenizer(tokenizer_name, vocab_dir)
 
 
 def encode_all(batches, args):
@@ -242,7 +227,7 @@ def encode_all(batches, args):
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     pending = collections.deque()
     try:
-        with ProcessPoolExecutor(args.workers, context, start_worker, how) as pool:
+        with ProcessPoolExecutor(args.workers, context, start_worker) as pool:
             for batch in batches:
                 pending.append(pool.submit(encode, batch, *how))
                 if len(pending) > 2 * args.workers:
@@ -270,9 +255,8 @@ def choose_buckets(head, args):
     is_all = len(head) < HEAD_BATCHES
     if not head or args.val_tokens is not None and not is_all:
         return taken
-    bucket_tokens = np.zeros(BUCKETS)
-    for _, lengths, buckets in head:
-        bucket_tokens += np.bincount(buckets, lengths, minlength=BUCKETS)
+    _, lengths, buckets = zip(*head)
+    bucket_tokens = np.bincount(np.concatenate(buckets), np.concatenate(lengths), BUCKETS)
     wanted = wanted_val_tokens(int(bucket_tokens.sum()), args)
     room = wanted
     for bucket in np.flatnonzero(bucket_tokens):
@@ -307,10 +291,9 @@ def parse(argv):
     add("--name", required=True, help="what the shards' names begin with")
     add("--tokenizer", choices=TOKENIZERS, required=True)
     add("--vocab_dir", metavar="DIR", help="of GPT-2's encoder.json and vocab.bpe (downloaded)")
-    add("--glob", action="append", default=[], metavar="PATTERN", help="files to take from "
-        "folders, as '*.py' or '**/src/*.py' (repeatable; .txt .md .jsonl .parquet)")
-    add("--exclude", action="append", default=[], metavar="PATTERN", help="files or folders to "
-        "leave out, as 'tests' or 'idlelib/idle_test' (repeatable)")
+    patterns = dict(action="append", default=[], metavar="PATTERN")  # each may be repeated
+    add("--glob", **patterns, help="files of folders, as '*.py' (.txt .md .jsonl .parquet)")
+    add("--exclude", **patterns, help="files or folders to leave out, as 'tests' or 'src/**/old'")
     add("--shuffle", action="store_true", help="order a folder's files by a hash of their paths")
     add("--format", choices=READERS, help="of all inputs (by the file's name)")
     add("--text_field", default="text", metavar="NAME", help="of jsonl and parquet (text)")
@@ -331,7 +314,6 @@ def parse(argv):
 
 
 def refuse_to_overwrite(args):
-    require(args.out.is_dir() or not args.out.exists(), f"{args.out}: exists and is not a folder")
     names = f"{args.name}_train_*.bin", f"{args.name}_val_*.bin", f"{args.name}.json"
     there = [path for name in names for path in args.out.glob(name)]
     require(not there, f"{min(there, default='')}: already there, nothing was changed; choose "
@@ -343,7 +325,6 @@ def main(argv=None):
     tokenizer = load_tokenizer(args.tokenizer, args.vocab_dir)
     files = find_files(args.inputs, args.glob, args.exclude, args.shuffle)
     refuse_to_overwrite(args)
-    started = time.monotonic()
     notes = {}
     batches = encode_all(read_batches(files, args, notes), args)
     with staging(args.out / f".{args.name}.unfinished") as folder, contextlib.closing(batches):
@@ -365,15 +346,9 @@ def main(argv=None):
     for what, (number, first, _) in notes.items():
         print(f"{number} document(s) with {what}; the first: {first}", file=sys.stderr)
     for side, held in sides.items():
-        if held["tokens"]:
-            print(f"{side}: {held['documents']} documents, {held['tokens']} tokens, "
-                  f"{held['bytes_per_token']:.3f} bytes per token, {len(held['shards'])} shard(s) "
-                  f"from {args.out / held['shards'][0]['file']}")
+        print(f"{side}: {held['documents']} documents, {held['bytes']} bytes of text, "
+              f"{held['tokens']} tokens, {len(held['shards'])} shard(s)")
     print(f"validation by {chosen}; checksum {checksum}")
-    size = sum(held["bytes"] for held in sides.values()) / 1e6
-    seconds = time.monotonic() - started
-    print(f"{size:.1f} MB of text in {seconds:.1f} s, {size / seconds:.1f} MB/s with "
-          f"{args.workers} worker(s)")
 
 
 if __name__ == "__main__":

@@ -56,13 +56,8 @@ def test_trains_on_two_processes_says_each_decision_and_ends_with_a_sample(tmp_p
 
 
 def test_check_starts_nothing(tmp_path, shards):
-    """On the second of two machines, which has no records to resume from, not even a check."""
-    flags = ["demo", *TINY[1:], *shards, "--check", f"--records={tmp_path}"]
-    done = run_sh(*flags)
+    done = run_sh("demo", *TINY[1:], *shards, "--check", f"--records={tmp_path}")
     assert done.returncode == 0 and done.stdout.count("checks passed") == 1, done.stderr
-    second = {"NNODES": "2", "NODE_RANK": "1", "NPROC": "1", "MASTER_ADDR": "localhost"}
-    done = run_sh(*flags, f"--resume={tmp_path}/there.log", **second)
-    assert done.returncode == 0 and "train_gpt.py" not in done.stdout, done.stdout + done.stderr
     assert not list(tmp_path.iterdir())
 
 
@@ -137,20 +132,21 @@ def test_help_needs_no_python_and_says_what_is_its_own(tmp_path, flag):
     done = run_sh("demo", flag, PYTHON="/no/such")
     assert done.returncode == 0 and done.stderr == ""
     assert done.stdout.startswith("./run.sh [speedrun|demo|test] [--repeat=N]")
-    for word in ("train_gpt.py --help", "PYTHON", "NPROC", "NNODES", "NODE_RANK", "MASTER_PORT"):
+    for word in ("train_gpt.py --help", "pytest", "PYTHON", "NPROC"):
         assert word in done.stdout
     assert "set -e" not in done.stdout
 
 
 @pytest.mark.parametrize("argv, env, words", [
-    (["fast"], {}, "neither speedrun, demo nor test"),
-    (["demo", "--repeat=0"], {}, "--repeat=0 is no number"),
+    (["fast"], {}, "invalid choice: 'fast'"),
+    (["demo", "--repeat=0"], {}, "--repeat=0: takes a number above 0"),
     (["demo", "--repeat"], {}, "argument --repeat: expected one argument"),
-    (["demo", "--repeat=2", "--seed=1"], {}, "leave --seed out"),
-    (["demo", "--repeat=2", "--resume=x.log"], {}, "and --resume"),
+    (["demo", "--repeat=2", "--seed=1"], {}, "--repeat=2: takes a number above 0, and neither "
+     "--seed nor --resume"),
+    (["demo", "--repeat=2", "--resume=x.log"], {}, "nor --resume"),
     (["demo"], {"NPROC": "abc"}, "argument --NPROC: invalid int value: 'abc'"),
-    (["demo"], {"NNODES": "2"}, "NNODES needs MASTER_ADDR"),
-    (["speedrun"], {}, "./run.sh demo is for a CPU"),
+    (["speedrun"], {}, "takes weeks without a GPU; run demo"),
+    (["speedrun", "--num_iterations=1", "--micro_batches=0"], {}, "--micro_batches=0: training"),
     (["demo", "--no_such=1"], {}, "unrecognized arguments: --no_such=1"),
     (["--preset=auto"], {}, "invalid choice: 'auto'"),
 ])
@@ -186,10 +182,10 @@ def test_a_driver_whose_gpus_torch_does_not_see_is_said(tmp_path):
     python = interpreter(tmp_path / "python", PYTHONPATH=tmp_path)
     done = run_sh("demo", PYTHON=python, CUDA_VISIBLE_DEVICES=None)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stdout + done.stderr
-    versions = re.search(r"torch (\S+) \(CUDA \S+\) .* driver 535\.54\.03 ", done.stderr)
+    versions = re.search(r"torch (\S+) sees no GPU .* driver 535\.54\.03; ", done.stderr)
     assert versions and versions[1][0].isdigit(), done.stderr
     done = run_sh("speedrun", PYTHON=python, CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 2 and "./run.sh demo is for a CPU" in done.stderr
+    assert done.returncode == 2 and "takes weeks without a GPU; run demo" in done.stderr
 
 
 def test_a_signal_ends_the_run_and_resume_goes_on_without_data(tmp_path, shards):
@@ -210,4 +206,3 @@ def test_a_signal_ends_the_run_and_resume_goes_on_without_data(tmp_path, shards)
     done = run_sh(f"--resume={log}", "--num_iterations=60", "--save_every=1000", NPROC="2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "data/" not in done.stdout.split("starting")[0] and "\nresumed: step " in done.stdout
-    assert "records/sample.py" in done.stdout
