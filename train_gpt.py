@@ -27,9 +27,11 @@ import math
 import os
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 import zipfile
 from collections import deque
@@ -64,8 +66,8 @@ def first_line(e: Exception) -> str:
 # -------- 1. Hyperparameters and presets
 def flag(default, help: str, least=-math.inf, most=math.inf, multiple=1, pattern=".+"):
     """A field: its help, and its range (inclusive) and divisor, or the pattern that a text fits."""
-    limits = dict(range=(least, most, multiple), pattern=pattern)
-    return field(default=default, metadata=dict(help=help, **limits))
+    limits = dict(help=help, range=(least, most, multiple), pattern=pattern)
+    return field(default=default, metadata=limits)
 
 @dataclass(frozen=True)
 class Hyperparameters:
@@ -74,7 +76,7 @@ class Hyperparameters:
     name: str = flag("speedrun", "name, of letters, digits and ._-", pattern=r"[\w.-]+(?<!\.log)")
     records: str = flag("records", "folder of the log and the checkpoints")
     seed: int = flag(-1, "seed of the initial weights; -1 draws one", -1, 2**63 - 1)
-    dtype: str = flag("auto", "activations; auto: what is fast", pattern="auto|bfloat16|float32")
+    dtype: str = flag("auto", "of activations; auto: by device", pattern="auto|bfloat16|float32")
     save_every: int = flag(500, "steps between checkpoints, besides one at the end; 0: none", 0)
     val_loss_every: int = flag(125, "steps between validations, besides one at the end; 0: none", 0)
     # Data
@@ -102,7 +104,6 @@ class Hyperparameters:
     use_fp8: bool = flag(True, "train the head in FP8 where the hardware has it")
     window_start: int = flag(128, "tokens in the long window at the first step", 1, 2**30)
     window_end: int = flag(1792, "tokens in the long window at the last step", 1, 2**30)
-    window_quantum: int = flag(128, "tokens by which the long window grows at a time", 1)
     # Optimization
     num_iterations: int = flag(1770, "training steps", 0)
     cooldown_frac: float = flag(0.4, "share of the steps in which the learning rates fall", 0, 1)
@@ -115,8 +116,9 @@ class Hyperparameters:
     head_lr: float = flag(0.008, "learning rate of Adam: the output head", 0)
     embed_lr: float = flag(0.6, "learning rate of Adam: token, pair and value embeddings", 0)
     scalar_lr: float = flag(0.04, "learning rate of Adam: mixing, skip and smear weights", 0)
-    adam_betas: tuple = flag((0.8, 0.95), "Adam's two decay rates, as 0.8,0.95", 0, 1 - 1e-9)
-    adam_eps: float = flag(1e-10, "Adam's epsilon", 1e-30)
+    adam_beta1: float = flag(0.8, "Adam's decay of mean gradients", 0, 1 - 1e-9)
+    adam_beta2: float = flag(0.95, "Adam's decay of mean squares", 0, 1 - 1e-9)
+    adam_eps: float = flag(1e-10, "Adam's epsilon, for gradients of the mean loss", 1e-30)
 
 PRESETS = {
     "speedrun": Hyperparameters(),
@@ -134,10 +136,6 @@ PRESETS = {
 def boolean(text: str) -> bool:
     return bool(["false", "true"].index(text.lower()))  # argparse reports a ValueError
 
-def pair(text: str) -> tuple[float, float]:
-    first, second = text.split(",")
-    return float(first), float(second)
-
 def parse_flags(argv: list[str], default_preset: str) -> tuple[Hyperparameters, argparse.Namespace]:
     """The hyperparameters that a command line asks for; and its .preset, .check, .resume (a path or
     None) and .given (the hyperparameters that it names). Raises UserError."""
@@ -151,7 +149,7 @@ def parse_flags(argv: list[str], default_preset: str) -> tuple[Hyperparameters, 
     parser.add_argument("--resume", metavar="PATH", help="go on with the run of this log, folder "
                         "or checkpoint, in its settings but for those given here")
     for f in fields(Hyperparameters):
-        kind = {bool: boolean, tuple: pair}.get(type(f.default), type(f.default))
+        kind = {bool: boolean}.get(type(f.default), type(f.default))
         alone = dict(nargs="?", const=True) if kind is boolean else {}
         defaults = dict.fromkeys(str(getattr(preset, f.name)) for preset in PRESETS.values())
         parser.add_argument(f"--{f.name}", type=kind, metavar=kind.__name__, **alone,
@@ -164,10 +162,10 @@ def parse_flags(argv: list[str], default_preset: str) -> tuple[Hyperparameters, 
 
 # -------- 2. Schedules: pure functions of the step
 def window_tokens(step: int, hp: Hyperparameters) -> int:
-    """The long window in tokens, which grows linearly in whole quanta."""
-    # Less half a quantum: as in the record (1728 of 1792), the end is reached before the last step.
-    grown = (hp.window_end - hp.window_quantum / 2) * step / max(1, hp.num_iterations)
-    rounded = math.ceil(grown / hp.window_quantum) * hp.window_quantum
+    """The long window in tokens, which grows linearly in whole blocks."""
+    # Less half a block: as in the record (1728 of 1792), the end is reached before the last step.
+    grown = (hp.window_end - BLOCK / 2) * step / max(1, hp.num_iterations)
+    rounded = math.ceil(grown / BLOCK) * BLOCK
     return min(hp.window_end, max(hp.window_start, rounded))
 
 def lr_scale(step: int, hp: Hyperparameters) -> float:
@@ -188,8 +186,7 @@ def muon_momentum(step: int, hp: Hyperparameters) -> float:
 # in uint16. A document begins with the end-of-text token, which is vocab_size - 1.
 SHARD_MAGIC = 20240520
 SHARD_VERSION = 1
-SHARD_HEADER_INTS = 256
-SHARD_HEADER_BYTES = 4 * SHARD_HEADER_INTS
+SHARD_HEADER_BYTES = 4 * 256
 
 def find_shards(pattern: str) -> dict[str, int]:
     """{path: number of tokens} of the shards that a glob matches."""
@@ -216,28 +213,24 @@ def read_tokens(path: str, start: int, count: int, vocab_size: int, pin: bool = 
             f"--vocab_size={vocab_size}; data/inspect_shards.py says where")
     return tokens
 
-def steps_of(shards: dict[str, int], hp: Hyperparameters) -> Iterator[tuple[int, str, int]]:
-    """(pass, shard, first token) of each step that the shards hold. What is too short for a step at
-    a shard's end is left out. Each pass begins at another offset, so that borders differ."""
+def steps_of(shards: dict[str, int], hp: Hyperparameters) -> Iterator[tuple[str, int]]:
+    """(shard, first token) of each step that the shards hold. What is too short for a step at a
+    shard's end is left out. Each pass begins at another offset, so that borders differ."""
     step_tokens = hp.micro_batches * hp.train_seq_len
     for epoch in range(hp.epochs):
         offset = int(epoch * 0.6180339887 * hp.train_seq_len) % hp.train_seq_len  # golden ratio
         for path, tokens in shards.items():
             for start in range(offset, tokens - step_tokens, step_tokens):
-                yield epoch + 1, path, start
+                yield path, start
 
-def train_batches(shards: dict[str, int], hp: Hyperparameters, ranks: "Ranks", log: "RunLog",
+def train_batches(shards: dict[str, int], hp: Hyperparameters, ranks: "Ranks",
                   first: int = 0) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """This rank's contiguous share of each step's micro-batches, (inputs_T int32, targets_T int64),
     from step first on: read into pinned memory, and copied to the device asynchronously."""
     T = hp.train_seq_len
     share = hp.micro_batches // ranks.world_size
     pin = ranks.device.type == "cuda"
-    before = None
-    for epoch, path, start in islice(steps_of(shards, hp), first, None):
-        if (epoch, path) != before:
-            log.write(f"data: pass {epoch}, {path} from token {start}")
-            before = (epoch, path)
+    for path, start in islice(steps_of(shards, hp), first, None):
         start += ranks.rank * share * T
         tokens = read_tokens(path, start, share * T + 1, hp.vocab_size, pin).view(torch.int16)
         # uint16 has no arithmetic: the bits travel as int16, and lose their sign on the device.
@@ -272,22 +265,19 @@ def build_block_masks(tokens_T: Tensor, eot: int, window: Tensor) -> list[BlockM
     without a recompile. It is rounded up to blocks, a query's own and those before; the short one
     has half of them, at least one."""
     assert len(tokens_T) % BLOCK == 0, f"{len(tokens_T)} tokens are not whole blocks of {BLOCK}"
-    position_T = torch.arange(len(tokens_T), dtype=torch.int32, device=tokens_T.device)
-    # The position at which each token's document begins: all there is to know about documents.
-    begin_T = torch.where(tokens_T == eot, position_T, 0).cummax(0).values.to(torch.int32)
+    document_T = (tokens_T == eot).cumsum(0, dtype=torch.int32)  # the number of its document
 
     def sees(batch, head, query, key):
-        return (key <= query) & (begin_T[query] <= key)
+        return (key <= query) & (document_T[query] == document_T[key])
 
-    # The same by blocks. The first token of a query block sees the farthest back. A block off the
-    # diagonal in which no document begins or ends is seen whole, and needs no mask by token.
+    # The same by blocks, from the documents of a block's first and last token. A block before the
+    # query's with but one document between them is seen whole, and needs no mask by token.
     key_N = torch.arange(len(tokens_T) // BLOCK, dtype=torch.int32, device=tokens_T.device)
     query_N1 = key_N[:, None]
-    first_begin_N1 = begin_T[::BLOCK, None]
-    last_begin_N1 = begin_T[BLOCK - 1::BLOCK, None]
-    reachable_NN = (key_N <= query_N1) & (first_begin_N1 < (key_N + 1) * BLOCK)
-    one_document_N1 = first_begin_N1 == last_begin_N1
-    whole_NN = (key_N < query_N1) & (first_begin_N1 <= key_N * BLOCK) & one_document_N1
+    first_N = document_T[::BLOCK]
+    last_N = document_T[BLOCK - 1::BLOCK]
+    reachable_NN = (key_N <= query_N1) & (first_N[:, None] <= last_N)
+    whole_NN = (key_N < query_N1) & (last_N[:, None] == first_N)
 
     def mask(window_blocks: Tensor) -> BlockMask:
         seen_NN = reachable_NN & (query_N1 - key_N < window_blocks)
@@ -341,6 +331,10 @@ def token_before(x: Tensor, begins_T: Tensor) -> Tensor:
     one_in_front = (0, 0) * (x.ndim - 1) + (1, 0)
     return F.pad(x[:-1], one_in_front).masked_fill(begins_T.view(-1, *[1] * (x.ndim - 1)), 0)
 
+def embedding(rows: int, width: int, dtype: torch.dtype) -> nn.Embedding:
+    """Drawn in float32 and cast, since what is drawn in bfloat16 depends on the torch version."""
+    return nn.Embedding.from_pretrained(torch.randn(rows, width).to(dtype), freeze=False)
+
 class CastedLinear(nn.Linear):
     """A linear layer without bias whose weight is kept in float32 and cast at use. With fp8_scales
     (of input, weight and gradient) its products run in FP8 while it trains (section 6)."""
@@ -358,20 +352,16 @@ class CastedLinear(nn.Linear):
         return F.linear(x, self.weight.type_as(x))
 
 class Rotary(nn.Module):
-    """Rotary positions (arXiv:2104.09864) on half of a head's channels (record 2024-12-17): in its
-    first and second quarter they are rotated as pairs, the others stay (cos 1, sin 0). Written as
-    x * cos + (x with the pairs swapped) * sin, it is one pass when compiled."""
+    """Rotary positions (arXiv:2104.09864) on half of a head's channels (record 2024-12-17): its
+    first and second quarter turn as pairs, the others by 0. Compiled, it is one pass."""
     def __init__(self, head_dim: int, max_seq_len: int, base: float):
         super().__init__()
         frequency = base ** -torch.linspace(0, 1, head_dim // 4, dtype=torch.float64)
+        turns = torch.tensor([[[1.0], [-1.0]], [[0.0], [0.0]]]) * frequency
         position = torch.arange(max_seq_len, dtype=torch.float64)  # float32 is off at 256K tokens
-        cos, sin = (position[:, None] * frequency).cos(), (position[:, None] * frequency).sin()
-        one, zero = torch.ones_like(cos), torch.zeros_like(cos)
-        shape = (max_seq_len, 1, 2, 2, head_dim // 4)  # position, head, half, quarter, channel
-        cos = torch.stack((cos, cos, one, one), dim=1).float().view(shape)
-        sin = torch.stack((sin, -sin, zero, zero), dim=1).float().view(shape)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        angle = position.view(-1, 1, 1, 1, 1) * turns  # position, head, half, quarter, channel
+        self.register_buffer("cos", angle.cos().float(), persistent=False)
+        self.register_buffer("sin", angle.sin().float(), persistent=False)
 
     def forward(self, x_THK: Tensor) -> Tensor:
         T, H, K = x_THK.shape
@@ -449,21 +439,20 @@ class GPT(nn.Module):
         self.eot = hp.vocab_size - 1
         L = len(hp.windows)
         V = math.ceil(hp.vocab_size / 64) * 64  # a padded vocabulary suits the matrix units
-        self.embed = nn.Embedding(V, hp.model_dim, dtype=dtype)
+        self.embed = embedding(V, hp.model_dim, dtype)
         if hp.pair_rows:
-            self.pair_embed = nn.Embedding(hp.pair_rows, hp.model_dim, dtype=dtype)
+            self.pair_embed = embedding(hp.pair_rows, hp.model_dim, dtype)
         if hp.smear:
             self.smear = nn.Parameter(torch.zeros(hp.model_dim))
         self.value_embeds = nn.ModuleDict()  # layers may share a table (record 2024-12-08)
         for number in sorted(set(hp.value_embeds) - {"."}):
-            self.value_embeds[number] = nn.Embedding(V, hp.num_heads * hp.head_dim, dtype=dtype)
+            self.value_embeds[number] = embedding(V, hp.num_heads * hp.head_dim, dtype)
         self.rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len), hp.rope_base)
         self.blocks = nn.ModuleList([Block(hp, mark == "x") for mark in hp.attention])
         self.residual_mix = nn.Parameter(torch.tensor([[1.0, 0.0]]).repeat(L, 1))
         self.value_mix = nn.Parameter(torch.tensor([[0.5, 0.5]]).repeat(L, 1))
         self.skip_weights = nn.Parameter(torch.ones(L // 2))
-        # train_step divides the loss by micro_batches, and so the gradient.
-        scales = (2.0, 2.0**9, 2.0**19 * hp.micro_batches)
+        scales = (2.0, 2.0**9, 2.0**19 * hp.micro_batches)  # by which train_step divides the loss
         self.lm_head = CastedLinear(hp.model_dim, V, scales if hp.use_fp8 else None)
         nn.init.zeros_(self.lm_head.weight)
 
@@ -524,7 +513,6 @@ class GPT(nn.Module):
         return torch.stack([self.summed_loss(*portion) for portion in portions]).sum() / len(x_TD)
 
 # -------- 6. FP8 linear
-#
 # FP8 products take half the time of bf16 ones. A value has 8 bits: e4m3 (up to 448, 3 bits of
 # mantissa) for inputs and weights, e5m2 (up to 57344, 2 bits) for gradients, which spread more. It
 # is multiplied by a power of two before its cast, and the product is divided by both. Too small a
@@ -572,16 +560,15 @@ def build_optimizers(model: nn.Module, hp: Hyperparameters, ranks: "Ranks") -> l
     def named(pattern: str) -> dict[str, nn.Parameter]:
         return {name: p for name, p in params.items() if re.fullmatch(pattern, name)}
 
-    scalars = "residual_mix|value_mix|skip_weights|smear"
     table = [
         # optimizer and parameters              peak learning rate           shape in `speedrun`
+        Adam(named(r"lm_head\.weight"), hp.head_lr, hp, ranks),            # [50304, 768]
+        Adam(named(r"(pair_|value_)?embeds?\..*"), hp.embed_lr, hp, ranks),  # [50304, 768]
+        Adam(named("(residual|value)_mix|skip_weights|smear"), hp.scalar_lr, hp, ranks),
         Muon(named(r".*attn\.qkv\.weight"), hp.muon_lr, hp, ranks, 3),     # [2304, 768]
         Muon(named(r".*attn\.proj\.weight"), hp.muon_lr, hp, ranks),       # [768, 768]
         Muon(named(r".*mlp\.fc\.weight"), hp.muon_lr, hp, ranks),          # [3072, 768]
         Muon(named(r".*mlp\.proj\.weight"), hp.muon_lr, hp, ranks),        # [768, 3072]
-        Adam(named(r"lm_head\.weight"), hp.head_lr, hp, ranks),            # [50304, 768]
-        Adam(named(r"(pair_|value_)?embeds?\..*"), hp.embed_lr, hp, ranks),  # [50304, 768]
-        Adam(named(scalars), hp.scalar_lr, hp, ranks),                     # [12, 2], [6]
     ]
     owned = [name for optimizer in table for name in optimizer.params]
     for name in params:
@@ -591,46 +578,55 @@ def build_optimizers(model: nn.Module, hp: Hyperparameters, ranks: "Ranks") -> l
 
 class Optimizer:
     """One row of the table. A step calls send_gradients, compute and apply, each on all rows before
-    the next, so that what one row sends travels while another computes."""
+    the next, so that what one row sends travels while another computes. A rank keeps the state of
+    its share (ZeRO, arXiv:1910.02054), equally many rows of each parameter, or all where they do
+    not divide. An optimizer defines update(grads, step), which changes shares in place."""
     def __init__(self, params: dict, lr: float, hp: Hyperparameters, ranks: "Ranks"):
         self.params = params  # {name: parameter}
         self.lr = lr  # at its peak
         self.hp = hp
         self.ranks = ranks
-        self.owned = list(params)  # names of the parameters whose state is on this rank
-        self.state = {}  # {kind: a tensor for each of owned}; checkpoints save and restore it
+        self.shares = self.share([p.detach() for p in params.values()])
+        self.sent = list(params.values())  # what this rank has updated its share of
+        self.state = {}  # {kind: a tensor for each of shares}; checkpoints save and restore it
+
+    def share(self, wholes: list[Tensor]) -> list[Tensor]:
+        """This rank's shares of whole tensors, one for each of params."""
+        return [self.ranks.share(whole) for whole in wholes]
+
+    def gather(self, shares: list[Tensor]) -> list[Tensor]:
+        """The whole tensors again, from all ranks' shares."""
+        return [self.ranks.whole(x, len(p)) for x, p in zip(shares, self.params.values())]
 
     def send_gradients(self):
         """Start summing the gradients over the ranks."""
-        self.pending = [self.ranks.all_reduce(p.grad) for p in self.params.values()]
+        self.sums = [self.ranks.reduce_scatter(p.grad) for p in self.params.values()]
 
     def compute(self, step: int):
-        """For optimizers that divide the work: compute this rank's updates, start sending them."""
+        """Update this rank's shares, and start sending them."""
+        for _, pending in self.sums:
+            pending.wait()
+        self.update([grad for grad, _ in self.sums], step)
+        self.sums = None
+        self.pending = [self.ranks.all_gather(whole) for whole in self.sent]
 
     def apply(self, step: int):
-        """Update the parameters, by the schedules' values at this step."""
-
-    def gather(self, tensors):
-        """The tensors of a kind of state, of all ranks: one for each of params."""
-        return tensors
+        """Complete the parameters."""
+        for pending in self.pending:
+            pending.wait()
 
 class Adam(Optimizer):
     """AdamW (arXiv:1711.05101) by torch.optim's kernel, since torch.optim imports the compiler."""
     def __init__(self, params: dict, lr: float, hp: Hyperparameters, ranks: "Ranks"):
         super().__init__(params, lr, hp, ranks)
-        self.state["exp_avg"] = [torch.zeros_like(p) for p in params.values()]
-        self.state["exp_avg_sq"] = [torch.zeros_like(p) for p in params.values()]
-        self.state["adam_steps"] = [torch.zeros((), device=ranks.device)] * len(params)  # all one
+        self.state["exp_avg"] = [torch.zeros_like(p) for p in self.shares]
+        self.state["exp_avg_sq"] = [torch.zeros_like(p) for p in self.shares]
 
-    def apply(self, step: int):
-        for exchange in self.pending:
-            exchange.wait()
-        params = list(self.params.values())
-        self.state["adam_steps"][0] += 1
-        beta1, beta2 = self.hp.adam_betas
-        torch._fused_adamw_(params, [p.grad for p in params], self.state["exp_avg"],
-                            self.state["exp_avg_sq"], [], self.state["adam_steps"],
-                            lr=self.lr * lr_scale(step, self.hp), beta1=beta1, beta2=beta2,
+    def update(self, grads: list[Tensor], step: int):
+        number = torch.full((), step + 1.0, device=self.ranks.device)  # of the step, from 1
+        torch._fused_adamw_(self.shares, grads, self.state["exp_avg"], self.state["exp_avg_sq"], [],
+                            [number] * len(grads), lr=self.lr * lr_scale(step, self.hp),
+                            beta1=self.hp.adam_beta1, beta2=self.hp.adam_beta2,
                             eps=self.hp.adam_eps, weight_decay=0, amsgrad=False, maximize=False)
 
 def compiled_on_cuda(function: Callable) -> Callable:
@@ -661,10 +657,11 @@ def orthogonalize(x: Tensor, parts: int) -> Tensor:
 
 @compiled_on_cuda
 def even_rows(x: Tensor, squares: Tensor, beta2: float) -> Tensor:
-    """NorMuon (arXiv:2510.05491, record #41): divide each row of x[n, rows, cols] by the root of
-    its mean square, averaged over the steps in squares[n, rows, 1]; keep each matrix's norm."""
+    """NorMuon (arXiv:2510.05491, record #41): divide each row of x[n, rows, cols] by its root mean
+    square, averaged over the steps in squares[n, rows, 1]; then scale each matrix back to the norm
+    that it had."""
     square = x.float().square().mean(-1, keepdim=True)
-    squares.lerp_(square, 1 - beta2)  # its bias is the same for all rows, and so it cancels below
+    squares.lerp_(square, 1 - beta2)  # from 0; that this starts too low cancels with the norm
     factor = (squares + 1e-10).rsqrt()
     evened = (square * factor.square()).sum(1, keepdim=True)
     factor = factor * (square.sum(1, keepdim=True) / (evened + 1e-10)).sqrt()
@@ -672,51 +669,47 @@ def even_rows(x: Tensor, squares: Tensor, beta2: float) -> Tensor:
 
 class Muon(Optimizer):
     """Momentum, orthogonalized (Keller Jordan et al., 2024), for matrices of one shape. parts: how
-    many matrices each one is, as Q, K and V. Each rank owns equally many, padded with zeros: it
-    receives their summed gradients, keeps their state and sends their updates to all ranks."""
+    many matrices each one is, as Q, K and V. A rank's share is equally many whole matrices, padded
+    with zeros, and it sends their updates."""
     def __init__(self, params: dict, lr: float, hp: Hyperparameters, ranks: "Ranks", parts=1):
+        self.per_rank = math.ceil(len(params) / ranks.world_size)
         super().__init__(params, lr, hp, ranks)
-        shapes = {p.shape for p in params.values()}
+        self.parts = parts
+        shapes = {tuple(p.shape) for p in params.values()} or {(0, 0)}
         require([len(s) for s in shapes] == [2], f"Muon: no matrices of one shape: {list(params)}")
         rows, cols = min(shapes)
-        self.parts = parts
-        self.per_rank = math.ceil(len(params) / ranks.world_size)
-        self.owned = self.owned[ranks.rank * self.per_rank:(ranks.rank + 1) * self.per_rank]
         self.state["momentum"] = torch.zeros(self.per_rank, rows, cols, device=ranks.device)
         self.state["row_squares"] = torch.zeros(self.per_rank, rows, 1, device=ranks.device)
+        self.updates = torch.zeros(self.per_rank * ranks.world_size, rows, cols,
+                                   dtype=getattr(torch, hp.dtype), device=ranks.device)
+        self.sent = [self.updates]
+
+    def share(self, wholes: list[Tensor]) -> list[Tensor]:
+        return wholes[self.ranks.rank * self.per_rank:][:self.per_rank]
+
+    def gather(self, shares: Tensor) -> Tensor:
+        return self.ranks.whole(shares, len(self.updates))
 
     def send_gradients(self):
         grads = [p.grad for p in self.params.values()]
-        missing = self.per_rank * self.ranks.world_size - len(grads)
-        grads += [torch.zeros_like(grads[0])] * missing
-        self.grads, self.pending = self.ranks.reduce_scatter(torch.stack(grads))
+        grads += [torch.zeros_like(grads[0])] * (len(self.updates) - len(grads))
+        self.sums = [self.ranks.reduce_scatter(torch.stack(grads))]
 
-    def compute(self, step: int):
-        self.pending.wait()
+    def update(self, grads: list[Tensor], step: int):
         momentum = muon_momentum(step, self.hp)
-        self.state["momentum"].lerp_(self.grads, 1 - momentum)
-        update = self.grads.lerp(self.state["momentum"], momentum)  # Nesterov: one step ahead
-        update = orthogonalize(update.to(getattr(torch, self.hp.dtype)), self.parts)
+        self.state["momentum"].lerp_(grads[0], 1 - momentum)
+        update = grads[0].lerp(self.state["momentum"], momentum)  # Nesterov: one step ahead
+        update = orthogonalize(update.to(self.updates.dtype), self.parts)
         if self.hp.muon_beta2:
             update = even_rows(update, self.state["row_squares"], self.hp.muon_beta2)
-        self.updates, self.pending = self.ranks.all_gather(update)
+        self.ranks.share(self.updates).copy_(update)
 
     def apply(self, step: int):
-        self.pending.wait()
+        super().apply(step)
         for p, update in zip(self.params.values(), self.updates):
             p.add_(update, alpha=-self.lr * lr_scale(step, self.hp))
-        self.grads = self.updates = None
-
-    def gather(self, tensors: Tensor) -> Tensor:
-        tensors, pending = self.ranks.all_gather(tensors)
-        pending.wait()
-        return tensors
 
 # -------- 8. Ranks
-# torch 2.13 renamed these and warns of the old names, which 2.11 needs.
-REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
 DONE = SimpleNamespace(wait=lambda: None)  # in place of a torch.distributed.Work
 
 @dataclass(frozen=True)
@@ -726,19 +719,33 @@ class Ranks:
     world_size: int
     device: torch.device
 
-    def reduce_scatter(self, whole: Tensor) -> tuple:
-        """(this rank's share of the first dimension, summed over the ranks; what to wait for)"""
-        if self.world_size == 1:
-            return whole, DONE
-        share = whole.new_empty(len(whole) // self.world_size, *whole.shape[1:])
-        return share, REDUCE_SCATTER(share, whole, async_op=True)
+    def share(self, whole: Tensor) -> Tensor:
+        """This rank's part of the first dimension; all of it where that does not divide."""
+        if len(whole) % self.world_size:
+            return whole
+        return whole.chunk(self.world_size)[self.rank]
 
-    def all_gather(self, share: Tensor) -> tuple:
-        """(all ranks' shares along the first dimension; what to wait for)"""
-        if self.world_size == 1:
-            return share, DONE
-        whole = share.new_empty(len(share) * self.world_size, *share.shape[1:])
-        return whole, ALL_GATHER(whole, share.contiguous(), async_op=True)
+    def reduce_scatter(self, whole: Tensor) -> tuple:
+        """(this rank's share, summed over the ranks; what to wait for)"""
+        share = self.share(whole)
+        if len(share) == len(whole):
+            return share, self.all_reduce(whole)
+        share = torch.empty_like(share)
+        return share, dist.reduce_scatter_single(share, whole, async_op=True)
+
+    def all_gather(self, whole: Tensor):
+        """Fill in the other ranks' shares of a tensor; returns what to wait for."""
+        share = self.share(whole)
+        if len(share) == len(whole):
+            return DONE
+        return dist.all_gather_single(whole, share, async_op=True)
+
+    def whole(self, share: Tensor, rows: int) -> Tensor:
+        """A copy of the tensor of so many rows of which each rank has its share."""
+        whole = share.new_empty(rows, *share.shape[1:])
+        self.share(whole).copy_(share)
+        self.all_gather(whole).wait()
+        return whole
 
     def all_reduce(self, tensor: Tensor):
         """Sum over the ranks in place; returns what to wait for."""
@@ -889,8 +896,9 @@ def load_training_state(saved: dict, model: nn.Module, optimizers: list, ranks: 
                 dist.broadcast(tensor, src=0)
     for optimizer in optimizers:
         for kind, tensors in optimizer.state.items():
-            for name, tensor in zip(optimizer.owned, tensors):
-                tensor.copy_(state[kind][name])
+            wholes = [state[kind][name] for name in optimizer.params]
+            for tensor, whole in zip(tensors, optimizer.share(wholes)):
+                tensor.copy_(whole)
 
 def save_checkpoint(step: int, seconds: float, log_bytes: int, state: dict, plan, log: RunLog):
     """Under its name only when it is whole on the disk, so that what is there always loads."""
@@ -946,34 +954,22 @@ def check_settings(hp: Hyperparameters, world_size: int):
             require(re.fullmatch(f.metadata["pattern"], value), f"{said} {f.metadata['pattern']}")
             continue
         least, most, multiple = f.metadata["range"]
-        for number in np.ravel(value).tolist():
-            require(least <= number <= most and abs(number) < math.inf, f"{said} {least} to {most}")
-            require(multiple == 1 or number % multiple == 0, f"{said} multiples of {multiple}")
+        require(least <= value <= most and abs(value) < math.inf, f"{said} {least} to {most}")
+        require(multiple == 1 or value % multiple == 0, f"{said} multiples of {multiple}")
     require(len(hp.windows) == len(hp.value_embeds) == len(hp.attention),
             "--windows, --value_embeds and --attention are not for the same number of layers")
     fitting = [n for n in range(1, hp.micro_batches + 1) if hp.micro_batches % n == 0]
     require(world_size in fitting, f"{world_size} ranks do not divide {hp.micro_batches} "
             f"micro-batches: start one of {fitting}, or change --micro_batches")
 
-def fast_bf16(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    tests = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")  # as the torch version has them
-    return any(getattr(torch.cpu, name)() for name in tests if hasattr(torch.cpu, name))
-
-def resolve(hp: Hyperparameters, device: torch.device) -> tuple[Hyperparameters, list[str]]:
-    """What was left open, decided; and lines on what the hardware lacks."""
-    notes = []
+def resolve(hp: Hyperparameters, device: torch.device) -> Hyperparameters:
+    """The settings with what was left open decided, and without what the hardware lacks."""
+    cuda = device.type == "cuda"
     if hp.dtype == "auto":
-        hp = replace(hp, dtype="bfloat16" if fast_bf16(device) else "float32")
-        if hp.dtype == "float32":
-            notes.append("note: activations in float32: this hardware has no fast bfloat16")
-    if hp.use_fp8 and (device.type == "cpu" or torch.cuda.get_device_capability(device) < (8, 9)):
-        hp = replace(hp, use_fp8=False)
-        notes.append("note: no FP8 head: it needs a GPU of compute capability 8.9 or newer")
-    if device.type == "cpu":
-        notes.append("note: block-sparse attention in plain PyTorch, no compiler: there is no GPU")
-    return hp, notes
+        bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+        hp = replace(hp, dtype="bfloat16" if bf16 else "float32")
+    has_fp8 = cuda and torch.cuda.get_device_capability(device) >= (8, 9)
+    return replace(hp, use_fp8=hp.use_fp8 and has_fp8)
 
 @dataclass
 class Plan:
@@ -982,10 +978,10 @@ class Plan:
     train: dict[str, int]  # {shard: number of tokens}
     val: dict[str, int]
     script: str  # this file's text
-    notes: list[str]  # lines for the log
     checkpoint: Path | None  # to go on from
     log: Path | None  # of the run that goes on
     facts: dict  # of the checkpoint: what it has but for tensors
+    changes: list[str] = field(default_factory=list)  # in settings, script or data since then
 
     def __post_init__(self):
         self.script_hash = hashlib.sha256(self.script.encode()).hexdigest()
@@ -1001,9 +997,16 @@ def prepare(hp: Hyperparameters, command: argparse.Namespace, script: str, ranks
         saved = {name: v for name, v in facts["hyperparameters"].items() if hasattr(hp, name)}
         hp = Hyperparameters(**saved | command.given)
     check_settings(hp, ranks.world_size)
-    hp, notes = resolve(hp, ranks.device)
+    hp = resolve(hp, ranks.device)
+    if ranks.device.type == "cuda":
+        compilers = os.environ.get("CC", "gcc clang").split()
+        header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+        require(any(map(shutil.which, compilers)) and header.exists(), "Triton needs a C compiler "
+                f"(gcc, clang or $CC) and {header}: install gcc and the Python headers")
     train_shards = find_shards(hp.train_files)
     val_shards = find_shards(hp.val_files)
+    shared = set(map(os.path.realpath, train_shards)) & set(map(os.path.realpath, val_shards))
+    require(not shared, f"--train_files and --val_files share {', '.join(shared)}")
     held = sum(val_shards.values()) - 1  # the first token is not predicted
     hp = replace(hp, val_tokens=hp.val_tokens or held)
     if hp.seed < 0:
@@ -1014,7 +1017,7 @@ def prepare(hp: Hyperparameters, command: argparse.Namespace, script: str, ranks
     require(steps == hp.num_iterations, f"--train_files={hp.train_files} holds {steps} steps of "
             f"{hp.micro_batches * hp.train_seq_len} tokens, not {hp.num_iterations}: add shards, "
             "raise --epochs, or lower --num_iterations or --train_seq_len")
-    plan = Plan(hp, train_shards, val_shards, script, notes, checkpoint, log_path, facts)
+    plan = Plan(hp, train_shards, val_shards, script, checkpoint, log_path, facts)
     if checkpoint:
         text = log_path.read_bytes()
         require(len(text) >= facts["log_bytes"], f"{log_path}: was cut to before {checkpoint.name}")
@@ -1025,7 +1028,7 @@ def prepare(hp: Hyperparameters, command: argparse.Namespace, script: str, ranks
         then = dict(facts["hyperparameters"], script=facts["script"], data=facts["data"])
         for name, value in dict(asdict(hp), script=plan.script_hash, data=plan.data).items():
             if then.get(name) != value:
-                notes.append(f"changed: {name} was {then.get(name)} and is {value}")
+                plan.changes.append(f"changed: {name} was {then.get(name)} and is {value}")
     return plan
 
 # -------- 12. Main
@@ -1099,11 +1102,10 @@ def train(plan: Plan, ranks: Ranks, log: RunLog):
     load_training_state(start, plain, optimizers, ranks)
     del start
     if cuda:
-        torch.cuda.reset_peak_memory_stats()
         torch.compiler.set_stance("fail_on_recompile")  # scheduled numbers go in as tensors
     log.write(f"warmup: {time.perf_counter() - began:.1f} s, untimed")
     first = plan.facts.get("step", 0)
-    batches = train_batches(plan.train, hp, ranks, log, first)
+    batches = train_batches(plan.train, hp, ranks, first)
     clock = StepClock(ranks.device, plan.facts.get("seconds", 0.0), log, hp)
     clock.start()
     for step in range(first, hp.num_iterations + 1):
@@ -1148,10 +1150,8 @@ def begin_log(log: RunLog, plan: Plan, ranks: Ranks):
         settings = [f"{name} = {value!r}" for name, value in asdict(plan.hp).items()]
         head = [*settings, SEPARATOR, *environment(plan, ranks), SEPARATOR]
         log.write("\n".join([*head, plan.script.removesuffix("\n"), SEPARATOR]), console=False)
-        log.write("clock: train_time counts all from the first step on but validating and saving; "
-                  "compiling and a warmup, which is undone, come before")
-    for note in plan.notes:
-        log.write(note)
+    for change in plan.changes:
+        log.write(change)
 
 def end_at_signals(log: RunLog):
     """Have a signal end the run at once; on rank 0 with a line on how to go on with it."""

@@ -41,14 +41,14 @@ RECIPES = {  # bytes in a fragment, flags
         --head_dim=32 --attention_scale=0.3 --rope_base=20 --smear --pair_rows=8192
         --micro_batches=1 --train_seq_len=1024 --val_seq_len=16384 --num_iterations=205
         --val_loss_every=0 --cooldown_frac=0.7 --embed_lr=0.4 --head_lr=0.012 --scalar_lr=0.1
-        --muon_lr=0.05 --muon_momentum_steps=0 --muon_momentum_end=0.9 --adam_betas=0.9,0.95"""),
+        --muon_lr=0.05 --muon_momentum_steps=0 --muon_momentum_end=0.9 --adam_beta1=0.9"""),
     "low": (2048, """
         --windows=LLLL --value_embeds=.0.1 --attention=.x.x --window_end=256 --model_dim=128
         --num_heads=4 --head_dim=32 --attention_scale=0.3 --rope_base=20 --smear --pair_rows=1024
         --micro_batches=2 --train_seq_len=1024 --val_seq_len=16384 --num_iterations=1550
         --val_loss_every=775 --cooldown_frac=0.7 --lr_floor=0 --embed_lr=0.04 --head_lr=0.004
         --scalar_lr=0.1 --muon_lr=0.03 --muon_momentum_steps=0 --muon_momentum_end=0.9
-        --adam_betas=0.9,0.95"""),
+        --adam_beta1=0.9"""),
 }
 VAL_LINE = re.compile(r"^step:(\d+)/\d+ val_loss:(\S+) train_time:(\d+)ms .*tokens:(\d+)", re.M)
 
@@ -65,7 +65,7 @@ def matrix_rate(dtype: torch.dtype, n: int = 512) -> float:
 
 
 def count_parameters(flags: list[str]) -> int:
-    hp, _ = resolve(parse_flags(flags, "demo")[0], torch.device("cpu"))
+    hp = resolve(parse_flags(flags, "demo")[0], torch.device("cpu"))
     # Sequences are short only for the table of angles, which is no parameter.
     hp = dataclasses.replace(hp, train_seq_len=BLOCK, val_seq_len=BLOCK)
     with torch.device("meta"):

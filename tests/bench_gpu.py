@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.autograd import DeviceType
 
 from data import common
-from train_gpt import (BLOCK, GPT, Hyperparameters, Ranks, RunLog, UserError, block_sparse,
+from train_gpt import (BLOCK, GPT, Hyperparameters, Ranks, UserError, block_sparse,
                        build_optimizers, check_settings, evaluate, find_shards, flex, fp8_matmul,
                        load_validation, norm, parse_flags, resolve, start_ranks, steps_of, to_fp8,
                        train_batches, train_step, warm_up, window_tensor, window_tokens)
@@ -289,7 +289,7 @@ class Training:
         self.hp = hp
         self.ranks = ranks
         self.device = ranks.device
-        self.stream = train_batches(shards, hp, ranks, RunLog())
+        self.stream = train_batches(shards, hp, ranks)
         self.host_seconds = []  # of each step's data
         cuda = self.device.type == "cuda"
         dtype = getattr(torch, hp.dtype)
@@ -552,7 +552,7 @@ def main():
     ranks = start_ranks()
     if ranks.world_size > 1:
         raise UserError("this measures one GPU; start it without torchrun")
-    hp, notes = resolve(hp, ranks.device)
+    hp = resolve(hp, ranks.device)
     torch.manual_seed(0)
     real = "train_files" in command.given
     cuda = ranks.device.type == "cuda"
@@ -561,7 +561,7 @@ def main():
         torch=torch.__version__, cuda=torch.version.cuda, flags=" ".join(more),
         data=hp.train_files if real else "synthetic documents", dtype=hp.dtype, fp8_head=hp.use_fp8,
         micro_batches=hp.micro_batches, train_seq_len=hp.train_seq_len, val_seq_len=hp.val_seq_len,
-        repeat=args.repeat, notes=notes))
+        repeat=args.repeat))
     try:
         with tempfile.TemporaryDirectory() as folder:
             measure(hp, ranks, real, folder, args, report)

@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items):
 
 def write_shard(path, tokens, magic=train_gpt.SHARD_MAGIC, version=train_gpt.SHARD_VERSION,
                 count=None):
-    header = np.zeros(train_gpt.SHARD_HEADER_INTS, dtype="<i4")
+    header = np.zeros(train_gpt.SHARD_HEADER_BYTES // 4, dtype="<i4")
     header[:3] = magic, version, len(tokens) if count is None else count
     Path(path).write_bytes(header.tobytes() + np.asarray(tokens, dtype="<u2").tobytes())
     return str(path)

@@ -18,23 +18,21 @@ MICRO_BATCHES = 24
 HP = dataclasses.replace(
     PRESETS["demo"], dtype="float32", num_iterations=8, cooldown_frac=1.0, lr_floor=0.1,
     micro_batches=MICRO_BATCHES, muon_beta2=0.8, muon_momentum_start=0.9, muon_momentum_end=0.9,
-    adam_betas=(0.8, 0.95), adam_eps=1e-10)
-SHAPES = [(24, 8)] * 5 + [(8, 24)] * 2 + [(16, 8), (50, 8), (3,), (7, 2), (5,)]
+    adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-10)
+SHAPES = [(24, 8)] * 5 + [(8, 24)] * 2 + [(16, 8), (50, 8), (24,), (48, 2), (5,)]
 
 
 class Momentum(Optimizer):
-    """A kind of optimizer that the script knows nothing of: plain momentum, the same on each rank.
-    All that it says is what it keeps and how it updates."""
+    """A kind of optimizer that the script knows nothing of: plain momentum. All that it says is what
+    it keeps and how it updates a rank's share."""
 
     def __init__(self, params, lr, hp, ranks):
         super().__init__(params, lr, hp, ranks)
-        self.state["velocity"] = [torch.zeros_like(p) for p in params.values()]
+        self.state["velocity"] = [torch.zeros_like(p) for p in self.shares]
 
-    def apply(self, step):
-        velocities = self.state["velocity"]
-        for exchange, p, velocity in zip(self.pending, self.params.values(), velocities):
-            exchange.wait()
-            velocity.mul_(0.9).add_(p.grad)
+    def update(self, grads, step):
+        for p, grad, velocity in zip(self.shares, grads, self.state["velocity"]):
+            velocity.mul_(0.9).add_(grad)
             p.sub_(self.lr * lr_scale(step, self.hp) * velocity)
 
 
@@ -111,7 +109,7 @@ assert_same(got, want, assert_close)
 matrices = {f"p{i}" for i in range(8)}
 assert set(got["model"]) == {f"p{i}" for i in range(len(SHAPES))}
 assert set(got["momentum"]) == set(got["row_squares"]) == matrices
-assert set(got["exp_avg"]) == set(got["exp_avg_sq"]) == set(got["adam_steps"]) == {"p8", "p9"}
+assert set(got["exp_avg"]) == set(got["exp_avg_sq"]) == {"p8", "p9"}
 assert set(got["velocity"]) == {"p10", "p11"}
 
 # Every rank has the very same bits.

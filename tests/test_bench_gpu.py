@@ -137,7 +137,7 @@ def test_shards_hold_the_steps_that_are_measured(tmp_path):
     shards, hp = find_data(hp, False, str(tmp_path), 10)
     (path, tokens), = shards.items()
     assert tokens == 10 * 256 + 1
-    assert list(islice(steps_of(shards, hp), 10)) == [(1, path, 256 * step) for step in range(10)]
+    assert list(islice(steps_of(shards, hp), 10)) == [(path, 256 * step) for step in range(10)]
     real = dataclasses.replace(hp, train_files=path, epochs=1)
     again, hp = find_data(real, True, "", 25)
     assert again == shards and len(list(islice(steps_of(again, hp), 25))) == 25

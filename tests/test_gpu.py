@@ -240,7 +240,6 @@ def test_twenty_full_size_steps_without_a_recompile(tmp_path, capsys):
     say(capsys, "\n".join([f"20 steps: losses {curve[0]:.4f} to {curve[-1]:.4f}", *kept]))
     assert len(curve) == 20 and curve[0] == pytest.approx(10.8258, abs=1e-3)
     assert curve[-1] < curve[0]
-    assert log.count("\ndata: pass 1") == 3
 
 
 @NEEDS_FP8

@@ -154,7 +154,7 @@ def test_bfloat16_runs_are_scored_in_float32_with_the_final_window(tmp_path, run
 
 def test_features_of_any_length_have_the_angles_of_their_positions():
     hp, _ = train_gpt.parse_flags(["--train_seq_len=256", "--val_seq_len=512"], "demo")
-    hp, _ = train_gpt.resolve(hp, torch.device("cpu"))
+    hp = train_gpt.resolve(hp, torch.device("cpu"))
     model = train_gpt.GPT(hp, train_gpt.block_sparse)
     run = Trained(model, hp, train_gpt)
     before = model.rotary.cos

@@ -10,7 +10,7 @@ import torch
 from conftest import write_shard
 
 import train_gpt
-from train_gpt import (PRESETS, Ranks, RunLog, UserError, find_shards, load_validation, read_tokens,
+from train_gpt import (PRESETS, Ranks, UserError, find_shards, load_validation, read_tokens,
                        steps_of, train_batches)
 
 CPU = torch.device("cpu")
@@ -34,8 +34,8 @@ def hyperparameters(**changes):
     return dataclasses.replace(PRESETS["demo"], **settings)
 
 
-def batches_of(shards, hp, rank=0, world_size=1, log=None, first=0):
-    return train_batches(shards, hp, Ranks(rank, world_size, CPU), log or RunLog(), first)
+def batches_of(shards, hp, rank=0, world_size=1, first=0):
+    return train_batches(shards, hp, Ranks(rank, world_size, CPU), first)
 
 
 def stream(shards, world_size, epochs=1, first=0):
@@ -103,17 +103,6 @@ def test_a_rank_reads_its_own_share_and_nothing_else(shards, monkeypatch):
     assert read == [(path, start + 2 * share, share + 1) for path, start in starts]
 
 
-def test_the_log_names_each_pass_over_each_shard(shards, tmp_path):
-    log = RunLog()
-    log.open(tmp_path / "run.log")
-    batches = batches_of(shards, hyperparameters(epochs=2), log=log)
-    for _ in range(9):
-        next(batches)
-    lines = log.path.read_text().splitlines()
-    assert [line.partition(" from ")[0] for line in lines] == [
-        f"data: pass {number}, {list(shards)[index]}" for number, index in ((1, 0), (1, 2), (2, 0))]
-
-
 def test_a_shard_that_shrinks_or_disappears_is_an_error(shards):
     path = list(shards)[0]
     batches = batches_of({path: 5000}, hyperparameters())
@@ -175,10 +164,10 @@ def test_steps_cover_the_stream_without_gap_or_repeat():
     hp = hyperparameters(train_seq_len=50, micro_batches=2, epochs=3)
     steps = list(steps_of({"a": 1000, "b": 50, "c": 2001}, hp))
     want = []
-    for number, offset in ((1, 0), (2, 30), (3, 11)):
+    for offset in (0, 30, 11):
         # The last step's last target is one token further, so that 1,000 tokens hold 9 steps.
-        want += [(number, "a", offset + 100 * step) for step in range(9)]
-        want += [(number, "c", offset + 100 * step) for step in range(20 if offset == 0 else 19)]
+        want += [("a", offset + 100 * step) for step in range(9)]
+        want += [("c", offset + 100 * step) for step in range(20 if offset == 0 else 19)]
     assert steps == want
 
 

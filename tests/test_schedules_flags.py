@@ -40,8 +40,8 @@ def test_window_grows_from_start_to_end_in_quanta():
 def test_window_corners():
     fixed = with_(window_start=1024, window_end=1024)
     assert {window_tokens(step, fixed) for step in (0, 1, 900, 1770)} == {1024}
-    assert window_tokens(0, with_(window_start=64, window_quantum=64)) == 64
-    assert window_tokens(1770, with_(window_start=64, window_quantum=64)) == 1792
+    assert window_tokens(0, with_(window_start=64)) == 64
+    assert window_tokens(1, with_(window_start=64)) == 128
     assert window_tokens(0, with_(num_iterations=0)) == 128
     assert max(window_tokens(step, with_(window_end=500)) for step in range(1771)) == 500
 
@@ -78,7 +78,7 @@ def test_flag_forms():
     seed, _ = parse_flags(["--seed", "3", "--seed=4", "--use_fp8=false"], "speedrun")
     assert seed == with_(seed=4, use_fp8=False)
     assert parse_flags(["--smear=false", "--smear"], "speedrun")[0].smear
-    assert parse_flags(["--adam_betas=0.7,0.9"], "speedrun")[0].adam_betas == (0.7, 0.9)
+    assert parse_flags(["--adam_beta1=0.7"], "speedrun")[0].adam_beta1 == 0.7
     hp, command = parse_flags([], "demo")
     assert hp == PRESETS["demo"]
     assert (command.preset, command.check, command.resume) == ("demo", False, None)
@@ -90,7 +90,7 @@ def test_flag_forms():
     ("--num_iteration=3", "unrecognized arguments: --num_iteration=3"),
     ("--seed=x", "--seed: invalid int value: 'x'"),
     ("--preset=big", "choose from '?speedrun'?, '?demo"),
-    ("--adam_betas=0.8", "invalid pair value"),
+    ("--adam_beta1=0.8,0.9", "invalid float value"),
     ("--use_fp8=maybe", "invalid boolean"),
     ("stray", "unrecognized arguments: stray"),
     ("--seed", "expected one argument"),
@@ -157,8 +157,7 @@ def test_preflight_accepts_and_reports(tiny):
     (dict(name=""), "--name="),
     (dict(dtype="half"), "--dtype=half.*float32"),
     (dict(cooldown_frac=1.5), "--cooldown_frac=1.5"),
-    (dict(adam_betas=(0.8, 1.0)), "--adam_betas"),
-    (dict(window_quantum=0), "--window_quantum=0"),
+    (dict(adam_beta2=1.0), "--adam_beta2=1.0"),
     (dict(muon_lr=float("inf")), "--muon_lr=inf"),
     (dict(epochs=0), "--epochs=0"),
     (dict(epochs=10**400), "--epochs=1000"),
@@ -198,13 +197,23 @@ def test_shards_without_a_whole_step_are_refused_however_many_passes(tiny):
         signal.signal(signal.SIGALRM, before)
 
 
-def test_resolve_says_every_fallback_aloud():
-    hp, notes = resolve(HP, CPU)
-    assert not hp.use_fp8 and hp.seed == -1
-    assert hp.dtype in ("bfloat16", "float32")
-    assert any("FP8" in note for note in notes)
-    assert any("block-sparse attention" in note for note in notes)
-    assert any("float32" in note for note in notes) or hp.dtype == "bfloat16"
+def test_a_cpu_has_no_fp8_and_takes_float32_unless_told_otherwise():
+    assert resolve(HP, CPU) == dataclasses.replace(HP, use_fp8=False, dtype="float32")
+    told = dataclasses.replace(HP, dtype="bfloat16")
+    assert resolve(told, CPU) == dataclasses.replace(told, use_fp8=False)
+
+
+@pytest.mark.parametrize("capability, bf16, dtype, fp8", [
+    ((9, 0), True, "bfloat16", True), ((8, 9), True, "bfloat16", True),
+    ((8, 0), True, "bfloat16", False), ((7, 5), False, "float32", False)])
+def test_a_gpu_computes_in_what_it_has(monkeypatch, capability, bf16, dtype, fp8):
+    def supported(including_emulation=True):
+        return including_emulation or bf16
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    hp = resolve(HP, torch.device("cuda"))
+    assert (hp.dtype, hp.use_fp8) == (dtype, fp8)
 
 
 def test_a_seed_is_drawn_where_none_is_given(tiny):

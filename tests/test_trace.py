@@ -178,7 +178,7 @@ def test_nothing_recompiles_after_the_warmup(tmp_path, monkeypatch):
     model = GPT(hp, dense, torch.bfloat16)
     whole = torch.compile(model, dynamic=False, fullgraph=True, backend=backend)
     optimizers = train_gpt.build_optimizers(model, hp, cpu)
-    batches = train_gpt.train_batches(shards, hp, cpu, train_gpt.RunLog())
+    batches = train_gpt.train_batches(shards, hp, cpu)
     sequences = train_gpt.load_validation(shards, hp, cpu)
     train_gpt.warm_up(whole, optimizers, hp, cpu)
     in_warmup = len(compiled)

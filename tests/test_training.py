@@ -113,7 +113,7 @@ def test_log_has_its_sections_and_its_last_lines(tmp_path, shards, capsys):
     assert all(int(m[4]) == int(m[1]) * 4 * 256 for m in matches)
     windows = [int(m[5]) for m in matches]
     assert windows == sorted(windows) and windows[0] == 128 and windows[-1] == 384
-    keys = ("clock", "note", "model", "warmup", "data", "checkpoint", "throughput",
+    keys = ("model", "warmup", "checkpoint", "throughput",
             "final_val_loss", "log")
     for key in keys:
         assert re.search(rf"^{key}: .+", steps, re.M), key
@@ -224,8 +224,8 @@ def test_check_does_every_check_and_starts_nothing(tmp_path, shards, monkeypatch
 
 WRONG = [
     "--adam_eps=0", "--adam_eps=-1", "--adam_eps=nan", "--muon_lr=-0.1", "--muon_lr=nan",
-    "--head_lr=-1e-9", "--head_lr=inf", "--embed_lr=-1", "--scalar_lr=nan", "--adam_betas=0.9,1",
-    "--adam_betas=nan,0.9", "--adam_betas=-0.1,0.9", "--lr_floor=-0.1", "--lr_floor=1.1",
+    "--head_lr=-1e-9", "--head_lr=inf", "--embed_lr=-1", "--scalar_lr=nan", "--adam_beta2=1",
+    "--adam_beta1=nan", "--adam_beta1=-0.1", "--lr_floor=-0.1", "--lr_floor=1.1",
     "--cooldown_frac=nan", "--muon_beta2=1", "--muon_momentum_end=1.5", "--attention_scale=nan",
     "--attention_scale=inf", "--rope_base=0", "--lm_head_softcap=0", "--window_start=0",
     "--micro_batches=0", "--num_iterations=-1", "--model_dim=24",

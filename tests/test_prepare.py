@@ -1,0 +1,45 @@
+"""What `prepare` refuses beyond settings: a machine without a compiler, data on both sides."""
+import os
+import sys
+import sysconfig
+
+import pytest
+import torch
+from conftest import TINY
+
+import train_gpt
+
+
+def prepare(*flags, device="cpu"):
+    hp, command = train_gpt.parse_flags([*TINY, "--use_fp8=false", *flags], "demo")
+    return train_gpt.prepare(hp, command, "", train_gpt.Ranks(0, 1, torch.device(device)))
+
+
+def test_triton_gets_a_compiler_and_headers_or_one_line(tmp_path, shards, monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_path", lambda *scheme: str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    for name in ("clang", "mycc"):
+        (tmp_path / name).symlink_to(sys.executable)
+    with pytest.raises(train_gpt.UserError, match=rf"Triton needs .* and {tmp_path}/Python\.h: install"):
+        prepare(*shards, device="cuda")
+    prepare(*shards)  # on a CPU there is no Triton
+    (tmp_path / "Python.h").touch()
+    prepare(*shards, device="cuda")
+    (tmp_path / "clang").unlink()
+    for compiler in ("mycc", str(tmp_path / "mycc")):
+        monkeypatch.setenv("CC", compiler)
+        prepare(*shards, device="cuda")
+    for compiler in ("gcc", "no-such-compiler"):
+        monkeypatch.setenv("CC", compiler)
+        with pytest.raises(train_gpt.UserError, match=r"Triton needs a C compiler \(gcc, clang or \$CC\)"):
+            prepare(*shards, device="cuda")
+
+
+def test_a_shard_of_both_sides_is_refused(tmp_path, shards):
+    train = next(flag for flag in shards if flag.startswith("--train_files"))
+    folder = os.path.dirname(train.partition("=")[2])
+    (tmp_path / "val.bin").symlink_to(f"{folder}/t_train_000002.bin")
+    for val in (f"{folder}/t_*.bin", f"{tmp_path}/val.bin"):
+        with pytest.raises(train_gpt.UserError, match=r"share \S+/t_train_00000\d\.bin"):
+            prepare(train, f"--val_files={val}", "--val_tokens=0")
