@@ -14,9 +14,9 @@ step) and, in a folder of that name, its two newest checkpoints. To change the m
 file: settings go into section 1, what changes during the run into 2, techniques and the loss into
 5, parameters and optimizers into the table of 7. The training loop is in 12.
 
-A suffix tells a tensor's shape, so that x_TD is [T, D]: T tokens of one sequence, D width of the
-model, H heads, K width of a head, V vocabulary (padded), N blocks of 128 tokens, M key blocks that
-a query block reads.
+A suffix tells most tensors' shapes, so that x_TD is [T, D]: T tokens of one sequence, D width of
+the model, H heads, K width of a head, V vocabulary (padded), N blocks of 128 tokens, M key blocks
+that a query block reads, 1 one.
 """
 
 import argparse
@@ -162,7 +162,7 @@ def parse_flags(argv: list[str], default_preset: str) -> tuple[Hyperparameters, 
 
 # -------- 2. Schedules: pure functions of the step
 def window_tokens(step: int, hp: Hyperparameters) -> int:
-    """The long window in tokens, which grows linearly in whole blocks."""
+    """The long window in tokens: a linear rise from 0 in whole blocks, from window_start on."""
     # Less half a block: as in the record (1728 of 1792), the end is reached before the last step.
     grown = (hp.window_end - BLOCK / 2) * step / max(1, hp.num_iterations)
     rounded = math.ceil(grown / BLOCK) * BLOCK
@@ -300,7 +300,7 @@ def block_sparse(mask: BlockMask, scale: float) -> Callable:
     num_partial_N1 = mask.kv_num_blocks[0, 0][:, None]
     num_seen_N1 = num_partial_N1 + mask.full_kv_num_blocks[0, 0][:, None]
     N, M = len(num_seen_N1), int(num_seen_N1.max())
-    # Each query block's key blocks: the partial ones, then the full ones, then anything.
+    # Key blocks: the partial ones, the full ones, then any, masked. seen is [N, BLOCK, M, BLOCK].
     slot_M = torch.arange(M, device=num_seen_N1.device)
     full_NM = mask.full_kv_indices[0, 0].gather(1, (slot_M - num_partial_N1).clamp(min=0))
     blocks_NM = torch.where(slot_M < num_partial_N1, mask.kv_indices[0, 0, :, :M], full_NM)
@@ -452,7 +452,7 @@ class GPT(nn.Module):
         self.residual_mix = nn.Parameter(torch.tensor([[1.0, 0.0]]).repeat(L, 1))
         self.value_mix = nn.Parameter(torch.tensor([[0.5, 0.5]]).repeat(L, 1))
         self.skip_weights = nn.Parameter(torch.ones(L // 2))
-        scales = (2.0, 2.0**9, 2.0**19 * hp.micro_batches)  # by which train_step divides the loss
+        scales = (2.0, 2.0**9, 2.0**19 * hp.micro_batches)  # train_step divides by micro_batches
         self.lm_head = CastedLinear(hp.model_dim, V, scales if hp.use_fp8 else None)
         nn.init.zeros_(self.lm_head.weight)
 
@@ -462,7 +462,7 @@ class GPT(nn.Module):
         x_TD = self.embed(tokens_T)
         if self.hp.pair_rows:
             before_T = F.pad(tokens_T[:-1], (1, 0), value=self.eot).masked_fill(begins_T, self.eot)
-            hash_T = before_T.long() * 2654435761 + tokens_T  # a large prime spreads the pairs
+            hash_T = before_T.long() * 2654435761 + tokens_T  # the prime spreads the pairs
             x_TD = x_TD + self.pair_embed(hash_T % self.hp.pair_rows)
         x_TD = norm(x_TD)
         if self.hp.smear:
@@ -515,8 +515,7 @@ class GPT(nn.Module):
 # -------- 6. FP8 linear
 # FP8 products take half the time of bf16 ones. A value has 8 bits: e4m3 (up to 448, 3 bits of
 # mantissa) for inputs and weights, e5m2 (up to 57344, 2 bits) for gradients, which spread more. It
-# is multiplied by a power of two before its cast, and the product is divided by both. Too small a
-# factor flushes values to zero, too large a one saturates:
+# is multiplied by a factor before its cast, and the product is divided by both:
 #     input     normed, so |x| <= sqrt(D) = 28 at D = 768: x2 leaves room to 448
 #     weight    starts at zero and learns slowly: x2^9 holds weights up to 0.875
 #     gradient  of a mean over T tokens, so |g| <= 1/T: at T = 48K x2^19 makes that 11
@@ -580,30 +579,30 @@ class Optimizer:
     """One row of the table. A step calls send_gradients, compute and apply, each on all rows before
     the next, so that what one row sends travels while another computes. A rank keeps the state of
     its share (ZeRO, arXiv:1910.02054), equally many rows of each parameter, or all where they do
-    not divide. An optimizer defines update(grads, step), which changes shares in place."""
+    not divide. An optimizer defines update(grads, step), which fills its share of what is sent."""
     def __init__(self, params: dict, lr: float, hp: Hyperparameters, ranks: "Ranks"):
         self.params = params  # {name: parameter}
         self.lr = lr  # at its peak
         self.hp = hp
         self.ranks = ranks
-        self.shares = self.share([p.detach() for p in params.values()])
-        self.sent = list(params.values())  # what this rank has updated its share of
-        self.state = {}  # {kind: a tensor for each of shares}; checkpoints save and restore it
+        self.sent = [p.detach() for p in params.values()]  # here, the parameters themselves
+        self.mine = [ranks.rows(whole) for whole in self.sent]  # this rank's share of them
+        self.state = {}  # {kind: a tensor for each of the share}; checkpoints save and restore it
 
     def share(self, wholes: list[Tensor]) -> list[Tensor]:
-        """This rank's shares of whole tensors, one for each of params."""
-        return [self.ranks.share(whole) for whole in wholes]
+        """This rank's share of a kind of state, given whole, a tensor for each of params."""
+        return [self.ranks.rows(whole) for whole in wholes]
 
     def gather(self, shares: list[Tensor]) -> list[Tensor]:
         """The whole tensors again, from all ranks' shares."""
         return [self.ranks.whole(x, len(p)) for x, p in zip(shares, self.params.values())]
 
     def send_gradients(self):
-        """Start summing the gradients over the ranks."""
+        """Start summing the gradients over the ranks, each of which receives its share."""
         self.sums = [self.ranks.reduce_scatter(p.grad) for p in self.params.values()]
 
     def compute(self, step: int):
-        """Update this rank's shares, and start sending them."""
+        """Update this rank's share, and start sending it."""
         for _, pending in self.sums:
             pending.wait()
         self.update([grad for grad, _ in self.sums], step)
@@ -616,15 +615,15 @@ class Optimizer:
             pending.wait()
 
 class Adam(Optimizer):
-    """AdamW (arXiv:1711.05101) by torch.optim's kernel, since torch.optim imports the compiler."""
+    """AdamW (arXiv:1711.05101) by torch.optim's own kernel; importing torch.optim takes seconds."""
     def __init__(self, params: dict, lr: float, hp: Hyperparameters, ranks: "Ranks"):
         super().__init__(params, lr, hp, ranks)
-        self.state["exp_avg"] = [torch.zeros_like(p) for p in self.shares]
-        self.state["exp_avg_sq"] = [torch.zeros_like(p) for p in self.shares]
+        self.state["exp_avg"] = [torch.zeros_like(p) for p in self.mine]
+        self.state["exp_avg_sq"] = [torch.zeros_like(p) for p in self.mine]
 
     def update(self, grads: list[Tensor], step: int):
         number = torch.full((), step + 1.0, device=self.ranks.device)  # of the step, from 1
-        torch._fused_adamw_(self.shares, grads, self.state["exp_avg"], self.state["exp_avg_sq"], [],
+        torch._fused_adamw_(self.mine, grads, self.state["exp_avg"], self.state["exp_avg_sq"], [],
                             [number] * len(grads), lr=self.lr * lr_scale(step, self.hp),
                             beta1=self.hp.adam_beta1, beta2=self.hp.adam_beta2,
                             eps=self.hp.adam_eps, weight_decay=0, amsgrad=False, maximize=False)
@@ -658,10 +657,9 @@ def orthogonalize(x: Tensor, parts: int) -> Tensor:
 @compiled_on_cuda
 def even_rows(x: Tensor, squares: Tensor, beta2: float) -> Tensor:
     """NorMuon (arXiv:2510.05491, record #41): divide each row of x[n, rows, cols] by its root mean
-    square, averaged over the steps in squares[n, rows, 1]; then scale each matrix back to the norm
-    that it had."""
+    square, averaged over the steps in squares[n, rows, 1]; then restore the norm of each x[i]."""
     square = x.float().square().mean(-1, keepdim=True)
-    squares.lerp_(square, 1 - beta2)  # from 0; that this starts too low cancels with the norm
+    squares.lerp_(square, 1 - beta2)  # the bias of its start at 0 cancels
     factor = (squares + 1e-10).rsqrt()
     evened = (square * factor.square()).sum(1, keepdim=True)
     factor = factor * (square.sum(1, keepdim=True) / (evened + 1e-10)).sqrt()
@@ -669,12 +667,12 @@ def even_rows(x: Tensor, squares: Tensor, beta2: float) -> Tensor:
 
 class Muon(Optimizer):
     """Momentum, orthogonalized (Keller Jordan et al., 2024), for matrices of one shape. parts: how
-    many matrices each one is, as Q, K and V. A rank's share is equally many whole matrices, padded
-    with zeros, and it sends their updates."""
+    many matrices each one is, as Q, K and V. A rank's share is equally many whole matrices, filled
+    up with zeros, and what it sends is their updates."""
     def __init__(self, params: dict, lr: float, hp: Hyperparameters, ranks: "Ranks", parts=1):
-        self.per_rank = math.ceil(len(params) / ranks.world_size)
         super().__init__(params, lr, hp, ranks)
         self.parts = parts
+        self.per_rank = math.ceil(len(params) / ranks.world_size)
         shapes = {tuple(p.shape) for p in params.values()} or {(0, 0)}
         require([len(s) for s in shapes] == [2], f"Muon: no matrices of one shape: {list(params)}")
         rows, cols = min(shapes)
@@ -683,6 +681,7 @@ class Muon(Optimizer):
         self.updates = torch.zeros(self.per_rank * ranks.world_size, rows, cols,
                                    dtype=getattr(torch, hp.dtype), device=ranks.device)
         self.sent = [self.updates]
+        self.mine = [ranks.rows(self.updates)]
 
     def share(self, wholes: list[Tensor]) -> list[Tensor]:
         return wholes[self.ranks.rank * self.per_rank:][:self.per_rank]
@@ -702,7 +701,7 @@ class Muon(Optimizer):
         update = orthogonalize(update.to(self.updates.dtype), self.parts)
         if self.hp.muon_beta2:
             update = even_rows(update, self.state["row_squares"], self.hp.muon_beta2)
-        self.ranks.share(self.updates).copy_(update)
+        self.mine[0].copy_(update)
 
     def apply(self, step: int):
         super().apply(step)
@@ -719,31 +718,31 @@ class Ranks:
     world_size: int
     device: torch.device
 
-    def share(self, whole: Tensor) -> Tensor:
-        """This rank's part of the first dimension; all of it where that does not divide."""
+    def rows(self, whole: Tensor) -> Tensor:
+        """This rank's rows (along the first dimension); all of them where they do not divide."""
         if len(whole) % self.world_size:
             return whole
         return whole.chunk(self.world_size)[self.rank]
 
     def reduce_scatter(self, whole: Tensor) -> tuple:
-        """(this rank's share, summed over the ranks; what to wait for)"""
-        share = self.share(whole)
-        if len(share) == len(whole):
-            return share, self.all_reduce(whole)
-        share = torch.empty_like(share)
-        return share, dist.reduce_scatter_single(share, whole, async_op=True)
+        """(this rank's rows, summed over the ranks; what to wait for)"""
+        mine = self.rows(whole)
+        if len(mine) == len(whole):
+            return mine, self.all_reduce(whole)
+        mine = torch.empty_like(mine)
+        return mine, dist.reduce_scatter_single(mine, whole, async_op=True)
 
     def all_gather(self, whole: Tensor):
-        """Fill in the other ranks' shares of a tensor; returns what to wait for."""
-        share = self.share(whole)
-        if len(share) == len(whole):
+        """Fill in the other ranks' rows; returns what to wait for."""
+        mine = self.rows(whole)
+        if len(mine) == len(whole):
             return DONE
-        return dist.all_gather_single(whole, share, async_op=True)
+        return dist.all_gather_single(whole, mine, async_op=True)
 
-    def whole(self, share: Tensor, rows: int) -> Tensor:
-        """A copy of the tensor of so many rows of which each rank has its share."""
-        whole = share.new_empty(rows, *share.shape[1:])
-        self.share(whole).copy_(share)
+    def whole(self, mine: Tensor, rows: int) -> Tensor:
+        """A tensor of so many rows, of which each rank has its own in mine."""
+        whole = mine.new_empty(rows, *mine.shape[1:])
+        self.rows(whole).copy_(mine)
         self.all_gather(whole).wait()
         return whole
 
@@ -810,8 +809,8 @@ class RunLog:
                 "or look at the data; the log and the checkpoints are kept")
 
 class StepClock:
-    """Training time in seconds, which stops with an idle device; and the queue of training losses,
-    which on a GPU are read two steps late, so that the host does not wait for the newest."""
+    """Training time in seconds, started and stopped on an idle device; and the queue of losses,
+    read two steps late on a GPU, so that the host does not wait for the newest."""
     def __init__(self, device: torch.device, elapsed: float, log: RunLog, hp: Hyperparameters):
         self.cuda = device.type == "cuda"
         self.elapsed = elapsed
@@ -883,7 +882,7 @@ def training_state(model: nn.Module, optimizers: list) -> dict:
 
 @torch.no_grad()
 def load_training_state(saved: dict, model: nn.Module, optimizers: list, ranks: Ranks):
-    """Give every rank the training state that rank 0 has saved."""
+    """Copy what rank 0 has in saved to the model and the optimizers of every rank."""
     state = training_state(model, optimizers)
     for kind, tensors in state.items():
         for name, tensor in tensors.items():
@@ -963,7 +962,7 @@ def check_settings(hp: Hyperparameters, world_size: int):
             f"micro-batches: start one of {fitting}, or change --micro_batches")
 
 def resolve(hp: Hyperparameters, device: torch.device) -> Hyperparameters:
-    """The settings with what was left open decided, and without what the hardware lacks."""
+    """The settings with `auto` decided, and without an FP8 head where the hardware has no FP8."""
     cuda = device.type == "cuda"
     if hp.dtype == "auto":
         bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -988,7 +987,7 @@ class Plan:
         self.data = [f"{path} {tokens} tokens" for path, tokens in (self.train | self.val).items()]
 
 def prepare(hp: Hyperparameters, command: argparse.Namespace, script: str, ranks: Ranks) -> Plan:
-    """Every check that one process can do."""
+    """Every check that one process can do without reading tokens."""
     checkpoint = log_path = None
     facts = {}
     if command.resume is not None:
@@ -1096,12 +1095,13 @@ def train(plan: Plan, ranks: Ranks, log: RunLog):
               f"{hp.micro_batches} x {hp.train_seq_len} tokens a step, {ranks.world_size} rank(s)")
     began = time.perf_counter()
     start = copy.deepcopy(training_state(plain, optimizers))
-    if plan.checkpoint and ranks.rank == 0:  # which gives all ranks its start, after the warmup
+    if plan.checkpoint and ranks.rank == 0:  # after the warmup, all ranks get rank 0's start
         start = read_checkpoint(plan.checkpoint)
     warm_up(model, optimizers, hp, ranks)
     load_training_state(start, plain, optimizers, ranks)
     del start
     if cuda:
+        torch.cuda.reset_peak_memory_stats()
         torch.compiler.set_stance("fail_on_recompile")  # scheduled numbers go in as tensors
     log.write(f"warmup: {time.perf_counter() - began:.1f} s, untimed")
     first = plan.facts.get("step", 0)

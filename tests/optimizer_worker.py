@@ -28,10 +28,10 @@ class Momentum(Optimizer):
 
     def __init__(self, params, lr, hp, ranks):
         super().__init__(params, lr, hp, ranks)
-        self.state["velocity"] = [torch.zeros_like(p) for p in self.shares]
+        self.state["velocity"] = [torch.zeros_like(p) for p in self.mine]
 
     def update(self, grads, step):
-        for p, grad, velocity in zip(self.shares, grads, self.state["velocity"]):
+        for p, grad, velocity in zip(self.mine, grads, self.state["velocity"]):
             velocity.mul_(0.9).add_(grad)
             p.sub_(self.lr * lr_scale(step, self.hp) * velocity)
 

@@ -201,7 +201,7 @@ class Descent(Optimizer):
     """Plain gradient descent: no state, and not one line for ranks."""
 
     def update(self, grads, step):
-        for p, grad in zip(self.shares, grads):
+        for p, grad in zip(self.mine, grads):
             p.sub_(self.lr * grad)
 
 

@@ -300,14 +300,14 @@ def test_the_volume_table_is_what_the_optimizers_exchange(world_size):
 
     class Counting(train_gpt.Ranks):
         def reduce_scatter(self, whole):
-            mine = self.share(whole)
+            mine = self.rows(whole)
             if len(mine) == len(whole):
                 return whole, self.all_reduce(whole)
             sent.append(share * whole.nbytes)
             return mine, train_gpt.DONE
 
         def all_gather(self, whole):
-            if len(self.share(whole)) < len(whole):
+            if len(self.rows(whole)) < len(whole):
                 sent.append(share * whole.nbytes)
             return train_gpt.DONE
 
