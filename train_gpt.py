@@ -14,9 +14,8 @@ step) and, in a folder of that name, its two newest checkpoints. To change the m
 file: settings go into section 1, what changes during the run into 2, techniques and the loss into
 5, parameters and optimizers into the table of 7. The training loop is in 12.
 
-A suffix tells most tensors' shapes, so that x_TD is [T, D]: T tokens of one sequence, D width of
-the model, H heads, K width of a head, V vocabulary (padded), N blocks of 128 tokens, M key blocks
-that a query block reads, 1 one.
+A suffix tells most tensors' shapes, so x_TD is [T, D]: T tokens, D width of the model, H heads, K
+width of a head, V vocabulary, N blocks of 128 tokens, M key blocks that a query block reads, 1 one.
 """
 
 import argparse
@@ -531,8 +530,7 @@ def fp8_matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast: boo
     return torch._scaled_mm(a, b.T, one, inverse, out_dtype=dtype, use_fast_accum=fast)
 
 class FP8Linear(torch.autograd.Function):
-    """x_TD @ w_VD.T in x's type, by products in FP8 (record 2025-01-13). scales: the factors of
-    input, weight and gradient."""
+    """x_TD @ w_VD.T by products in FP8 (record 2025-01-13); scales are of x, w and gradient."""
     @staticmethod
     def forward(ctx, x_TD: Tensor, w_VD: Tensor, scales: tuple[float, float, float]) -> Tensor:
         x8_TD = to_fp8(x_TD, scales[0], torch.float8_e4m3fn)
@@ -1004,6 +1002,8 @@ def prepare(hp: Hyperparameters, command: argparse.Namespace, script: str, ranks
                 f"(gcc, clang or $CC) and {header}: install gcc and the Python headers")
     train_shards = find_shards(hp.train_files)
     val_shards = find_shards(hp.val_files)
+    folder = next(p for p in Path(hp.records, "log").absolute().parents if p.exists())
+    require(os.access(f"{folder}/.", os.W_OK), f"--records={hp.records}: {folder} is not writable")
     shared = set(map(os.path.realpath, train_shards)) & set(map(os.path.realpath, val_shards))
     require(not shared, f"--train_files and --val_files share {', '.join(shared)}")
     held = sum(val_shards.values()) - 1  # the first token is not predicted

@@ -17,11 +17,12 @@ def prepare(*flags, device="cpu"):
 
 def test_triton_gets_a_compiler_and_headers_or_one_line(tmp_path, shards, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda *scheme: str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     for name in ("clang", "mycc"):
         (tmp_path / name).symlink_to(sys.executable)
-    with pytest.raises(train_gpt.UserError, match=rf"Triton needs .* and {tmp_path}/Python\.h: install"):
+    with pytest.raises(train_gpt.UserError, match=rf"Triton .* {tmp_path}/Python\.h: install"):
         prepare(*shards, device="cuda")
     prepare(*shards)  # on a CPU there is no Triton
     (tmp_path / "Python.h").touch()
@@ -32,7 +33,7 @@ def test_triton_gets_a_compiler_and_headers_or_one_line(tmp_path, shards, monkey
         prepare(*shards, device="cuda")
     for compiler in ("gcc", "no-such-compiler"):
         monkeypatch.setenv("CC", compiler)
-        with pytest.raises(train_gpt.UserError, match=r"Triton needs a C compiler \(gcc, clang or \$CC\)"):
+        with pytest.raises(train_gpt.UserError, match=r"C compiler \(gcc, clang or \$CC\)"):
             prepare(*shards, device="cuda")
 
 
@@ -43,3 +44,21 @@ def test_a_shard_of_both_sides_is_refused(tmp_path, shards):
     for val in (f"{folder}/t_*.bin", f"{tmp_path}/val.bin"):
         with pytest.raises(train_gpt.UserError, match=r"share \S+/t_train_00000\d\.bin"):
             prepare(train, f"--val_files={val}", "--val_tokens=0")
+
+
+def test_records_must_be_writable_before_anything_is_there(tmp_path, shards, monkeypatch):
+    prepare(*shards, f"--records={tmp_path}/new/folder")
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(train_gpt.UserError, match=f"{tmp_path}/file is not writable"):
+        prepare(*shards, f"--records={tmp_path}/file/x")
+    locked = tmp_path / "locked"
+    locked.mkdir()
+    real = os.access
+
+    def access(path, mode):  # root may write anywhere
+        return real(path, mode) and path != f"{locked}/."
+
+    monkeypatch.setattr(os, "access", access)
+    with pytest.raises(train_gpt.UserError, match=f"{locked} is not writable"):
+        prepare(*shards, f"--records={locked}/runs")
