@@ -3,6 +3,7 @@
     python records/compare.py records/*.log                       one setting: runs, spread, p-value
     python records/compare.py NEW.log NEW2.log --vs records/base  two settings and a verdict
     python records/compare.py new/ --vs base/ --plot new.png      the same, drawn
+    python records/compare.py NEW.log --plot new.png              a run, alive or not: loss, speed
     python records/compare.py --update-readme                     the table in records/README.md
 
 A log holds one run: of this project, or published by the speedrun since October 2024, or captured
@@ -13,13 +14,13 @@ what is left out is named. --update-readme keeps the table's last column, which 
 Exit status: 0 all read, 1 some input was no log (the rest is still reported), 2 wrong usage.
 
 --json prints one object, with null for what the logs do not say or too few runs cannot say:
-  version: 2; target: the loss to reach; unread: a line for each input that was no log
+  version: 3; target: the loss to reach; unread: a line for each input that was no log
   sides: A, or A and B: label, warnings, independent, used (names of the runs in the statistics),
     loss and seconds (n, mean, sd, interval: 95 % of the mean; of loss p: one-sided t-test), runs
   runs: name, path, steps, total, seconds, tokens, ms_per_step, loss, finished, diverged, changed
     (on resuming), reached (step and seconds at the target), validations (rows of step, total,
-    kind, loss, seconds, ms_per_step, tokens), hardware, torch, ranks, seed, timed_on and
-    validated_on (what must agree before times, losses compare), source (its sha256),
+    kind, loss, seconds, ms_per_step, tokens, lr, window), hardware, torch, ranks, seed, timed_on
+    and validated_on (what must agree before times, losses compare), source (its sha256),
     hyperparameters and environment (as logged)
   comparison: hyperparameters, environment (rows of name, values in B, in A), source (a diff), loss
     and seconds (difference A - B, interval, p), verdict
@@ -80,7 +81,7 @@ def source_and_steps(text, script):
             source = "\n".join(lines[:end]) + last
             same = hashlib.sha256(source.encode()).hexdigest() == script[1]
             if same and lines[end:end + 1] == [SEPARATOR]:
-                return source, "\n".join(lines[end + 1:])
+                return source, "\n".join([*lines[end + 1:-1], ""])  # without half a line
         raise BadInput("no log (its source is cut or changed: the SHA-256 is another)")
     parts = text.split(f"\n{SEPARATOR}\n")
     if len(parts) != 2:
@@ -122,11 +123,12 @@ STEP = re.compile(
     r"(?ma)^step:(?P<step>\d{1,15})/(?P<total>\d{1,15}) "
     rf"(?:(?P<kind>train|val)_loss:(?P<loss>nan|-?inf|-?{NUMBER}) )?(?:val_\w+:\S+ )*"
     rf"train_time:(?P<time>{NUMBER})(?P<unit>ms|s) step_avg:(?P<average>nan|{NUMBER})ms"
-    r"(?: tokens:(?P<tokens>\d{1,18}))?(?: .*)?$")
+    rf"(?: tokens:(?P<tokens>\d{{1,18}}))?(?: lr:(?P<lr>{NUMBER}))?"
+    r"(?: window:(?P<window>\d{1,18}))?(?: .*)?$")
 CHANGED = re.compile(  # on resuming; not where the run lies
     r"(?m)^changed: (?!(?:name|records|save_every) )(.*)$")
 
-Line = namedtuple("Line", "step total kind loss seconds ms_per_step tokens")
+Line = namedtuple("Line", "step total kind loss seconds ms_per_step tokens lr window")
 
 def finite(text):
     """The number; None if there is none or it is not finite."""
@@ -137,9 +139,9 @@ def step_lines(text):
     found = []
     for line in STEP.finditer(text):
         seconds = float(line["time"]) / (1000 if line["unit"] == "ms" else 1)
-        tokens = int(line["tokens"]) if line["tokens"] else None
+        tokens, window = (int(line[key]) if line[key] else None for key in ("tokens", "window"))
         found.append(Line(int(line["step"]), int(line["total"]), line["kind"], finite(line["loss"]),
-                          seconds, finite(line["average"]), tokens))
+                          seconds, finite(line["average"]), tokens, finite(line["lr"]), window))
     return found
 
 class Run:
@@ -147,13 +149,14 @@ class Run:
 
     def __init__(self, name, path, sections):
         lines = step_lines(sections.steps)
-        if not lines:
+        if not lines and not sections.hyperparameters:
             raise BadInput("no log (no line of a step in it)")
         if any(line.step < before.step for before, line in pairwise(lines)):
             raise BadInput("several runs in one file (its steps go back)")
-        last = lines[-1]
+        last = lines[-1] if lines else Line(0, 0, *[None] * 7)  # before the first step
         self.name = name
         self.path = path
+        self.lines = lines
         self.steps = last.step
         self.total = last.total  # the steps it set out to do
         self.seconds = last.seconds
@@ -502,7 +505,8 @@ def as_json(thing):
     if isinstance(thing, Side):
         return vars(thing) | {"used": [run.name for run in thing.used]}
     source = thing.source and hashlib.sha256(thing.source.encode()).hexdigest()
-    return vars(thing) | {"source": source or None}
+    fields = {key: value for key, value in vars(thing).items() if key != "lines"}
+    return fields | {"source": source or None}
 
 # ---- Picture -------------------------------------------------------------------------------------
 
@@ -522,28 +526,48 @@ def name_of(side):
         return folders.pop().name
     return side.runs[0].name
 
+def draw_training(run, amount, loss_panel, rate_panel, speed_panel):
+    """The training losses; over the steps the factor of the learning rates, and the speed."""
+    trained = [line for line in run.lines if line.kind == "train"]
+    losses = [line.loss for line in trained]
+    loss_panel.plot([line.seconds for line in trained], losses, color="silver", linewidth=0.5)
+    rate_panel.plot([line.step for line in trained], [line.lr for line in trained], color="black")
+    speeds = [(b.step, (getattr(b, amount) - getattr(a, amount)) / (b.seconds - a.seconds))
+              for a, b in pairwise(run.lines[::len(run.lines) // 100 + 1]) if b.seconds > a.seconds]
+    speed_panel.plot(*zip(*speeds), color="tab:green", linewidth=0.7)
+    rate_panel.set(xlabel="training step", ylabel="learning-rate factor (black)", ylim=(0, 1.05))
+    speed_panel.set(ylabel=f"{amount} a second (green)", ylim=(0, None))
+    return [loss for loss in losses[len(losses) // 2:] if loss is not None]
+
 def draw(sides, target):
     """Validation loss over training time and over tokens: a colour a side, a thin line a run, a
-    thick one the mean of a side whose runs validated at the same steps."""
+    thick one the mean of a side whose runs validated at the same steps. One side alone: with its
+    training losses, and for the second panel its learning rates and its speed."""
     from matplotlib.figure import Figure
 
     runs = list(chain(*(side.runs for side in sides)))
-    late = []  # losses: the first ones are far above and do not set the range
-    for _, losses in curves(runs, "step"):
-        late += losses[len(losses) // 2:]
+    alone = len(sides) == 1
+    what = "loss" if alone else "validation loss"
+    counted = chain(*(run.lines if alone else run.validations for run in runs))
+    amount = "step" if any(line.tokens is None for line in counted) else "tokens"
+    figure = Figure(figsize=(12.8, 5), layout="constrained")
+    figure.suptitle(f"{what.capitalize()}: " + " against ".join(map(name_of, sides)))
+    panels = figure.subplots(1, 2, sharey=not alone)
+    # The first losses are far above and do not set the range.
+    late = list(chain(*(losses[len(losses) // 2:] for _, losses in curves(runs, "step"))))
+    if alone:
+        panels = [*panels, panels[1].twinx()]
+        late += chain(*(draw_training(run, amount, *panels) for run in runs))
+        panels[0].plot([], [], color="silver", label="training losses")
     if not late:
-        raise BadInput("no picture, for the logs hold no validation loss")
+        raise BadInput("no picture, for the logs hold no loss")
     if target is not None and abs(target - np.mean(late)) < 2 * np.ptp(late):
         late.append(target)
     room = 0.05 * np.ptp(late) or 0.01
-    figure = Figure(figsize=(12.8, 5), layout="constrained")
-    figure.suptitle("Validation loss: " + " against ".join(map(name_of, sides)))
-    counted = chain(*(run.validations for run in runs))
-    amount = "step" if any(line.tokens is None for line in counted) else "tokens"
-    for panel, axis in zip(figure.subplots(1, 2, sharey=True), ("seconds", amount)):
+    for panel, axis in zip(panels[:1] if alone else panels, ("seconds", amount)):
         for side, colour in zip(sides, ("tab:blue", "tab:orange")):
             for positions, losses in curves(side.runs, axis):
-                panel.plot(positions, losses, color=colour, linewidth=0.7)
+                panel.plot(positions, losses, color=colour, linewidth=0.7, marker="." * alone)
             if len({tuple(steps) for steps, _ in curves(side.used, "step")}) == 1:
                 positions, losses = np.mean(curves(side.used, axis), axis=0)
                 panel.plot(positions, losses, color=colour, linewidth=2.4)
@@ -551,7 +575,7 @@ def draw(sides, target):
             panel.plot([], [], color=colour, label=label)
         if target is not None:
             panel.axhline(target, color="black", linestyle="--", label=f"target {target:g}")
-        panel.set(xlabel=f"training {axis}", ylabel="validation loss", xlim=0,
+        panel.set(xlabel=f"training {axis}", ylabel=what, xlim=0,
                   ylim=(min(late) - room, max(late) + room))
         panel.grid(alpha=0.3)
         panel.legend()
@@ -656,7 +680,7 @@ def report(options):
     if options.plot:
         draw(sides, target).savefig(options.plot, dpi=120)
     if options.json:
-        print(json.dumps({"version": 2, "target": target, "sides": sides, "comparison": comparison,
+        print(json.dumps({"version": 3, "target": target, "sides": sides, "comparison": comparison,
                           "unread": unread}, indent=1, default=as_json, allow_nan=False))
     else:
         for side in sides:

@@ -583,14 +583,14 @@ def test_json_holds_everything_and_is_strict(tmp_path, capsys):
     found = json.loads(out, parse_constant=pytest.fail)
     side = found["sides"][0]
     run = side["runs"][1]
-    assert (status, found["version"], found["target"], found["unread"]) == (0, 2, 3.28, [])
+    assert (status, found["version"], found["target"], found["unread"]) == (0, 3, 3.28, [])
     assert side["loss"]["n"] == 4 and side["loss"]["mean"] == pytest.approx(np.mean(GOOD))
     assert side["used"] == [f"run{i}" for i in range(len(GOOD))]
     assert [run["loss"] for run in side["runs"]] == [None, *GOOD]
     assert side["runs"][0]["reached"] is None and run["reached"][0] < 250
     assert run["source"] == hashlib.sha256(b"import torch\n").hexdigest()
     assert run["environment"]["ranks"] == "8" and run["hyperparameters"]["name"] == "'x'"
-    assert run["validations"][1] == [125, 250, "val", 4.001, 12.5, 100.0, 125000]
+    assert run["validations"][1] == [125, 250, "val", 4.001, 12.5, 100.0, 125000, 1.0, 256]
     assert found["comparison"]["hyperparameters"] == [["muon_lr", ["0.06"], ["0.05"]]]
     assert found["comparison"]["verdict"] and found["comparison"]["source"] == []
 
@@ -639,22 +639,25 @@ def test_picture(tmp_path, capsys):
 
 def test_a_thin_line_a_run_and_a_thick_one_their_mean(tmp_path):
     folder = write(tmp_path / "a", [3.2, 3.3, 3.4], ms=(80.0, 100.0, 120.0))
-    left, right = compare.draw([side_of("A", folder)], 3.28).axes
-    thick, = (line for line in left.get_lines() if line.get_linewidth() > 2)
+    side = side_of("A", folder)
+    left, right = compare.draw([side, side], 3.28).axes
+    thick, _ = (line for line in left.get_lines() if line.get_linewidth() > 2)
     assert thick.get_xdata() == pytest.approx([0, 12.5, 25.0])
     assert thick.get_ydata() == pytest.approx([10.8258, 4.002, 3.3])
     ends = {line.get_xdata()[-1] for line in left.get_lines() if line.get_linewidth() < 1}
     assert ends == {20.0, 25.0, 30.0}
     assert right.get_lines()[0].get_xdata()[-1] == 250_000
     (tmp_path / "a" / "longer.log").write_text(log_text((10.8258, 4.0, 3.5, 3.1), seed=9))
-    for panel in compare.draw([side_of("A", folder)], None).axes:
+    side = side_of("A", folder)
+    for panel in compare.draw([side, side], None).axes:
         assert all(line.get_linewidth() < 2 for line in panel.get_lines())  # steps differ: no mean
 
 
 def test_the_first_validation_does_not_eat_the_axis(tmp_path):
     side = side_of("A", write(tmp_path / "a", GOOD))
     for target, low in ((3.28, 3.2), (2.9, 2.8), (0.5, 3.2)):  # a target far below is left out
-        for panel in compare.draw([side], target).axes:
+        for panel in (*compare.draw([side, side], target).axes,
+                      compare.draw([side], target).axes[0]):
             bottom, top = panel.get_ylim()
             assert low < bottom < 3.277 and 3.4 < top < 4.1, (bottom, top)
 
@@ -667,8 +670,40 @@ def test_without_tokens_the_steps_are_drawn(name):
 
 def test_no_loss_no_picture(tmp_path):
     side = compare.Side("A", [read_text(tmp_path, log_text((math.nan,), total=9))], 3.28)
-    with pytest.raises(compare.BadInput, match="no validation loss"):
+    with pytest.raises(compare.BadInput, match="hold no loss"):
         compare.draw([side], 3.28)
+
+
+def test_a_run_alone_has_its_training_its_rates_and_its_speed(tmp_path):
+    text = log_text((10.8, 4.0, 3.5), total=1000).replace("lr:1.000", "lr:0.500")
+    side = compare.Side("A", [read_text(tmp_path, text)], None)
+    losses, rates, speeds = compare.draw([side], None).axes
+    training, *validation = losses.get_lines()
+    assert list(training.get_xdata()) == [12.4, 12.5, 24.9, 25.0]
+    assert list(training.get_ydata()) == [4.0, 4.0, 3.5, 3.5]
+    assert any(list(line.get_ydata()) == [10.8, 4.0, 3.5] and line.get_marker() == "."
+               for line in validation)
+    (factors,) = rates.get_lines()
+    assert list(factors.get_xdata()) == [124, 125, 249, 250] and {*factors.get_ydata()} == {0.5}
+    (speed,) = speeds.get_lines()
+    assert list(speed.get_ydata()) == pytest.approx([10_000] * len(speed.get_ydata()))
+    assert speeds.get_ylabel().startswith("tokens a second") and len(speed.get_xdata()) > 2
+
+
+def test_a_run_that_is_alive(tmp_path, capsys):
+    """Before its first step; before its first validation; in the middle of a line."""
+    whole = log_text((10.8, 4.0, 3.2))
+    for end, steps, drawn in (("step:0/", "0/0", False), ("step:124/", "0/250", True),
+                              ("tokens:125000 lr", "124/250", True)):
+        (tmp_path / "x.log").write_text(whole[:whole.index(end) + len(end)])
+        status, out, err = run_main(capsys, tmp_path / "x.log")
+        row = out.splitlines()[2].split()
+        assert (status, err, row[0]) == (0, "", "x") and steps in row
+        assert "1 of the runs of A stopped before a last loss" in out
+        side = side_of("A", tmp_path)
+        said = contextlib.nullcontext() if drawn else pytest.raises(compare.BadInput)
+        with said:
+            compare.draw([side], None)
 
 
 def test_matplotlib_is_loaded_for_pictures_only():

@@ -1,0 +1,318 @@
+"""records/export.py: JSON lines and CSV against the log, growing and cut logs, the trackers by what
+they have stored (where they are installed), errors."""
+
+import contextlib
+import csv
+import io
+import json
+import math
+import signal
+import sqlite3
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from test_compare import LOGS, log_text
+
+from data import common
+from records import compare, export
+
+PROGRAM = str(ROOT / "records" / "export.py")
+WHOLE = log_text()
+STAGES = [  # of a log: before the first step, in the middle of a line, cut by a resume, the end
+    WHOLE[:WHOLE.index("step:0/")],
+    WHOLE[:WHOLE.index("step:125/") + 30],
+    WHOLE[:WHOLE.index("step:249/")],
+    WHOLE[:WHOLE.index("step:124/")] + "changed: muon_lr was 0.05 and is 0.02\n",
+    log_text((10.8258, 3.9, 3.2), notes=["changed: muon_lr was 0.05 and is 0.02"]),
+]
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs the program in this process: its status, output and errors."""
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["export.py", *map(str, arguments)])
+        handler = signal.getsignal(signal.SIGTERM)
+        try:
+            status = common.run(export.main, errors=(compare.BadInput,))
+        except SystemExit as e:
+            status = e.code
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+    return run
+
+
+@pytest.fixture
+def follow(run, monkeypatch, tmp_path):
+    """Follows a log that goes through the STAGES, one a second."""
+    def follow(*arguments):
+        path = tmp_path / "x.log"
+        stages = iter(STAGES)
+        path.write_text(next(stages))
+        monkeypatch.setattr(export.time, "sleep", lambda seconds: path.write_text(next(stages)))
+        status, out, err = run(path, "--follow", *arguments)
+        assert (status, list(stages)) == (0, []), err
+        return out
+    return follow
+
+
+def write(folder, text=WHOLE, name="x.log"):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def rows_of(text):
+    return [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
+
+
+def expected(path):
+    """{step: its values} as a tracker gets them."""
+    found = {}
+    for line in compare.read_run(path, "x").lines:
+        values = found.setdefault(line.step, {})
+        if not values:
+            values |= {name: getattr(line, name) for name in line._fields[4:]}
+        values[f"{line.kind}_loss"] = line.loss
+    return {step: {name: value for name, value in values.items() if value is not None}
+            for step, values in found.items()}
+
+
+# --------------------------------------------------------------------------------------------------
+# JSON lines and CSV
+
+def test_json_lines_hold_the_whole_log(run, tmp_path):
+    path = write(tmp_path)
+    status, out, err = run(path, "--to", "jsonl")
+    head, *rows = rows_of(out)
+    assert (status, err) == (0, "")
+    assert (head["kind"], head["version"], head["run"], head["path"]) == ("run", 1, "x", str(path))
+    assert head["hyperparameters"] == {"name": "x", "seed": 1, "vocab_size": 50257, "muon_lr": 0.05}
+    assert head["environment"]["gpus"] == "8 x NVIDIA H100" and head["changed"] == []
+    assert rows[0] == {"run": "x", "step": 0, "total": 250, "kind": "val", "loss": 10.8258,
+                       "seconds": 0, "ms_per_step": 100, "tokens": 0, "lr": 1, "window": 256}
+    assert [(row["step"], row["kind"], row["loss"]) for row in rows[1:]] == [
+        (124, "train", 4), (125, "train", 4), (125, "val", 4), (249, "train", 3.279),
+        (250, "train", 3.279), (250, "val", 3.279)]
+    assert (rows[-1]["seconds"], rows[-1]["tokens"]) == (25, 250_000)
+
+
+def test_every_field_is_documented(run, tmp_path):
+    fields = export.__doc__.partition("JSON lines, version 1")[2]
+    for row in rows_of(run(write(tmp_path), "--to", "jsonl")[1]):
+        assert [name for name in row if name not in fields] == []
+
+
+@pytest.mark.parametrize("text, value", [
+    ("0.05", 0.05), ("1", 1), ("True", True), ("None", None), ("'a b'", "a b"),
+    ("(0.8, 0.95)", [0.8, 0.95]), ("1e999", "1e999"), ("nan", "nan"), ("a = b", "a = b"),
+    ("{1, 2}", "{1, 2}"), ("(" * 5000, "(" * 5000), ("", "")])
+def test_settings_are_what_json_has(text, value):
+    assert export.value_of(text) == value and type(export.value_of(text)) is type(value)
+
+
+def test_csv_has_a_row_a_line_and_a_column_a_setting(run, tmp_path):
+    write(tmp_path / "logs", name="a.log")
+    write(tmp_path / "logs", log_text((9.0, math.nan), seed=2, hyper={"betas": "(0.8, 0.9)"}),
+          "b.log")
+    assert run(tmp_path / "logs", "--to", "csv", "--out", tmp_path / "x.csv") == (0, "", "")
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "x.csv").read_text())))
+    assert [row["run"] for row in rows] == ["a"] * 7 + ["b"] * 4
+    assert [row["loss"] for row in rows[-4:]] == ["9.0", "", "", ""]
+    assert (rows[-1]["kind"], rows[-1]["step"], rows[-1]["window"]) == ("val", "125", "256")
+    assert [row["hyperparameters.seed"] for row in (rows[0], rows[-1])] == ["1", "2"]
+    assert [row["hyperparameters.betas"] for row in (rows[0], rows[-1])] == ["", "[0.8, 0.9]"]
+    assert rows[0]["environment.torch"] == "2.11.0, Python 3.12.7" and rows[0]["changed"] == ""
+
+
+def test_a_loss_that_is_not_finite_is_null(run, tmp_path):
+    rows = rows_of(run(write(tmp_path, log_text((9.0, math.nan))), "--to", "jsonl")[1])
+    assert [row["loss"] for row in rows[1:]] == [9, None, None, None]
+
+
+@pytest.mark.parametrize("name", ["2024-10_train_loss.txt", "2024-12_no_train_loss.txt",
+                                  "2026_seconds.txt", "console_only.log", "stopped_early.txt"])
+def test_a_published_log(run, name):
+    head, *rows = rows_of(run(LOGS / name, "--to", "jsonl")[1])
+    lines = compare.read_run(LOGS / name, "x").lines
+    assert head["hyperparameters"] == {} and head["run"] == Path(name).stem
+    assert rows == [{"run": head["run"]} | line._asdict() for line in lines] and len(rows) > 4
+
+
+def test_a_run_is_named_by_its_folder_too(run, tmp_path):
+    write(tmp_path, name="2026_x.v2.log")
+    (tmp_path / "2026_x.v2").mkdir()
+    status, out, _ = run(f"{tmp_path / '2026_x.v2'}/", "--to", "jsonl")
+    assert status == 0 and {row["run"] for row in rows_of(out)} == {"2026_x.v2"}
+
+
+@pytest.mark.parametrize("stage, rows", [(0, 0), (1, 2), (2, 4)])
+def test_a_run_that_is_alive_or_was_killed(run, tmp_path, stage, rows):
+    status, out, err = run(write(tmp_path, STAGES[stage]), "--to", "jsonl")
+    assert (status, err, len(rows_of(out))) == (0, "", 1 + rows)
+
+
+# --------------------------------------------------------------------------------------------------
+# --follow
+
+def test_a_log_that_grows_and_is_cut_is_followed_to_its_end(follow, tmp_path):
+    rows = rows_of(follow("--to", "jsonl"))
+    starts = [i for i, row in enumerate(rows) if row["kind"] == "run"]
+    first, second = rows[1:starts[1]], rows[starts[1] + 1:]
+    assert [(row["step"], row["kind"]) for row in first] == [
+        (0, "val"), (124, "train"), (125, "train"), (125, "val")]
+    assert len(starts) == 2 and rows[starts[1]]["changed"] == ["muon_lr was 0.05 and is 0.02"]
+    lines = compare.read_run(tmp_path / "x.log", "x").lines
+    assert second == [{"run": "x"} | line._asdict() for line in lines]
+
+
+def test_csv_has_the_cut_rows_and_then_all_again(follow):
+    rows = list(csv.DictReader(io.StringIO(follow("--to", "csv"))))
+    assert [row["changed"] != "" for row in rows] == [False] * 4 + [True] * 7
+
+
+def test_ctrl_c_ends_following_in_one_line(tmp_path):
+    path = write(tmp_path, STAGES[2])
+    command = [sys.executable, PROGRAM, str(path), "--to", "jsonl", "--follow"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          text=True) as run:
+        lines = [run.stdout.readline() for _ in range(5)]  # at once, though stdout is a pipe
+        run.send_signal(signal.SIGINT)
+        out, err = run.communicate(timeout=60)
+    assert (run.returncode, out, err) == (130, "", "interrupted\n")
+    assert rows_of(lines[-1])[0]["kind"] == "val"
+
+
+# --------------------------------------------------------------------------------------------------
+# Trackers, read with their own means
+
+def test_tensorboard(follow, run, tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+    follow("--to", "tensorboard", "--out", tmp_path / "tb")
+    assert run(tmp_path / "x.log", "--to", "tensorboard", "--out", tmp_path / "tb")[0] == 0
+    events = EventAccumulator(str(tmp_path / "tb" / "x")).Reload()
+    found = {}
+    for name in events.Tags()["scalars"]:
+        for event in events.Scalars(name):
+            assert name not in found.setdefault(event.step, {})  # once, after three writings
+            found[event.step][name] = pytest.approx(event.value)
+    assert found == expected(tmp_path / "x.log")
+    assert [event.wall_time for event in events.Scalars("val_loss")] == [0, 12.5, 25]
+    content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    settings = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert settings["hyperparameters.muon_lr"].number_value == 0.05
+    assert settings["environment.gpus"].string_value == "8 x NVIDIA H100"
+
+
+def test_trackio(follow, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))  # so that it is restored
+    pytest.importorskip("trackio")
+    follow("--to", "trackio", "--out", tmp_path, "--project", "p")
+    with contextlib.closing(sqlite3.connect(tmp_path / "p.db")) as database:
+        runs = {}
+        for key, name, step, metrics in database.execute(
+                "select run_id, run_name, step, metrics from metrics order by id"):
+            assert name == "x"
+            runs.setdefault(key, {}).setdefault(step, {}).update(json.loads(metrics))
+        configs = [json.loads(row[0]) for row in database.execute("select config from configs")]
+    assert list(runs.values())[-1] == expected(tmp_path / "x.log") and len(runs) == 2
+    assert configs[-1]["muon_lr"] == 0.05 and configs[-1]["environment"]["ranks"] == "8"
+    assert configs[-1]["changed"] == ["muon_lr was 0.05 and is 0.02"]
+
+
+def wandb_records(path):
+    """The records of an offline run: LevelDB's log format after a header of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+    content = path.read_bytes()
+    at, record = 7, b""
+    while at < len(content):
+        if 32768 - at % 32768 < 7:  # no header fits into the rest of a block
+            at += 32768 - at % 32768
+            continue
+        size, kind = struct.unpack_from("<HB", content, at + 4)
+        record += content[at + 7:at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            yield Record.FromString(record)
+            record = b""
+
+
+def test_wandb(follow, monkeypatch, tmp_path):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    follow("--to", "wandb", "--out", tmp_path / "wb", "--project", "p")
+    runs = []
+    for path in (tmp_path / "wb" / "wandb").glob("offline-run-*/*.wandb"):
+        found, config = {}, {}
+        for record in wandb_records(path):
+            if record.HasField("run"):
+                assert (record.run.display_name, record.run.project) == ("x", "p")
+                config |= {item.key: json.loads(item.value_json)
+                           for item in record.run.config.update}
+            elif record.HasField("history"):
+                items = {item.key or item.nested_key[0]: json.loads(item.value_json)
+                         for item in record.history.item}
+                step = items["_step"]
+                found[step] = {key: items[key] for key in items if not key.startswith("_")}
+        runs.append((config["changed"], found))
+        assert config["muon_lr"] == 0.05 and config["environment"]["ranks"] == "8"
+    assert [changed for changed, _ in sorted(runs)] == [[], ["muon_lr was 0.05 and is 0.02"]]
+    assert max(runs)[1] == expected(tmp_path / "x.log")
+
+
+# --------------------------------------------------------------------------------------------------
+# Errors
+
+@pytest.mark.parametrize("name", ["tensorboard", "trackio", "wandb"])
+def test_a_package_that_is_missing_is_named(run, monkeypatch, tmp_path, name):
+    monkeypatch.setitem(sys.modules, name, None)
+    for module in [module for module in sys.modules if module.startswith(f"{name}.")]:
+        monkeypatch.setitem(sys.modules, module, None)
+    status, out, err = run(write(tmp_path), "--to", name, "--out", tmp_path / "out")
+    assert (status, out) == (2, "") and f"--to {name}: pip install {name} (" in err
+    assert err.count("\n") == 1
+
+
+def test_what_a_tracker_refuses_is_one_line(run, monkeypatch, tmp_path):
+    def refuse(self, run):
+        raise RuntimeError("no account\nmore of it")
+
+    monkeypatch.setattr(export.Wandb, "begin", refuse)
+    said = run(write(tmp_path), "--to", "wandb")
+    assert said == (2, "", "error: RuntimeError: no account\n")
+
+
+def test_user_errors_are_one_line(run, tmp_path):
+    path = write(tmp_path)
+    for arguments, said in (
+            ((path,), "the following arguments are required: --to"),
+            ((path, "--to", "xls"), "invalid choice: 'xls'"),
+            ((path, "--to", "csv", "--out", path), f"{path}: File exists"),
+            ((path, "--to", "csv", "--out", tmp_path / "no" / "x"), "No such file or directory"),
+            ((path, LOGS / "console_only.log", "--to", "csv", "--follow"), "one run, not 2")):
+        status, out, err = run(*arguments)
+        assert (status, out) == (2, "") and said in err and err.count("\n") == 1, err
+
+
+def test_what_is_no_log_is_named_and_the_rest_exported(run, tmp_path):
+    status, out, err = run(LOGS / "not_a_log.txt", write(tmp_path), "--to", "jsonl")
+    assert status == 1 and len(rows_of(out)) == 8
+    assert err == f"{LOGS / 'not_a_log.txt'}: no log (no line of a step in it)\n"
+    status, out, err = run(tmp_path / "absent.log", "--to", "jsonl")
+    assert (status, out) == (2, "") and err.splitlines()[1] == "error: no run to export"
+
+
+def test_a_log_that_vanishes_while_it_is_followed(run, monkeypatch, tmp_path):
+    path = write(tmp_path, STAGES[2])
+    monkeypatch.setattr(export.time, "sleep", lambda seconds: path.unlink())
+    status, out, err = run(path, "--to", "jsonl", "--follow")
+    assert status == 2 and len(rows_of(out)) == 5
+    assert err == f"error: {path}: cannot be read (No such file or directory)\n"
