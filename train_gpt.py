@@ -790,7 +790,7 @@ class RunLog:
     def write(self, text: str, console: bool = True):
         if self.file is None:
             return
-        self.file.write(f"{text}\n".encode())
+        self.file.write(f"{text}\n".encode(errors="backslashreplace"))
         self.file.flush()
         if console:
             print(text, flush=True)
@@ -843,7 +843,7 @@ class StepClock:
 
 def environment(plan: "Plan", ranks: Ranks) -> list[str]:
     """The machine, the software and the data, as lines `key: value`."""
-    model = subprocess.getoutput("grep -m1 'model name' /proc/cpuinfo").partition(": ")[2]
+    model = subprocess.getoutput("grep -sm1 'model name' /proc/cpuinfo").partition(": ")[2]
     lines = [f"command: {' '.join(sys.argv)}",
              f"host: {platform.node()}, {platform.platform()}",
              f"cpu: {os.cpu_count()} x {model}, {torch.backends.cpu.get_cpu_capability()}",
@@ -1041,8 +1041,7 @@ def evaluate(model, sequences: list, step: int, hp: Hyperparameters, ranks: Rank
     model.eval()
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     for inputs_T, targets_T in sequences:
-        mean = model(inputs_T, targets_T, window_tensor(step, hp, ranks))
-        total += mean.double() * len(inputs_T)
+        total += model(inputs_T, targets_T, window_tensor(step, hp, ranks)).double() * len(inputs_T)
     model.train()
     ranks.all_reduce(total).wait()
     return float(total) / hp.val_tokens
@@ -1186,6 +1185,7 @@ def run(argv: list[str]):
         dist.destroy_process_group()
 
 def main():
+    sys.stdout.reconfigure(errors="backslashreplace")  # for paths that the console cannot print
     try:
         run(sys.argv[1:])
     except (UserError, OSError, torch.OutOfMemoryError) as e:

@@ -213,7 +213,8 @@ def staging(folder: Path):
     """A folder for unfinished files: locked against a second run (except on Windows), emptied of
     what a killed run left, and removed at the end whatever happens. A full disk is a UserError."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:
+    # Windows removes no open file, so that there a lock would stay behind.
+    with open(folder / "lock", "w") if fcntl else contextlib.nullcontext() as lock:
         try:
             if fcntl:  # lockf: workers that outlive a killed run for a moment do not hold it
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -302,11 +302,13 @@ def parse(argv):
     add("--val_tokens", type=int, metavar="N", help="in place of a fraction")
     add("--strict", action="store_true", help="stop at invalid UTF-8")
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    add("--workers", type=int, default=cores, metavar="N", help="processes (one per core)")
+    most = 61 if sys.platform == "win32" else 1000  # that a ProcessPoolExecutor takes there
+    add("--workers", type=int, default=min(cores, most), metavar="N",
+        help="processes (one per core)")
     args = p.parse_args(argv)
     require(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", args.name),
             f"--name {args.name!r}: letters, digits, and . _ - only")
-    for name, low, high in (("shard_size", 1, (1 << 31) - 1), ("workers", 1, 1000),
+    for name, low, high in (("shard_size", 1, (1 << 31) - 1), ("workers", 1, most),
                             ("val_tokens", 0, 1 << 62), ("val_fraction", 0, 0.99)):
         value = getattr(args, name)
         require(value is None or low <= value <= high, f"--{name} {value}: must be {low} to {high}")
