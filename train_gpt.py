@@ -85,7 +85,7 @@ class Hyperparameters:
     train_seq_len: int = flag(48 * 1024, "tokens in a training sequence", 1, multiple=BLOCK)
     val_seq_len: int = flag(256 * 1024, "tokens in a validation sequence", 1, multiple=BLOCK)
     val_tokens: int = flag(10485760, "tokens to validate on; 0 takes all", 0)
-    micro_batches: int = flag(8, "training sequences in a step, divided among the ranks", 1)
+    micro_batches: int = flag(8, "training sequences a step, divided among the ranks", 1, 10**5)
     epochs: int = flag(1, "passes over the training shards that the run may use", 1, 10**5)
     # Model. The layer table: three strings of one character for each layer
     windows: str = flag("LSSSLSSLSSSL", "L: long window, S: half of it", pattern="[LS]{2,}")

@@ -1,4 +1,5 @@
 """What `prepare` refuses beyond settings: a machine without a compiler, data on both sides."""
+import dataclasses
 import os
 import sys
 import sysconfig
@@ -6,6 +7,8 @@ import sysconfig
 import pytest
 import torch
 from conftest import TINY
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import train_gpt
 
@@ -62,3 +65,26 @@ def test_records_must_be_writable_before_anything_is_there(tmp_path, shards, mon
     monkeypatch.setattr(os, "access", access)
     with pytest.raises(train_gpt.UserError, match=f"{locked} is not writable"):
         prepare(*shards, f"--records={locked}/runs")
+
+
+NAMES = [field.name for field in dataclasses.fields(train_gpt.Hyperparameters)]
+TEXT = st.text(st.characters(exclude_characters="\0/", exclude_categories=["Cs"]), max_size=12)
+VALUES = st.one_of(
+    st.integers(-2, 600), st.integers(), st.floats(), TEXT,
+    st.sampled_from(["true", "inf", "-0", "1e400", "0x10", "1_000", "LSSL", "x", "01.0", "*", ""]))
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.dictionaries(st.sampled_from(NAMES), VALUES, min_size=1, max_size=3))
+def test_strange_settings_make_a_plan_or_one_line(shards, changes):
+    flags = [f"--{name}={value}" for name, value in changes.items()]
+    try:
+        plan = prepare(*shards, *flags)
+    except train_gpt.UserError as e:
+        assert str(e).isprintable() or any(not str(value).isprintable()
+                                           for value in changes.values())
+    else:
+        hp = plan.hp
+        assert 0 <= train_gpt.lr_scale(0, hp) <= 1
+        assert train_gpt.window_tokens(hp.num_iterations, hp) > 0
+        assert all(0 <= train_gpt.muon_momentum(step, hp) <= 1 for step in (0, 5, 10**6))
