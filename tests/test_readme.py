@@ -185,7 +185,7 @@ def test_flags_of_training_exist_and_keep_the_tokens_of_a_step(flags):
 def test_flags_of_the_tools_exist():
     tools = [words for words in COMMANDS
              if words[0] == "python" and re.match("(data|records|tests)/", words[1])]
-    assert len({words[1] for words in tools}) == 8
+    assert len({words[1] for words in tools}) == 9
     for words in tools:
         source = (ROOT / words[1]).read_text() + (ROOT / "records" / "sample.py").read_text()
         for flag in re.findall(r"--(\w[\w-]*)", " ".join(words)):

@@ -1,0 +1,47 @@
+import ast
+import sys
+
+import bench_techniques
+import pytest
+from conftest import ROOT, TINY
+
+from train_gpt import UserError
+
+SOURCE = (ROOT / "train_gpt.py").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", bench_techniques.WITHOUT)
+def test_each_technique_is_found_and_what_is_left_is_python(name):
+    parts = bench_techniques.WITHOUT[name]
+    replacements = [part for part in parts if not isinstance(part, str)]
+    copy = bench_techniques.changed(SOURCE, replacements)
+    ast.parse(copy)
+    assert (copy == SOURCE) == (not replacements)
+
+
+def test_what_the_script_lacks_is_an_error():
+    with pytest.raises(UserError, match="has no 'norm_of'"):
+        bench_techniques.changed(SOURCE, [("norm_of", "")])
+
+
+def test_the_table_has_differences_and_p_values():
+    losses = {("nothing", 1): 1.0, ("nothing", 2): 1.2, ("smear", 1): 2.0, ("smear", 2): 2.2,
+              ("NorMuon", 1): 3.0}
+    rows = bench_techniques.table(losses).splitlines()
+    assert rows[2:] == ["| nothing | 2 | 1.1000 (0.1414) | | |",
+                        "| smear | 2 | 2.1000 (0.1414) | +1.0000 | 0.019 |"]
+
+
+def test_it_runs_what_is_missing_and_keeps_what_is_there(tmp_path, shards, monkeypatch, capsys):
+    some = {name: bench_techniques.WITHOUT[name] for name in ("nothing", "smear", "QK norm")}
+    monkeypatch.setattr(bench_techniques, "WITHOUT", some)
+    out = tmp_path / "losses.csv"
+    out.write_text("without,seed,val_loss\nsmear,1,9.5\n")
+    flags = ["--seeds=1", "--steps=2", f"--out={out}", *TINY[1:], *shards, "--num_iterations=2"]
+    monkeypatch.setattr(sys, "argv", ["bench_techniques.py", *flags])
+    bench_techniques.main()
+    lines = out.read_text().splitlines()
+    assert lines[:2] == ["without,seed,val_loss", "smear,1,9.5"]
+    found = {line.split(",")[0]: float(line.split(",")[2]) for line in lines[2:]}
+    assert set(found) == {"nothing", "QK norm"} and found["nothing"] != found["QK norm"]
+    assert "without nothing, seed 1: " in capsys.readouterr().out
