@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# ./run.sh [speedrun|demo|test] [--repeat=N] [flags: of python train_gpt.py --help, or of pytest]
+# ./run.sh [speedrun|speedrun_2026|demo|test] [--repeat=N] [flags: train_gpt.py --help, or pytest]
 #
 # Finds or makes a Python environment, makes or fetches the data, checks everything, and trains: the
 # speedrun where there is a CUDA GPU, else the demo, which ends with a sample. --repeat=N trains N
@@ -70,10 +70,13 @@ def main():
                 "the speedrun takes weeks without a GPU; run demo, or insist by --num_iterations=N")
 
     named = command.resume or {"train_files", "val_files"} & set(command.given)
-    if not named and command.preset == "speedrun":
+    if not named and command.preset != "demo":
         train_gpt.check_settings(hp, world_size=1)
-        steps = 99_999_999 // (hp.micro_batches * hp.train_seq_len) * hp.epochs  # of a chunk
-        start("data/fineweb.py", f"--num_chunks={math.ceil(hp.num_iterations / max(1, steps))}")
+        batches = [stage.batch for stage in train_gpt.parse_stages(hp.stages)] or [1]
+        tokens = [batch * hp.micro_batches * hp.train_seq_len for batch in batches]
+        used = max(1, 99_999_999 - max(tokens)) * hp.epochs  # of a chunk, at least
+        chunks = math.ceil(hp.num_iterations * sum(tokens) / len(tokens) / used)
+        start("data/fineweb.py", f"--num_chunks={chunks}")
     elif not named and not (glob.glob(hp.train_files) and glob.glob(hp.val_files)):
         options = ("--out data/demo --name demo --tokenizer bytes --shuffle --glob *.py --exclude "
                    "*-packages --exclude test --exclude tests --exclude idle_test")

@@ -37,7 +37,7 @@ from collections import deque
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timedelta, timezone
 from functools import cache, partial
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Callable, Iterator, NamedTuple
@@ -86,11 +86,18 @@ class Hyperparameters:
     val_seq_len: int = flag(256 * 1024, "tokens in a validation sequence", 1, multiple=BLOCK)
     val_tokens: int = flag(10485760, "tokens to validate on; 0 takes all", 0)
     micro_batches: int = flag(8, "training sequences a step, divided among the ranks", 1, 10**5)
+    stages: str = flag("", "BATCH:LR:WINDOW,... of equal parts of the run: factors on micro-batches"
+                       " and learning rates, and the long window; empty: one part",
+                       pattern=r"([1-9]\d?:\d{1,2}([.]\d{1,9})?:[1-9]\d{0,6},?)*")
     epochs: int = flag(1, "passes over the training shards that the run may use", 1, 10**5)
     # Model. The layer table: three strings of one character for each layer
     windows: str = flag("LSSSLSSLSSSL", "L: long window, S: half of it", pattern="[LS]{2,}")
     value_embeds: str = flag("012......012", "a value embedding, .: none", pattern="[.0-9]+")
     attention: str = flag("xxxxxxx.xxxx", "x: with attention, .: without", pattern="[.x]*x[.x]*")
+    skips: str = flag("", "the layer whose output is added to the input; empty: a U-Net's",
+                      pattern="[.0-9]*")
+    late_input: int = flag(-1, "layer whose output attention reads in all after it; -1: none", -1)
+    backout: int = flag(-1, "layer whose output is taken out again in part; -1: none", -1)
     model_dim: int = flag(768, "width of the residual stream", 1, multiple=16)
     num_heads: int = flag(6, "heads of attention", 1)
     head_dim: int = flag(128, "width of a head", 1, multiple=16)
@@ -100,11 +107,15 @@ class Hyperparameters:
     attention_scale: float = flag(0.12, "factor on the attention scores")
     rope_base: float = flag(1024.0, "base of the rotary frequencies", 1)
     lm_head_softcap: float = flag(15.0, "cap c of the logits: 2c * sigmoid(2 * logit / c)", 0.1, 35)
+    softcap_height: float = flag(0.0, "in place of 2c in the cap of the logits; 0: 2c", 0, 70)
+    softcap_shift: float = flag(0.0, "added to each logit before its cap", -99, 99)
     use_fp8: bool = flag(True, "train the head in FP8 where the hardware has it")
     window_start: int = flag(128, "tokens in the long window at the first step", 1, 2**30)
     window_end: int = flag(1792, "tokens in the long window at the last step", 1, 2**30)
     # Optimization
     num_iterations: int = flag(1770, "training steps", 0)
+    future_tokens: int = flag(0, "tokens after the next that are trained on too, at first", 0, 9)
+    untie_frac: float = flag(0.0, "share of the steps in which head and embedding are one", 0, 1)
     cooldown_frac: float = flag(0.4, "share of the steps in which the learning rates fall", 0, 1)
     lr_floor: float = flag(0.1, "where the learning rates fall to, as a share of their peak", 0, 1)
     muon_lr: float = flag(0.05, "learning rate of Muon: the blocks' matrices", 0)
@@ -112,15 +123,26 @@ class Hyperparameters:
     muon_momentum_end: float = flag(0.95, "Muon's momentum after its warmup", 0, 1)
     muon_momentum_steps: int = flag(300, "steps of Muon's momentum warmup", 0)
     muon_beta2: float = flag(0.0, "NorMuon's decay of mean squares; 0: plain Muon", 0, 1 - 1e-9)
+    muon_decay: float = flag(0.0, "Muon's cautious weight decay, a factor on its squared rate", 0)
     head_lr: float = flag(0.008, "learning rate of Adam: the output head", 0)
     embed_lr: float = flag(0.6, "learning rate of Adam: token, pair and value embeddings", 0)
     scalar_lr: float = flag(0.04, "learning rate of Adam: mixing, skip and smear weights", 0)
     adam_beta1: float = flag(0.8, "Adam's decay of mean gradients", 0, 1 - 1e-9)
     adam_beta2: float = flag(0.95, "Adam's decay of mean squares", 0, 1 - 1e-9)
     adam_eps: float = flag(1e-10, "Adam's epsilon, for gradients of the mean loss", 1e-30)
+    adam_every: int = flag(1, "steps from one by Adam to the next, for the gradients' sum", 1)
+    embed_decay: float = flag(0.0, "embeddings' cautious weight decay, as Muon's", 0)
 
 PRESETS = {
     "speedrun": Hyperparameters(),
+    "speedrun_2026": Hyperparameters(  # the method of August 2026, as far as plain PyTorch has it
+        name="speedrun_2026", train_seq_len=16 * 1024, num_iterations=1284,
+        stages="1:1:384,2:1.52:896,3:1.73:1408", windows="SSSLSSSSSSL", attention="xxxxxx.xxxx",
+        value_embeds="12......012", skips="......3....", late_input=7, backout=7, smear=True,
+        key_offset=True, pair_rows=5 * 50304, softcap_height=23, softcap_shift=5, future_tokens=2,
+        untie_frac=2 / 3, cooldown_frac=0.6, lr_floor=0.15, muon_lr=0.023, muon_beta2=0.95,
+        muon_decay=1.2, adam_every=2, embed_decay=0.025,
+    ),
     "demo": Hyperparameters(
         name="demo", save_every=100, val_loss_every=50, train_files="data/demo/demo_train_*.bin",
         val_files="data/demo/demo_val_*.bin", vocab_size=257, train_seq_len=1024, val_seq_len=2048,
@@ -160,25 +182,62 @@ def parse_flags(argv: list[str], default_preset: str) -> tuple[Hyperparameters, 
     return replace(hp, **command.given), command
 
 # -------- 2. Schedules: pure functions of the step
+class Stage(NamedTuple):
+    """A part of the run."""
+    batch: int  # factor on micro_batches
+    lr: float  # factor on the learning rates
+    window: int  # tokens in the long window
+
+@cache
+def parse_stages(text: str) -> list[Stage]:
+    parts = [part.split(":") for part in text.split(",") if part]
+    return [Stage(int(batch), float(lr), int(window)) for batch, lr, window in parts]
+
+def stage(step: int, hp: Hyperparameters) -> Stage:
+    """The one that a step is in (records #39 and #46). Without stages, all of the run is one."""
+    stages = parse_stages(hp.stages) or [Stage(1, 1.0, hp.window_end)]
+    return stages[min(len(stages) - 1, len(stages) * step // max(1, hp.num_iterations))]
+
+def batch_size(step: int, hp: Hyperparameters) -> int:
+    """Micro-batches in a step."""
+    return hp.micro_batches * stage(step, hp).batch
+
+@cache
+def tokens_before(hp: Hyperparameters) -> list[int]:
+    """Tokens that have been trained on before each step, the last one being the end of the run."""
+    counts = (batch_size(step, hp) * hp.train_seq_len for step in range(hp.num_iterations))
+    return list(accumulate(counts, initial=0))
+
 def window_tokens(step: int, hp: Hyperparameters) -> int:
-    """The long window in tokens: a linear rise from 0 in whole blocks, from window_start on."""
+    """The long window in tokens: the stage's; or a linear rise from 0 in whole blocks, from
+    window_start on."""
+    if hp.stages:
+        return stage(step, hp).window
     # Less half a block: as in the record (1728 of 1792), the end is reached before the last step.
     grown = (hp.window_end - BLOCK / 2) * step / max(1, hp.num_iterations)
     rounded = math.ceil(grown / BLOCK) * BLOCK
     return min(hp.window_end, max(hp.window_start, rounded))
 
 def lr_scale(step: int, hp: Hyperparameters) -> float:
-    """The learning rates as a share of their peak: 1, then falling linearly to lr_floor."""
+    """Factor on the learning rates: the stage's, falling linearly to lr_floor at the end."""
     left = 1 - step / max(1, hp.num_iterations)
+    peak = stage(step, hp).lr
     if left >= hp.cooldown_frac:
-        return 1.0
-    return hp.lr_floor + (1 - hp.lr_floor) * left / hp.cooldown_frac
+        return peak
+    return hp.lr_floor + (peak - hp.lr_floor) * left / hp.cooldown_frac
 
 def muon_momentum(step: int, hp: Hyperparameters) -> float:
     if step >= hp.muon_momentum_steps:
         return hp.muon_momentum_end
     rise = hp.muon_momentum_end - hp.muon_momentum_start
     return hp.muon_momentum_start + rise * (step / hp.muon_momentum_steps)
+
+def future_weights(step: int, hp: Hyperparameters) -> list[float]:
+    """What each token after the next weighs in the training loss (record #53): half as much as the
+    one before it. In each of K + 1 equal parts of the run the last one's weight falls to 0."""
+    K = hp.future_tokens
+    part = (K + 1) * step / max(1, hp.num_iterations)
+    return [0.5**k * min(1.0, max(0.0, K + 1 - k - part)) for k in range(1, K + 1)]
 
 # -------- 3. Shards and the loader
 # A shard is a header of 256 int32 (magic number, version, number of tokens, zeros), then the tokens
@@ -215,21 +274,24 @@ def read_tokens(path: str, start: int, count: int, vocab_size: int, pin: bool = 
 def steps_of(shards: dict[str, int], hp: Hyperparameters) -> Iterator[tuple[str, int]]:
     """(shard, first token) of each step that the shards hold. What is too short for a step at a
     shard's end is left out. Each pass begins at another offset, so that borders differ."""
-    step_tokens = hp.micro_batches * hp.train_seq_len
+    step = 0
     for epoch in range(hp.epochs):
         offset = int(epoch * 0.6180339887 * hp.train_seq_len) % hp.train_seq_len  # golden ratio
         for path, tokens in shards.items():
-            for start in range(offset, tokens - step_tokens, step_tokens):
+            start = offset
+            while (end := start + batch_size(step, hp) * hp.train_seq_len) < tokens:
                 yield path, start
+                start = end
+                step += 1
 
 def train_batches(shards: dict[str, int], hp: Hyperparameters, ranks: "Ranks",
                   first: int = 0) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """This rank's contiguous share of each step's micro-batches, (inputs_T int32, targets_T int64),
     from step first on: read into pinned memory, and copied to the device asynchronously."""
     T = hp.train_seq_len
-    share = hp.micro_batches // ranks.world_size
     pin = ranks.device.type == "cuda"
-    for path, start in islice(steps_of(shards, hp), first, None):
+    for step, (path, start) in islice(enumerate(steps_of(shards, hp)), first, None):
+        share = batch_size(step, hp) // ranks.world_size
         start += ranks.rank * share * T
         tokens = read_tokens(path, start, share * T + 1, hp.vocab_size, pin).view(torch.int16)
         # uint16 has no arithmetic: the bits travel as int16, and lose their sign on the device.
@@ -370,6 +432,7 @@ class Rotary(nn.Module):
 class LayerInput(NamedTuple):
     """What a layer reads beside the residual stream; the mixes are rows of parameters of GPT."""
     x0_TD: Tensor  # the embedded tokens
+    late_TD: Tensor | None  # what attention reads instead of the stream
     begins_T: Tensor  # where a document begins
     residual_mix: Tensor  # weights of the stream and of x0
     value_mix: Tensor  # weights of the values and of their embedding
@@ -423,7 +486,8 @@ class Block(nn.Module):
     def forward(self, x_TD: Tensor, given: LayerInput) -> Tensor:
         x_TD = given.residual_mix[0] * x_TD + given.residual_mix[1] * given.x0_TD
         if self.attn is not None:
-            x_TD = x_TD + self.attn(norm(x_TD), given)
+            read_TD = x_TD if given.late_TD is None else given.late_TD
+            x_TD = x_TD + self.attn(norm(read_TD), given)
         return x_TD + self.mlp(norm(x_TD))
 
 class GPT(nn.Module):
@@ -438,7 +502,8 @@ class GPT(nn.Module):
         self.eot = hp.vocab_size - 1
         L = len(hp.windows)
         V = math.ceil(hp.vocab_size / 64) * 64  # a padded vocabulary suits the matrix units
-        self.embed = embedding(V, hp.model_dim, dtype)
+        self.dtype = dtype
+        self.embed = embedding(V, hp.model_dim, torch.float32 if hp.untie_frac else dtype)
         if hp.pair_rows:
             self.pair_embed = embedding(hp.pair_rows, hp.model_dim, dtype)
         if hp.smear:
@@ -450,15 +515,24 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList([Block(hp, mark == "x") for mark in hp.attention])
         self.residual_mix = nn.Parameter(torch.tensor([[1.0, 0.0]]).repeat(L, 1))
         self.value_mix = nn.Parameter(torch.tensor([[0.5, 0.5]]).repeat(L, 1))
-        self.skip_weights = nn.Parameter(torch.ones(L // 2))
+        if hp.skips:
+            self.skips = {i: int(mark) for i, mark in enumerate(hp.skips) if mark != "."}
+        else:
+            self.skips = {L - 1 - i: i for i in range(L // 2)}
+        self.skip_weights = nn.Parameter(torch.ones(len(self.skips)))
+        if hp.backout >= 0:
+            self.backout = nn.Parameter(torch.full((1,), 0.5))
         scales = (2.0, 2.0**9, 2.0**19 * hp.micro_batches)  # train_step divides by micro_batches
         self.lm_head = CastedLinear(hp.model_dim, V, scales if hp.use_fp8 else None)
         nn.init.zeros_(self.lm_head.weight)
+        if hp.untie_frac:
+            nn.init.normal_(self.lm_head.weight, std=0.005)
+            self.embed.weight.data.copy_(self.lm_head.weight)
 
     def embedded(self, tokens_T: Tensor, begins_T: Tensor) -> Tensor:
         """x_TD of the tokens, with what came right before each in its document: an embedding of the
         pair, of which pairs share rows by a hash (record #62), and a learned share (record #34)."""
-        x_TD = self.embed(tokens_T)
+        x_TD = self.embed(tokens_T).to(self.dtype)
         if self.hp.pair_rows:
             before_T = F.pad(tokens_T[:-1], (1, 0), value=self.eot).masked_fill(begins_T, self.eot)
             hash_T = before_T.long() * 2654435761 + tokens_T  # the prime spreads the pairs
@@ -480,36 +554,46 @@ class GPT(nn.Module):
         value_mixes = self.value_mix.unbind()
         skip_weights = list(self.skip_weights.unbind())
         x_TD = x0_TD = self.embedded(tokens_T, begins_T)
-        skips = []
-        half = len(self.blocks) // 2
+        outputs = []
         for i, block in enumerate(self.blocks):
-            if i >= len(self.blocks) - half:
-                x_TD = x_TD + skip_weights.pop(0) * skips.pop()
+            if i in self.skips:
+                x_TD = x_TD + skip_weights.pop(0) * outputs[self.skips[i]]
+            late_TD = outputs[self.hp.late_input] if -1 < self.hp.late_input < i else None
             value_embed = value_embeds.get(self.hp.value_embeds[i])
-            given = LayerInput(x0_TD, begins_T, residual_mixes[i], value_mixes[i], value_embed,
-                               self.rotary, attends[self.hp.windows[i]])
+            given = LayerInput(x0_TD, late_TD, begins_T, residual_mixes[i], value_mixes[i],
+                               value_embed, self.rotary, attends[self.hp.windows[i]])
             x_TD = block(x_TD, given)
-            if i < half:
-                skips.append(x_TD)
+            outputs.append(x_TD)
+        if self.hp.backout >= 0:
+            x_TD = x_TD - self.backout.type_as(x_TD) * outputs[self.hp.backout]
         return norm(x_TD)
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """Logits_TV in float32, capped smoothly to 0 ... 2c, which is c tanh(z / c) shifted."""
+        """Logits_TV in float32, capped smoothly to 0 ... 2c, which is c tanh(z / c) shifted; or by
+        a lower cap that begins elsewhere (record #54)."""
         c = self.hp.lm_head_softcap
-        return 2 * c * torch.sigmoid(self.lm_head(x_TD).float() * (2 / c))
+        shifted_TV = self.lm_head(x_TD).float() + self.hp.softcap_shift
+        return (self.hp.softcap_height or 2 * c) * torch.sigmoid(shifted_TV * (2 / c))
 
-    def summed_loss(self, x_TD: Tensor, targets_T: Tensor) -> Tensor:
-        """The cross-entropies, log sum exp(logits) - logit of the target (both shifted by c), in
-        sum (0 for targets of -1). As c <= 35, e^2c sums in float32 without a maximum subtracted."""
+    def summed_loss(self, weights: list, x_TD: Tensor, *targets: Tensor) -> Tensor:
+        """The cross-entropies log sum exp(logits) - logit of the target, in sum (0 for targets of
+        -1), weighted. As c <= 35, e^2c sums in float32 without a maximum subtracted."""
         logits_TV = self.logits(x_TD)
-        log_sum_T = logits_TV.exp().sum(-1).log().masked_fill(targets_T < 0, 0)
-        nll_T = F.nll_loss(logits_TV, targets_T, reduction="none", ignore_index=-1)
-        return (log_sum_T + nll_T).sum()
+        log_sum_T = logits_TV.exp().sum(-1).log()
+        total = 0
+        for weight, targets_T in zip(weights, targets):
+            nll_T = F.nll_loss(logits_TV, targets_T, reduction="none", ignore_index=-1)
+            total = total + weight * (log_sum_T.masked_fill(targets_T < 0, 0) + nll_T).sum()
+        return total
 
-    def forward(self, tokens_T: Tensor, targets_T: Tensor, window: Tensor) -> Tensor:
+    def forward(self, tokens_T: Tensor, targets_T: Tensor, window: Tensor,
+                future: tuple = ()) -> Tensor:
         x_TD = self.features(tokens_T, window)
-        portions = zip(x_TD.split(self.LOGITS_TOKENS), targets_T.split(self.LOGITS_TOKENS))
-        return torch.stack([self.summed_loss(*portion) for portion in portions]).sum() / len(x_TD)
+        weights = (1.0, *future)
+        targets = [F.pad(targets_T[k:], (0, k), value=-1) for k in range(len(weights))]
+        portions = zip(*[tensor.split(self.LOGITS_TOKENS) for tensor in (x_TD, *targets)])
+        losses = [self.summed_loss(weights, *portion) for portion in portions]
+        return torch.stack(losses).sum() / len(x_TD)
 
 # -------- 6. FP8 linear
 # FP8 products take half the time of bf16 ones. A value has 8 bits: e4m3 (up to 448, 3 bits of
@@ -557,11 +641,14 @@ def build_optimizers(model: nn.Module, hp: Hyperparameters, ranks: "Ranks") -> l
     def named(pattern: str) -> dict[str, nn.Parameter]:
         return {name: p for name, p in params.items() if re.fullmatch(pattern, name)}
 
+    head, tables = r"lm_head\.weight", r"(pair_|value_)?embeds?\..*"
+    if hp.untie_frac:
+        head, tables = r"lm_head\.weight|embed\.weight", r"(pair_|value_)embeds?\..*"
     table = [
         # optimizer and parameters              peak learning rate           shape in `speedrun`
-        Adam(named(r"lm_head\.weight"), hp.head_lr, hp, ranks),            # [50304, 768]
-        Adam(named(r"(pair_|value_)?embeds?\..*"), hp.embed_lr, hp, ranks),  # [50304, 768]
-        Adam(named("(residual|value)_mix|skip_weights|smear"), hp.scalar_lr, hp, ranks),
+        TiedAdam(named(head), hp.head_lr, hp, ranks),                      # [50304, 768]
+        Adam(named(tables), hp.embed_lr, hp, ranks, hp.embed_decay),       # [50304, 768]
+        Adam(named("(residual|value)_mix|skip_weights|smear|backout"), hp.scalar_lr, hp, ranks),
         Muon(named(r".*attn\.qkv\.weight"), hp.muon_lr, hp, ranks, 3),     # [2304, 768]
         Muon(named(r".*attn\.proj\.weight"), hp.muon_lr, hp, ranks),       # [768, 768]
         Muon(named(r".*mlp\.fc\.weight"), hp.muon_lr, hp, ranks),          # [3072, 768]
@@ -583,6 +670,7 @@ class Optimizer:
         self.lr = lr  # at its peak
         self.hp = hp
         self.ranks = ranks
+        self.every = 1  # steps from one of its own to the next, in which gradients add up
         self.sent = [p.detach() for p in params.values()]  # here, the parameters themselves
         self.mine = [ranks.rows(whole) for whole in self.sent]  # this rank's share of them
         self.state = {}  # {kind: a tensor for each of the share}; checkpoints save and restore it
@@ -608,28 +696,50 @@ class Optimizer:
         self.pending = [self.ranks.all_gather(whole) for whole in self.sent]
 
     def apply(self, step: int):
-        """Complete the parameters."""
+        """Complete the parameters, and drop their gradients."""
         for pending in self.pending:
             pending.wait()
-
-class Adam(Optimizer):
-    """AdamW (arXiv:1711.05101) by torch.optim's own kernel; importing torch.optim takes seconds."""
-    def __init__(self, params: dict, lr: float, hp: Hyperparameters, ranks: "Ranks"):
-        super().__init__(params, lr, hp, ranks)
-        self.state["exp_avg"] = [torch.zeros_like(p) for p in self.mine]
-        self.state["exp_avg_sq"] = [torch.zeros_like(p) for p in self.mine]
-
-    def update(self, grads: list[Tensor], step: int):
-        number = torch.full((), step + 1.0, device=self.ranks.device)  # of the step, from 1
-        torch._fused_adamw_(self.mine, grads, self.state["exp_avg"], self.state["exp_avg_sq"], [],
-                            [number] * len(grads), lr=self.lr * lr_scale(step, self.hp),
-                            beta1=self.hp.adam_beta1, beta2=self.hp.adam_beta2,
-                            eps=self.hp.adam_eps, weight_decay=0, amsgrad=False, maximize=False)
+        for p in self.params.values():
+            p.grad = None
 
 def compiled_on_cuda(function: Callable) -> Callable:
     """function, compiled when it is first called on CUDA: importing the compiler takes seconds."""
     compiled = cache(lambda: torch.compile(function, dynamic=False, fullgraph=True))
     return lambda x, *args: (compiled() if x.is_cuda else function)(x, *args)
+
+@compiled_on_cuda
+def shrinking(update: Tensor, p: Tensor, rate: Tensor) -> Tensor:
+    """What cautious weight decay (arXiv:2510.12402, record #43) makes of an update that will be
+    subtracted from p: it adds to it where that shrinks p anyway."""
+    return update + rate * p * (update * p > 0)
+
+class Adam(Optimizer):
+    """AdamW (arXiv:1711.05101) by torch.optim's own kernel; importing torch.optim takes seconds."""
+    def __init__(self, params: dict, lr: float, hp: Hyperparameters, ranks: "Ranks", decay=0.0):
+        super().__init__(params, lr, hp, ranks)
+        self.every = hp.adam_every
+        self.decay = decay
+        self.state["exp_avg"] = [torch.zeros_like(p) for p in self.mine]
+        self.state["exp_avg_sq"] = [torch.zeros_like(p) for p in self.mine]
+
+    def update(self, grads: list[Tensor], step: int):
+        lr = self.lr * lr_scale(step, self.hp)
+        number = torch.full((), (step + 1.0) // self.every, device=self.ranks.device)  # from 1
+        olds = [p.clone() for p in self.mine if self.decay]
+        torch._fused_adamw_(self.mine, grads, self.state["exp_avg"], self.state["exp_avg_sq"], [],
+                            [number] * len(grads), lr=lr,
+                            beta1=self.hp.adam_beta1, beta2=self.hp.adam_beta2,
+                            eps=self.hp.adam_eps, weight_decay=0, amsgrad=False, maximize=False)
+        for p, old in zip(self.mine, olds):
+            torch.sub(old, shrinking(old - p, old, number.new_full((), self.decay * lr**2)), out=p)
+
+class TiedAdam(Adam):
+    """Adam on parameters that begin as equal ones: for untie_frac of the steps each follows all of
+    their gradients, so that they stay equal (record #51)."""
+    def update(self, grads: list[Tensor], step: int):
+        if step < self.hp.untie_frac * self.hp.num_iterations:
+            grads = [sum(grads)] * len(grads)
+        super().update(grads, step)
 
 @compiled_on_cuda
 def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
@@ -703,8 +813,11 @@ class Muon(Optimizer):
 
     def apply(self, step: int):
         super().apply(step)
+        lr = self.lr * lr_scale(step, self.hp)
         for p, update in zip(self.params.values(), self.updates):
-            p.add_(update, alpha=-self.lr * lr_scale(step, self.hp))
+            if self.hp.muon_decay:
+                update = shrinking(update, p, p.new_full((), self.hp.muon_decay * lr))
+            p.add_(update, alpha=-lr)
 
 # -------- 8. Ranks
 DONE = SimpleNamespace(wait=lambda: None)  # in place of a torch.distributed.Work
@@ -801,7 +914,7 @@ class RunLog:
         average = f"{1000 * seconds / step:.2f}" if step else "nan"
         self.write(f"step:{step}/{hp.num_iterations} {kind}:{loss:.4f} "
                    f"train_time:{1000 * seconds:.0f}ms step_avg:{average}ms "
-                   f"tokens:{step * hp.micro_batches * hp.train_seq_len} "
+                   f"tokens:{tokens_before(hp)[step]} "
                    f"lr:{lr_scale(at, hp):.3f} window:{window_tokens(at, hp)}")
         require(math.isfinite(loss), f"step {step}: {kind} is {loss}; lower the learning rates "
                 "or look at the data; the log and the checkpoints are kept")
@@ -953,8 +1066,15 @@ def check_settings(hp: Hyperparameters, world_size: int):
         least, most, multiple = f.metadata["range"]
         require(least <= value <= most and abs(value) < math.inf, f"{said} {least} to {most}")
         require(multiple == 1 or value % multiple == 0, f"{said} multiples of {multiple}")
-    require(len(hp.windows) == len(hp.value_embeds) == len(hp.attention),
-            "--windows, --value_embeds and --attention are not for the same number of layers")
+    L = len(hp.windows)
+    require(len(hp.value_embeds) == len(hp.attention) == L and len(hp.skips) in (0, L),
+            "--windows, --value_embeds, --attention, --skips: not for the same number of layers")
+    require(all(mark == "." or int(mark) < i for i, mark in enumerate(hp.skips)),
+            f"--skips={hp.skips}: adds the output of a layer that comes later")
+    require(max(hp.late_input, hp.backout) < L,
+            f"--late_input, --backout: the last layer is {L - 1}")
+    require(hp.save_every % hp.adam_every == hp.num_iterations % hp.adam_every == 0,
+            f"--save_every and --num_iterations take multiples of --adam_every={hp.adam_every}")
     fitting = [n for n in range(1, hp.micro_batches + 1) if hp.micro_batches % n == 0]
     require(world_size in fitting, f"{world_size} ranks do not divide {hp.micro_batches} "
             f"micro-batches: start one of {fitting}, or change --micro_batches")
@@ -1051,19 +1171,20 @@ def train_step(model, batches: list, optimizers: list, step: int, hp: Hyperparam
     """One step on this rank's micro-batches; returns the mean loss of all ranks'. It only launches
     work: nothing here waits for the device, and ranks talk after the last micro-batch only."""
     window = window_tensor(step, hp, ranks)
+    future = tuple(torch.full((), w, device=ranks.device) for w in future_weights(step, hp))
     loss = torch.zeros((), dtype=torch.float64, device=ranks.device)
     for inputs_T, targets_T in batches:
-        micro_loss = model(inputs_T, targets_T, window) / hp.micro_batches
+        micro_loss = model(inputs_T, targets_T, window, future) / batch_size(step, hp)
         micro_loss.backward()
         loss += micro_loss.detach()
+    due = [optimizer for optimizer in optimizers if (step + 1) % optimizer.every == 0]
     with torch.no_grad():
-        for optimizer in optimizers:
+        for optimizer in due:
             optimizer.send_gradients()
-        for optimizer in optimizers:
+        for optimizer in due:
             optimizer.compute(step)
-        for optimizer in optimizers:
+        for optimizer in due:
             optimizer.apply(step)
-    model.zero_grad(set_to_none=True)
     ranks.all_reduce(loss).wait()
     return loss
 
@@ -1077,7 +1198,7 @@ def warm_up(model, optimizers: list, hp: Hyperparameters, ranks: Ranks):
         for name, p in optimizer.params.items():
             require(p.grad is not None, f"no gradient reaches the parameter {name}: use it in the "
                     "forward pass, or remove it")
-    train_step(model, [dummy(hp.train_seq_len)], optimizers, 0, hp, ranks)
+    train_step(model, [dummy(hp.train_seq_len)], optimizers, hp.adam_every - 1, hp, ranks)
     evaluate(model, [dummy(hp.val_seq_len)], 0, hp, ranks)
 
 def train(plan: Plan, ranks: Ranks, log: RunLog):
@@ -1130,8 +1251,7 @@ def train(plan: Plan, ranks: Ranks, log: RunLog):
         # Timed: one step
         loss = train_step(model, next(batches), optimizers, step, hp, ranks)
         clock.add_loss(step + 1, loss)
-    tokens = hp.num_iterations * hp.micro_batches * hp.train_seq_len
-    log.write(f"throughput: {tokens / max(clock.elapsed, 1e-9):.0f} tokens/s")
+    log.write(f"throughput: {tokens_before(hp)[-1] / max(clock.elapsed, 1e-9):.0f} tokens/s")
     if cuda:
         log.write(f"peak_memory: {torch.cuda.max_memory_allocated() >> 20} MiB on rank 0")
     log.write(f"final_val_loss: {val_loss:.4f} nats per token, on {hp.val_tokens} tokens")

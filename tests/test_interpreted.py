@@ -33,7 +33,7 @@ LAYOUTS = {  # where documents begin
     "all of them": [0, 1, 60, 127, 128, 129, 300, 383, 384, 511],
 }
 # The gradient of each is a sum over all tokens in which most cancels, and with it the first digits.
-MIXES = ["residual_mix", "value_mix", "skip_weights"]
+MIXES = ["residual_mix", "value_mix", "skip_weights", "backout"]
 LISTS = ["kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
          "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"]
 
@@ -76,10 +76,10 @@ def as_window(tokens):
     return torch.tensor(tokens, dtype=torch.int32)
 
 
-def results(model, batch, window, parameters=None):
+def results(model, batch, window, parameters=None, future=()):
     """{"loss" or a parameter's name: loss or gradient} of a training step."""
     parameters = dict((parameters or model).named_parameters())
-    loss = model(*batch, as_window(window))
+    loss = model(*batch, as_window(window), tuple(map(torch.tensor, future)))
     gradients = torch.autograd.grad(loss / HP.micro_batches, list(parameters.values()))
     return {"loss": loss.detach()} | dict(zip(parameters, gradients, strict=True))
 
@@ -169,6 +169,25 @@ def case_bfloat16_and_fp8():
     assert sum(code.count("_scaled_mm(") for code in sources) == 3
 
 
+def case_later_records():
+    """What speedrun_2026 adds to the model and the loss; weights that fall are no other program."""
+    from interpreted import gpu_program, graphs
+    graphs.clear()
+    hp = dataclasses.replace(HP, skips="..0", late_input=0, backout=1, softcap_height=23.0,
+                             softcap_shift=5.0, future_tokens=2, untie_frac=0.5)
+    plain, model = models(hp)
+    program = gpu_program(model)
+    for window, future in ((384, (0.5, 0.25)), (512, (0.25, 0.0)), (512, (0.0, 0.0))):
+        batch = sequence(512, LAYOUTS["before edges of blocks"])
+        found = differences(results(program, batch, window, model, future),
+                            results(plain, batch, window, future=future))
+        say(f"later records, weights {future}", found)
+        assert equal(found), found
+        torch.compiler.set_stance("fail_on_recompile")
+    torch.compiler.set_stance("default")
+    assert len(graphs) == 2
+
+
 def case_optimizers():
     """Newton-Schulz on wide, tall and square matrices, and NorMuon, which updates its state."""
     from interpreted import gpu_program
@@ -183,6 +202,14 @@ def case_optimizers():
         state = difference(ours, theirs)
         print(f"{shape}: newton_schulz {found:.1e}, even_rows {evened:.1e}, state {state:.1e}")
         assert max(found, evened, state) < 1e-5 and difference(ours, squares) > 0.001
+    shrinking = inspect.getclosurevars(train_gpt.shrinking).nonlocals["function"]
+    program = gpu_program(shrinking)
+    p = torch.randn(48, 80)
+    for dtype, rate in ((torch.bfloat16, 0.1), (torch.bfloat16, 0.03)):
+        given = torch.randn(48, 80).to(dtype), p, torch.tensor(rate)
+        assert difference(program(*given), shrinking(*given)) < 1e-6
+        torch.compiler.set_stance("fail_on_recompile")
+    torch.compiler.set_stance("default")
 
 
 def block_lists(tokens, window):
@@ -326,7 +353,8 @@ def case_planted_errors():
 
 
 # Those of a line share a process, whose start takes ten seconds.
-PROCESSES = ["float32", "bfloat16_and_fp8 block_lists optimizers", "planted_errors"]
+PROCESSES = ["float32", "bfloat16_and_fp8 block_lists", "optimizers later_records",
+             "planted_errors"]
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))

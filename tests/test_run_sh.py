@@ -131,7 +131,7 @@ def test_repeats_with_fresh_seeds_and_ends_with_the_table(tmp_path, shards):
 def test_help_needs_no_python_and_says_what_is_its_own(tmp_path, flag):
     done = run_sh("demo", flag, PYTHON="/no/such")
     assert done.returncode == 0 and done.stderr == ""
-    assert done.stdout.startswith("./run.sh [speedrun|demo|test] [--repeat=N]")
+    assert done.stdout.startswith("./run.sh [speedrun|speedrun_2026|demo|test] [--repeat=N]")
     for word in ("train_gpt.py --help", "pytest", "PYTHON", "NPROC"):
         assert word in done.stdout
     assert "set -e" not in done.stdout

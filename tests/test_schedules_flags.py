@@ -89,7 +89,7 @@ def test_flag_forms():
 @pytest.mark.parametrize("flag, words", [
     ("--num_iteration=3", "unrecognized arguments: --num_iteration=3"),
     ("--seed=x", "--seed: invalid int value: 'x'"),
-    ("--preset=big", "choose from '?speedrun'?, '?demo"),
+    ("--preset=big", "choose from '?speedrun'?, '?speedrun_2026'?, '?demo"),
     ("--adam_beta1=0.8,0.9", "invalid float value"),
     ("--use_fp8=maybe", "invalid boolean"),
     ("stray", "unrecognized arguments: stray"),
