@@ -1211,6 +1211,10 @@ def train(plan: Plan, ranks: Ranks, log: RunLog):
     model = torch.compile(plain, dynamic=False, fullgraph=True) if cuda else plain
     optimizers = build_optimizers(plain, hp, ranks)
     val_sequences = load_validation(plan.val, hp, ranks)
+    eot = hp.vocab_size - 1
+    if not any(((inputs == eot) & (targets >= 0)).any() for inputs, targets in val_sequences):
+        log.write(f"note: no end-of-text token ({eot}) in the validation data: are the shards, or "
+                  "--vocab_size, another tokenizer's?")
     log.write(f"model: {sum(p.numel() for p in plain.parameters())} parameters; "
               f"{hp.micro_batches} x {hp.train_seq_len} tokens a step, {ranks.world_size} rank(s)")
     began = time.perf_counter()

@@ -335,3 +335,14 @@ def test_out_of_range_tokens_never_train(tmp_path, shards, kind):
     with pytest.raises(UserError, match=f"{path}: .* 257.*--vocab_size=257"):
         run([*TINY, *shards, f"--{kind}_files={path}", f"--records={tmp_path}/r"])
     assert not losses(log_of(tmp_path / "r"), "train_loss")
+
+
+def test_validation_data_without_documents_are_pointed_out(tmp_path, shards, capsys):
+    write_shard(tmp_path / "val.bin", [7] * 1100)
+    flags = [*TINY, *shards, "--num_iterations=0", "--save_every=0"]
+    run([*flags, f"--records={tmp_path}/a", f"--val_files={tmp_path}/val.bin"])
+    note = "\nnote: no end-of-text token (256) in the validation data: "
+    assert note in log_of(tmp_path / "a") and note in "\n" + capsys.readouterr().out
+    write_shard(tmp_path / "val.bin", [256] + [7] * 1100)  # one document, which fills no sequence
+    run([*flags, f"--records={tmp_path}/b", f"--val_files={tmp_path}/val.bin"])
+    assert "\nnote: " not in log_of(tmp_path / "b")
