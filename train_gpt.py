@@ -140,8 +140,8 @@ PRESETS = {
         stages="1:1:384,2:1.52:896,3:1.73:1408", windows="SSSLSSSSSSL", attention="xxxxxx.xxxx",
         value_embeds="12......012", skips="......3....", late_input=7, backout=7, smear=True,
         key_offset=True, pair_rows=5 * 50304, softcap_height=23, softcap_shift=5, future_tokens=2,
-        untie_frac=2 / 3, cooldown_frac=0.6, lr_floor=0.15, muon_lr=0.023, muon_beta2=0.95,
-        muon_decay=1.2, adam_every=2, embed_decay=0.025,
+        cooldown_frac=0.6, lr_floor=0.15, muon_lr=0.023, muon_beta2=0.95, muon_decay=1.2,
+        adam_every=2, embed_decay=0.025,
     ),
     "demo": Hyperparameters(
         name="demo", save_every=100, val_loss_every=50, train_files="data/demo/demo_train_*.bin",

@@ -2,7 +2,7 @@
 """Tokens to a loss: `speedrun_2026` against `speedrun`, in miniature, on a CPU.
 
     python tests/bench_tokens.py english.jsonl.xz --seeds=5 --keep=records/tokens
-    python tests/bench_tokens.py english.jsonl.xz --seeds=3 --ablate --out=ablations.csv
+    python tests/bench_tokens.py english.jsonl.xz --seeds=2 --ablate --steps=750
 
 Both presets keep their own layer tables, schedules and ratios of batch sizes, at a width of 64
 and with sequences of 512 tokens; learning rates are those that were best here for each (MINI). A
@@ -19,6 +19,7 @@ wrong usage or a run that failed.
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -38,27 +39,26 @@ from train_gpt import UserError, parse_flags, require, tokens_before
 HELD_OUT = 150_000  # tokens, at least, to validate on, and as many to choose settings on
 MINI = {
     "both": """--model_dim=64 --num_heads=2 --head_dim=32 --attention_scale=0.2 --vocab_size=2048
-        --train_seq_len=512 --val_seq_len=4096 --val_tokens=131072 --save_every=0
-        --dtype=bfloat16""",
-    "speedrun": "--micro_batches=3 --window_end=512",
+        --train_seq_len=512 --val_seq_len=4096 --val_tokens=131072 --val_loss_every=500
+        --save_every=0 --dtype=bfloat16""",
+    "speedrun": "--micro_batches=3 --window_end=512 --muon_lr=0.025",
     "speedrun_2026": """--micro_batches=1 --stages=1:1:128,2:1.52:256,3:1.73:384
-        --pair_rows=10240""",
+        --pair_rows=10240 --muon_lr=0.012 --head_lr=0.024 --embed_lr=1.2 --scalar_lr=0.08""",
 }
-WITHOUT = {
-    "nothing": "",
-    "stages": "--stages= --micro_batches=2 --window_end=384",
-    "Adam on every second step": "--adam_every=1",
-    "cautious weight decay": "--muon_decay=0 --embed_decay=0",
-    "tied head": "--untie_frac=0",
-    "shifted softcap": "--softcap_height=0 --softcap_shift=0",
-    "further tokens in the loss": "--future_tokens=0",
-    "one skip (U-Net instead)": "--skips=",
-    "late layers' input": "--late_input=-1",
-    "backout": "--backout=-1",
-    "NorMuon": "--muon_beta2=0",
-    "smear": "--smear=false",
-    "key offset": "--key_offset=false",
-    "embedding of pairs": "--pair_rows=0",
+ABLATIONS = {
+    "the preset": "",
+    "without stages": "--stages= --micro_batches=2 --window_end=384",
+    "Adam on every step": "--adam_every=1",
+    "without cautious weight decay": "--muon_decay=0 --embed_decay=0",
+    "without the shifted softcap": "--softcap_height=0 --softcap_shift=0",
+    "without further tokens in the loss": "--future_tokens=0",
+    "a U-Net's skips": "--skips=",
+    "without late input and backout": "--late_input=-1 --backout=-1",
+    "without NorMuon": "--muon_beta2=0",
+    "without smear": "--smear=false",
+    "without key offset": "--key_offset=false",
+    "without pairs": "--pair_rows=0",
+    "with a tied head": "--untie_frac=0.667",
 }
 
 
@@ -88,10 +88,11 @@ def make_shards(text: Path, folder: Path, tokens: int, vocab_dir) -> None:
 
 
 def final_loss(flags: list[str]) -> float:
-    command = [sys.executable, str(ROOT / "train_gpt.py"), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {
-        "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-        "MALLOC_MMAP_THRESHOLD_": "1000000000", "MALLOC_TRIM_THRESHOLD_": "2000000000"})
+    done = subprocess.run(
+        [sys.executable, "train_gpt.py", *flags], capture_output=True, text=True, check=False,
+        cwd=ROOT, env=os.environ | {
+            "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+            "MALLOC_MMAP_THRESHOLD_": "1000000000", "MALLOC_TRIM_THRESHOLD_": "2000000000"})
     lines = [line for line in done.stdout.splitlines() if line.startswith("final_val_loss: ")]
     require(done.returncode == 0 and lines, done.stderr.strip()[-300:])
     return float(lines[0].split()[1])
@@ -132,7 +133,7 @@ def main():
     parser.add_argument("--vocab_dir", metavar="DIR", help="GPT-2's encoder.json and vocab.bpe")
     parser.add_argument("--seeds", type=int, default=3, help="runs a side (3)")
     parser.add_argument("--first_seed", type=int, default=1, help="the others follow it (1)")
-    parser.add_argument("--steps", type=int, default=1000, help="of the preset speedrun (1000)")
+    parser.add_argument("--steps", type=int, default=1500, help="of the preset speedrun (1500)")
     parser.add_argument("--share", type=float, default=0.6,
                         help="of its tokens that speedrun_2026 gets (0.6)")
     parser.add_argument("--tune", action="store_true", help="validate on the other documents")
@@ -148,7 +149,7 @@ def main():
     budget = tokens_of(args.steps, old)
     sides = {"speedrun": old, "speedrun_2026": new}
     if args.ablate:
-        sides = {name: new + without.split() for name, without in WITHOUT.items()}
+        sides = {name: new + without.split() for name, without in ABLATIONS.items()}
     for name, flags in sides.items():
         if name != "speedrun":
             flags.append(f"--num_iterations={steps_for(args.share * budget, flags)}")
@@ -158,14 +159,15 @@ def main():
         val = "tune" if args.tune else "val"
         data = [f"--train_files={folder}/train.bin", f"--val_files={folder}/{val}.bin"]
         seeds = range(args.first_seed, args.first_seed + args.seeds)
-        runs = [(name, [*flags, *data, f"--seed={seed}", f"--name={name.split()[0]}-{seed}",
-                        f"--records={args.keep or folder}"])
+        records = os.path.relpath(args.keep, ROOT) if args.keep else folder
+        runs = [(name, [*flags, *data, f"--seed={seed}", f"--records={records}",
+                        f"--name={re.sub('[^a-z0-9_]+', '-', name.lower())}-{seed}"])
                 for seed in seeds for name, flags in sides.items()]
         losses = {name: [] for name in sides}
         for (name, flags), loss in zip(runs, pool.map(lambda run: final_loss(run[1]), runs)):
             losses[name].append(loss)
             print(f"{name}: {loss:.4f}", flush=True)
-    print(table(losses, "nothing" if args.ablate else "speedrun"))
+    print(table(losses, "the preset" if args.ablate else "speedrun"))
 
 
 if __name__ == "__main__":

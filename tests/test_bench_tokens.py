@@ -1,0 +1,75 @@
+"""The benchmark of tokens to a loss: its budget, its vocabulary, and a run of it."""
+
+import itertools
+import json
+import sys
+
+import bench_tokens
+import pytest
+from bench_tokens import MINI, SmallVocabulary, steps_for, table, tokens_of
+from conftest import losses
+
+from train_gpt import UserError
+
+NEW = ["--preset=speedrun_2026", *MINI["speedrun_2026"].split(), *MINI["both"].split()]
+
+
+def some_ranks(vocab_dir):
+    """2,048 merges and more, of letters."""
+    pairs = itertools.product(b"abcdefghijklmnopqrstuvwxyz ,.;:!?()-'0123456789", repeat=2)
+    tokens = [bytes([i]) for i in range(256)] + [bytes(pair) for pair in pairs]
+    return {token: rank for rank, token in enumerate(tokens)}
+
+
+def test_the_budget_is_used_and_not_exceeded():
+    for budget in (1024 * 30, 100_000, 1_382_400):
+        steps = steps_for(budget, NEW)
+        assert steps % 2 == 0 and tokens_of(steps, NEW) <= budget < tokens_of(steps + 2, NEW)
+    assert tokens_of(1350, NEW) == 450 * (1 + 2 + 3) * 512
+
+
+def test_the_small_vocabulary_is_the_first_merges(monkeypatch):
+    monkeypatch.setattr(bench_tokens, "gpt2_merge_ranks", some_ranks)
+    tokenizer = SmallVocabulary(None)
+    ids = tokenizer.encode("abba")
+    assert max(ids) < 2047 and tokenizer.decode(ids) == "abba" and len(ids) == 2
+
+
+def test_the_table_has_the_difference_and_its_p():
+    rows = table({"a": [1.0, 1.1, 0.9], "b": [2.0, 2.1, 1.9]}, "a").splitlines()
+    assert rows[2] == "| a | 3 | 1.0000 (0.1000) | | |"
+    assert rows[3] == "| b | 3 | 2.0000 (0.1000) | +1.0000 | 0.00026 |"
+
+
+@pytest.fixture
+def documents(tmp_path, text, monkeypatch):
+    monkeypatch.setattr(bench_tokens, "gpt2_merge_ranks", some_ranks)
+    monkeypatch.setattr(bench_tokens, "HELD_OUT", 1500)
+    path = tmp_path / "documents.jsonl"
+    document = json.dumps({"text": text.decode()[:4000]})
+    path.write_text(f"{document}\n" * 40)
+    return path
+
+
+def test_both_presets_train_and_are_compared(documents, tmp_path, monkeypatch, capsys):
+    flags = ["--steps=4", "--seeds=2", "--val_tokens=1000", "--model_dim=16", "--num_heads=1",
+             "--head_dim=16", f"--keep={tmp_path}/logs"]
+    monkeypatch.setattr(sys, "argv", ["bench_tokens.py", str(documents), *flags])
+    bench_tokens.main()
+    printed = capsys.readouterr().out
+    logs = sorted((tmp_path / "logs").glob("*.log"))
+    names = sorted(log.name.partition("Z_")[2] for log in logs)
+    assert names == ["speedrun-1.log", "speedrun-2.log", "speedrun_2026-1.log",
+                     "speedrun_2026-2.log"]
+    assert all(losses(log.read_text()) for log in logs)
+    assert "speedrun_2026: 3584 tokens\n" in printed
+    assert [row.split(" | ")[:2] for row in printed.splitlines()[-2:]] == [
+        ["| speedrun", "2"], ["| speedrun_2026", "2"]]
+
+
+def test_too_little_text_is_one_line(documents, monkeypatch):
+    documents.write_text("".join(documents.read_text().splitlines(keepends=True)[:2]))
+    monkeypatch.setattr(sys, "argv", ["bench_tokens.py", str(documents)])
+    with pytest.raises(UserError, match="too few documents") as caught:
+        bench_tokens.main()
+    assert "\n" not in str(caught.value)
