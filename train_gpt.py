@@ -486,7 +486,9 @@ class Block(nn.Module):
     def forward(self, x_TD: Tensor, given: LayerInput) -> Tensor:
         x_TD = given.residual_mix[0] * x_TD + given.residual_mix[1] * given.x0_TD
         if self.attn is not None:
-            read_TD = x_TD if given.late_TD is None else given.late_TD
+            read_TD = x_TD
+            if given.late_TD is not None:
+                read_TD = given.late_TD
             x_TD = x_TD + self.attn(norm(read_TD), given)
         return x_TD + self.mlp(norm(x_TD))
 
@@ -544,7 +546,9 @@ class GPT(nn.Module):
 
     def features(self, tokens_T: Tensor, window: Tensor) -> Tensor:
         """x_TD as the head reads it. The layers form a U-Net (record 2024-11-10): each layer of the
-        first half adds its output to the input of its mirror image in the second."""
+        first half adds its output to the input of its mirror image in the second. Or (records #40
+        and #45) there are the skips of the table, attention in late layers reads an earlier one's
+        output, and of such an output a share is taken out at the end."""
         begins_T = tokens_T == self.eot
         masks = zip("LS", build_block_masks(tokens_T, self.eot, window))
         attends = {mark: self.attention(mask, self.hp.attention_scale) for mark, mask in masks
@@ -558,7 +562,9 @@ class GPT(nn.Module):
         for i, block in enumerate(self.blocks):
             if i in self.skips:
                 x_TD = x_TD + skip_weights.pop(0) * outputs[self.skips[i]]
-            late_TD = outputs[self.hp.late_input] if -1 < self.hp.late_input < i else None
+            late_TD = None
+            if 0 <= self.hp.late_input < i:
+                late_TD = outputs[self.hp.late_input]
             value_embed = value_embeds.get(self.hp.value_embeds[i])
             given = LayerInput(x0_TD, late_TD, begins_T, residual_mixes[i], value_mixes[i],
                                value_embed, self.rotary, attends[self.hp.windows[i]])
@@ -641,9 +647,11 @@ def build_optimizers(model: nn.Module, hp: Hyperparameters, ranks: "Ranks") -> l
     def named(pattern: str) -> dict[str, nn.Parameter]:
         return {name: p for name, p in params.items() if re.fullmatch(pattern, name)}
 
-    head, tables = r"lm_head\.weight", r"(pair_|value_)?embeds?\..*"
-    if hp.untie_frac:
-        head, tables = r"lm_head\.weight|embed\.weight", r"(pair_|value_)embeds?\..*"
+    head = r"lm_head\.weight"
+    tables = r"(pair_|value_)?embeds?\..*"
+    if hp.untie_frac:  # then the embedding is trained as the head is
+        head = r"lm_head\.weight|embed\.weight"
+        tables = r"(pair_|value_)embeds?\..*"
     table = [
         # optimizer and parameters              peak learning rate           shape in `speedrun`
         TiedAdam(named(head), hp.head_lr, hp, ranks),                      # [50304, 768]

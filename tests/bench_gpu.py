@@ -546,6 +546,9 @@ def main():
     check_settings(hp, 1)
     if args.repeat < 1 or command.check or command.resume:
         raise UserError("--repeat counts from 1; --check and --resume are for runs")
+    if hp.stages or hp.adam_every > 1 or hp.future_tokens:
+        raise UserError("every step is to do the same: give --stages= --adam_every=1 "
+                        "--future_tokens=0 beside a preset that has them")
     if not torch.cuda.is_available() and not args.cpu:
         raise UserError("there is no CUDA GPU; --cpu goes on without one, with small settings and "
                         "for a test only")

@@ -187,6 +187,7 @@ def test_figures_agree_with_each_other(tmp_path, dtype):
 @pytest.mark.parametrize("flags, words", [
     (["--cpu", "--repeat=0"], "--repeat counts from 1"),
     (["--cpu", "--check"], "--check"),
+    (["--cpu", "--adam_every=5"], "every step is to do the same"),
     (["--cpu", "--no_such=1"], "unrecognized arguments: --no_such=1"),
     (["--cpu", *SMALL, "--train_files=none.bin"], r"no file matches .*none\.bin"),
     (["--cpu", "--train_seq_len=100"], "--train_seq_len=100.* 128"),

@@ -6,13 +6,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY, launch, log_of, log_path, losses, newest_checkpoint
+from conftest import TINY, launch, log_of, log_path, losses, newest_checkpoint, write_shard
 from test_model import ALONE, WINDOW, sequence, tiny_model
 
 import train_gpt
 from train_gpt import (PRESETS, Adam, Muon, Ranks, TiedAdam, UserError, batch_size,
                        build_optimizers, check_settings, future_weights, lr_scale,
-                       norm, stage, steps_of, tokens_before, train_batches, train_step,
+                       norm, run, stage, steps_of, tokens_before, train_batches, train_step,
                        window_tokens)
 
 LATER = PRESETS["speedrun_2026"]
@@ -66,17 +66,15 @@ def test_steps_of_a_shard_lie_end_to_end_whatever_their_size():
 
 
 def test_ranks_share_the_micro_batches_of_each_stage(tmp_path):
-    from conftest import write_shard
     path = write_shard(tmp_path / "a.bin", range(4000))
     shares = [list(train_batches({path: 4000}, STAGED, Ranks(rank, 2, torch.device("cpu"))))
               for rank in (0, 1)]
-    for step, mine in enumerate(zip(*shares)):
+    for step, mine in enumerate(list(zip(*shares))[:6]):
         micro_batches = [batch for rank in mine for batch in rank]
-        assert len(micro_batches) == batch_size(step, STAGED) if step < 6 else True
-        first = tokens_before(STAGED)[step] if step < 6 else None
-        if first is not None:
-            inputs = torch.cat([inputs for inputs, _ in micro_batches])
-            assert inputs.tolist() == list(range(first, first + len(inputs)))
+        assert len(micro_batches) == batch_size(step, STAGED)
+        first = tokens_before(STAGED)[step]
+        inputs = torch.cat([inputs for inputs, _ in micro_batches])
+        assert inputs.tolist() == list(range(first, first + len(inputs)))
     resumed = list(train_batches({path: 4000}, STAGED, ALONE, first=3))
     assert int(resumed[0][0][0][0]) == tokens_before(STAGED)[3] and len(resumed[0]) == 4
 
@@ -267,17 +265,17 @@ def test_adam_steps_on_the_sum_of_two_steps_gradients():
 
 # ---- Whole runs
 
+@pytest.mark.usefixtures("runs_here")
 def test_all_of_them_on_any_number_of_ranks_and_resumed(tmp_path, shards):
-    """Six stepped stages on 1 and 2 ranks; stopped at step 8 of 12, on the second rank count, and
-    resumed to the same bits."""
+    """Alike on 1 and 2 ranks; and on 2, from the checkpoint of step 8 on, the same bits again."""
     flags = [*TINY, *ALL, *shards, "--num_iterations=12", "--save_every=4", "--val_loss_every=4",
              "--adam_eps=1e-7"]
-    for ranks in (1, 2):
-        launch(*flags, f"--records={tmp_path}/{ranks}", ranks=ranks)
+    run([*flags, f"--records={tmp_path}/1"])
+    launch(*flags, f"--records={tmp_path}/2", ranks=2)
     logs = [log_of(tmp_path / str(ranks)) for ranks in (1, 2)]
     for kind in ("train_loss", "val_loss"):
         assert losses(logs[1], kind) == pytest.approx(losses(logs[0], kind), abs=0.003)
-    assert "tokens:12288 " in logs[0] and "lr:2.000" not in logs[0].splitlines()[-6]
+    assert "step:12/12 train_loss:" in logs[0] and "tokens:12288 lr:" in logs[0]
     whole = newest_checkpoint(tmp_path / "2")
     folder = log_path(tmp_path / "2").with_suffix("")
     (folder / "step00000012.pt").unlink()
@@ -290,9 +288,10 @@ def test_all_of_them_on_any_number_of_ranks_and_resumed(tmp_path, shards):
     assert not torch.equal(whole["model"]["embed.weight"], whole["model"]["lm_head.weight"])
 
 
+@pytest.mark.usefixtures("runs_here")
 @pytest.mark.parametrize("flag", ALL)
 def test_each_works_alone(flag, tmp_path, shards):
-    alone = [f for f in ALL if f == flag]
-    launch(*TINY, "--smear=false", "--pair_rows=0", *alone, *shards, f"--records={tmp_path}",
-           "--num_iterations=2", "--save_every=0", "--val_loss_every=0")
+    run([*TINY, "--smear=false", "--pair_rows=0", "--key_offset=false", "--muon_beta2=0", flag,
+         *shards, f"--records={tmp_path}", "--num_iterations=2", "--save_every=0",
+         "--val_loss_every=0"])
     assert losses(log_of(tmp_path))[-1] < math.log(320)
