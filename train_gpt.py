@@ -1,8 +1,9 @@
 """Train a GPT on token shards as fast as the hardware allows: the NanoGPT speedrun in one file.
 
 The task: a validation loss of 3.28 nats on FineWeb, in the least training time on 8 H100 GPUs. The
-preset `speedrun` is the record of 2025-01-26 (2.93 minutes); `demo` is the same code, small. The
-number of ranks changes how long that takes, not what is trained.
+preset `speedrun` is the record of 2025-01-26 (2.93 minutes); `speedrun_2026` takes half the tokens
+by what later records found; `demo` is the same code, small. The number of ranks changes how long
+that takes, not what is trained.
 
     torchrun --nproc_per_node=8 train_gpt.py            # the speedrun
     python train_gpt.py --preset=demo                   # the demo, on a CPU or one GPU
@@ -87,17 +88,17 @@ class Hyperparameters:
     val_tokens: int = flag(10485760, "tokens to validate on; 0 takes all", 0)
     micro_batches: int = flag(8, "training sequences a step, divided among the ranks", 1, 10**5)
     stages: str = flag("", "BATCH:LR:WINDOW,... of equal parts of the run: factors on micro-batches"
-                       " and learning rates, and the long window; empty: one part",
-                       pattern=r"([1-9]\d?:\d{1,2}([.]\d{1,9})?:[1-9]\d{0,6},?)*")
+                       " and learning rates, and the long window; empty: none of these",
+                       pattern=r"(?!,)((^|,)[1-9]\d?:\d{1,2}([.]\d{1,9})?:[1-9]\d{0,6})*")
     epochs: int = flag(1, "passes over the training shards that the run may use", 1, 10**5)
-    # Model. The layer table: three strings of one character for each layer
+    # Model. The layer table: strings of one character for each layer
     windows: str = flag("LSSSLSSLSSSL", "L: long window, S: half of it", pattern="[LS]{2,}")
     value_embeds: str = flag("012......012", "a value embedding, .: none", pattern="[.0-9]+")
     attention: str = flag("xxxxxxx.xxxx", "x: with attention, .: without", pattern="[.x]*x[.x]*")
-    skips: str = flag("", "the layer whose output is added to the input; empty: a U-Net's",
-                      pattern="[.0-9]*")
-    late_input: int = flag(-1, "layer whose output attention reads in all after it; -1: none", -1)
-    backout: int = flag(-1, "layer whose output is taken out again in part; -1: none", -1)
+    skips: str = flag("", "layer (0 to 9) whose output is added to the input; empty: a U-Net's",
+                      pattern="([.]*[0-9][.0-9]*)?")
+    late_input: int = flag(-1, "layer whose output later attention reads; -1: none", -1)
+    backout: int = flag(-1, "layer whose output is in part subtracted last; -1: none", -1)
     model_dim: int = flag(768, "width of the residual stream", 1, multiple=16)
     num_heads: int = flag(6, "heads of attention", 1)
     head_dim: int = flag(128, "width of a head", 1, multiple=16)
@@ -107,17 +108,16 @@ class Hyperparameters:
     attention_scale: float = flag(0.12, "factor on the attention scores")
     rope_base: float = flag(1024.0, "base of the rotary frequencies", 1)
     lm_head_softcap: float = flag(15.0, "cap c of the logits: 2c * sigmoid(2 * logit / c)", 0.1, 35)
-    softcap_height: float = flag(0.0, "in place of 2c in the cap of the logits; 0: 2c", 0, 70)
+    softcap_height: float = flag(0.0, "in place of 2c as the height of the cap; 0: 2c", 0, 70)
     softcap_shift: float = flag(0.0, "added to each logit before its cap", -99, 99)
     use_fp8: bool = flag(True, "train the head in FP8 where the hardware has it")
-    window_start: int = flag(128, "tokens in the long window at the first step", 1, 2**30)
-    window_end: int = flag(1792, "tokens in the long window at the last step", 1, 2**30)
+    window_start: int = flag(128, "tokens in the long window at first; not with stages", 1, 2**30)
+    window_end: int = flag(1792, "tokens in the long window at last; not with stages", 1, 2**30)
     # Optimization
     num_iterations: int = flag(1770, "training steps", 0)
-    future_tokens: int = flag(0, "tokens after the next that are trained on too, at first", 0, 9)
-    untie_frac: float = flag(0.0, "share of the steps in which head and embedding are one", 0, 1)
+    future_tokens: int = flag(0, "tokens after the next in the training loss, at first", 0, 9)
     cooldown_frac: float = flag(0.4, "share of the steps in which the learning rates fall", 0, 1)
-    lr_floor: float = flag(0.1, "where the learning rates fall to, as a share of their peak", 0, 1)
+    lr_floor: float = flag(0.1, "where the learning rates fall to, a factor on each", 0, 1)
     muon_lr: float = flag(0.05, "learning rate of Muon: the blocks' matrices", 0)
     muon_momentum_start: float = flag(0.85, "Muon's momentum at the first step", 0, 1)
     muon_momentum_end: float = flag(0.95, "Muon's momentum after its warmup", 0, 1)
@@ -126,16 +126,16 @@ class Hyperparameters:
     muon_decay: float = flag(0.0, "Muon's cautious weight decay, a factor on its squared rate", 0)
     head_lr: float = flag(0.008, "learning rate of Adam: the output head", 0)
     embed_lr: float = flag(0.6, "learning rate of Adam: token, pair and value embeddings", 0)
-    scalar_lr: float = flag(0.04, "learning rate of Adam: mixing, skip and smear weights", 0)
+    scalar_lr: float = flag(0.04, "learning rate of Adam: all other weights", 0)
     adam_beta1: float = flag(0.8, "Adam's decay of mean gradients", 0, 1 - 1e-9)
     adam_beta2: float = flag(0.95, "Adam's decay of mean squares", 0, 1 - 1e-9)
     adam_eps: float = flag(1e-10, "Adam's epsilon, for gradients of the mean loss", 1e-30)
-    adam_every: int = flag(1, "steps from one by Adam to the next, for the gradients' sum", 1)
-    embed_decay: float = flag(0.0, "embeddings' cautious weight decay, as Muon's", 0)
+    adam_every: int = flag(1, "Adam steps on each n-th step, with n steps' gradients", 1)
+    embed_decay: float = flag(0.0, "that of the embeddings, a factor on embed_lr squared", 0)
 
 PRESETS = {
     "speedrun": Hyperparameters(),
-    "speedrun_2026": Hyperparameters(  # the method of August 2026, as far as plain PyTorch has it
+    "speedrun_2026": Hyperparameters(  # what the records of the 18 months after it found
         name="speedrun_2026", train_seq_len=16 * 1024, num_iterations=1284,
         stages="1:1:384,2:1.52:896,3:1.73:1408", windows="SSSLSSSSSSL", attention="xxxxxx.xxxx",
         value_embeds="12......012", skips="......3....", late_input=7, backout=7, smear=True,
@@ -165,17 +165,20 @@ def parse_flags(argv: list[str], default_preset: str) -> tuple[Hyperparameters, 
         usage="%(prog)s [--preset=NAME] [--check] [--resume=PATH] [--field=value ...]")
     parser.error = lambda message: require(False, f"{message}; --help lists the flags")
     parser.add_argument("--preset", default=default_preset, choices=PRESETS, metavar="NAME",
-                        help="speedrun (the default with a CUDA GPU) or demo (without)")
+                        help="speedrun (the default with a CUDA GPU), speedrun_2026 or "
+                        "demo (the default without)")
     parser.add_argument("--check", action="store_true", help="check settings and data, then exit")
     parser.add_argument("--resume", metavar="PATH", help="go on with the run of this log, folder "
                         "or checkpoint, in its settings but for those given here")
     for f in fields(Hyperparameters):
         kind = {bool: boolean}.get(type(f.default), type(f.default))
         alone = dict(nargs="?", const=True) if kind is boolean else {}
-        defaults = dict.fromkeys(str(getattr(preset, f.name)) for preset in PRESETS.values())
+        defaults = [str(f.default)]
+        defaults += [f"{name}: {value}" for name, preset in PRESETS.items()
+                     if (value := getattr(preset, f.name)) != f.default]
         parser.add_argument(f"--{f.name}", type=kind, metavar=kind.__name__, **alone,
                             default=argparse.SUPPRESS,
-                            help=f"{f.metadata['help']} (default: {', demo: '.join(defaults)})")
+                            help=f"{f.metadata['help']} (default: {', '.join(defaults)})")
     command = parser.parse_args(argv)
     hp = PRESETS[command.preset]
     command.given = {name: value for name, value in vars(command).items() if hasattr(hp, name)}
@@ -190,7 +193,7 @@ class Stage(NamedTuple):
 
 @cache
 def parse_stages(text: str) -> list[Stage]:
-    parts = [part.split(":") for part in text.split(",") if part]
+    parts = [part.split(":") for part in text.split(",") if text]
     return [Stage(int(batch), float(lr), int(window)) for batch, lr, window in parts]
 
 def stage(step: int, hp: Hyperparameters) -> Stage:
@@ -220,7 +223,7 @@ def window_tokens(step: int, hp: Hyperparameters) -> int:
 
 def lr_scale(step: int, hp: Hyperparameters) -> float:
     """Factor on the learning rates: the stage's, falling linearly to lr_floor at the end."""
-    left = 1 - step / max(1, hp.num_iterations)
+    left = max(0, 1 - step / max(1, hp.num_iterations))
     peak = stage(step, hp).lr
     if left >= hp.cooldown_frac:
         return peak
@@ -300,11 +303,14 @@ def train_batches(shards: dict[str, int], hp: Hyperparameters, ranks: "Ranks",
         targets = tokens[1:].to(torch.int64).view(share, T)
         yield list(zip(inputs, targets))
 
-def load_validation(shards: dict[str, int], hp: Hyperparameters, ranks: "Ranks") -> list:
+def load_validation(shards: dict[str, int], hp: Hyperparameters, ranks: "Ranks", log=None) -> list:
     """This rank's validation sequences, (inputs_T int32, targets_T int64) each, which predict the
     first val_tokens tokens once. Targets of -1, which no loss counts, fill up the last one."""
     parts = [read_tokens(path, 0, tokens, hp.vocab_size) for path, tokens in shards.items()]
     stream = torch.cat(parts)[:hp.val_tokens + 1].to(torch.int32)
+    if log and hp.vocab_size - 1 not in stream:
+        log.write(f"note: no end-of-text token ({hp.vocab_size - 1}) in the validation data: are "
+                  "the shards, or --vocab_size, another tokenizer's?")
     padding = -hp.val_tokens % hp.val_seq_len
     inputs = F.pad(stream[:-1], (0, padding), value=hp.vocab_size - 1).split(hp.val_seq_len)
     targets = F.pad(stream[1:].long(), (0, padding), value=-1).split(hp.val_seq_len)
@@ -493,7 +499,8 @@ class Block(nn.Module):
         return x_TD + self.mlp(norm(x_TD))
 
 class GPT(nn.Module):
-    """forward(tokens_T, targets_T, window) is the mean loss, in nats, over a sequence's tokens.
+    """forward(tokens_T, targets_T, window) is the mean loss, in nats, over a sequence's tokens;
+    future has tensors that weigh the same loss on the token after the target, and so on.
     attention is flex or block_sparse; dtype is that of the embeddings and so of all activations:
     parameters in float32 are cast at use (type_as), or they would make the stream float32."""
     LOGITS_TOKENS = 65536  # tokens whose logits exist at once; a validation sequence has more
@@ -504,8 +511,7 @@ class GPT(nn.Module):
         self.eot = hp.vocab_size - 1
         L = len(hp.windows)
         V = math.ceil(hp.vocab_size / 64) * 64  # a padded vocabulary suits the matrix units
-        self.dtype = dtype
-        self.embed = embedding(V, hp.model_dim, torch.float32 if hp.untie_frac else dtype)
+        self.embed = embedding(V, hp.model_dim, dtype)
         if hp.pair_rows:
             self.pair_embed = embedding(hp.pair_rows, hp.model_dim, dtype)
         if hp.smear:
@@ -524,17 +530,14 @@ class GPT(nn.Module):
         self.skip_weights = nn.Parameter(torch.ones(len(self.skips)))
         if hp.backout >= 0:
             self.backout = nn.Parameter(torch.full((1,), 0.5))
-        scales = (2.0, 2.0**9, 2.0**19 * hp.micro_batches)  # train_step divides by micro_batches
+        scales = (2.0, 2.0**9, 2.0**19 * hp.micro_batches)  # train_step divides by these or more
         self.lm_head = CastedLinear(hp.model_dim, V, scales if hp.use_fp8 else None)
         nn.init.zeros_(self.lm_head.weight)
-        if hp.untie_frac:
-            nn.init.normal_(self.lm_head.weight, std=0.005)
-            self.embed.weight.data.copy_(self.lm_head.weight)
 
     def embedded(self, tokens_T: Tensor, begins_T: Tensor) -> Tensor:
         """x_TD of the tokens, with what came right before each in its document: an embedding of the
         pair, of which pairs share rows by a hash (record #62), and a learned share (record #34)."""
-        x_TD = self.embed(tokens_T).to(self.dtype)
+        x_TD = self.embed(tokens_T)
         if self.hp.pair_rows:
             before_T = F.pad(tokens_T[:-1], (1, 0), value=self.eot).masked_fill(begins_T, self.eot)
             hash_T = before_T.long() * 2654435761 + tokens_T  # the prime spreads the pairs
@@ -581,7 +584,7 @@ class GPT(nn.Module):
         shifted_TV = self.lm_head(x_TD).float() + self.hp.softcap_shift
         return (self.hp.softcap_height or 2 * c) * torch.sigmoid(shifted_TV * (2 / c))
 
-    def summed_loss(self, weights: list, x_TD: Tensor, *targets: Tensor) -> Tensor:
+    def summed_loss(self, weights: tuple, x_TD: Tensor, *targets: Tensor) -> Tensor:
         """The cross-entropies log sum exp(logits) - logit of the target, in sum (0 for targets of
         -1), weighted. As c <= 35, e^2c sums in float32 without a maximum subtracted."""
         logits_TV = self.logits(x_TD)
@@ -607,7 +610,8 @@ class GPT(nn.Module):
 # is multiplied by a factor before its cast, and the product is divided by both:
 #     input     normed, so |x| <= sqrt(D) = 28 at D = 768: x2 leaves room to 448
 #     weight    starts at zero and learns slowly: x2^9 holds weights up to 0.875
-#     gradient  of a mean over T tokens, so |g| <= 1/T: at T = 48K x2^19 makes that 11
+#     gradient  of a mean over T tokens, so |g| <= 1/T: at T = 48K x2^19 makes that 11, and at
+#               16K, with further tokens in the loss, 56
 
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     limit = torch.finfo(dtype).max  # casting more gives NaN, inf or this, by version and type
@@ -647,15 +651,10 @@ def build_optimizers(model: nn.Module, hp: Hyperparameters, ranks: "Ranks") -> l
     def named(pattern: str) -> dict[str, nn.Parameter]:
         return {name: p for name, p in params.items() if re.fullmatch(pattern, name)}
 
-    head = r"lm_head\.weight"
-    tables = r"(pair_|value_)?embeds?\..*"
-    if hp.untie_frac:  # then the embedding is trained as the head is
-        head = r"lm_head\.weight|embed\.weight"
-        tables = r"(pair_|value_)embeds?\..*"
     table = [
         # optimizer and parameters              peak learning rate           shape in `speedrun`
-        TiedAdam(named(head), hp.head_lr, hp, ranks),                      # [50304, 768]
-        Adam(named(tables), hp.embed_lr, hp, ranks, hp.embed_decay),       # [50304, 768]
+        Adam(named(r"lm_head\.weight"), hp.head_lr, hp, ranks),            # [50304, 768]
+        Adam(named(r"(pair_|value_)?embeds?\..*"), hp.embed_lr, hp, ranks, hp.embed_decay),
         Adam(named("(residual|value)_mix|skip_weights|smear|backout"), hp.scalar_lr, hp, ranks),
         Muon(named(r".*attn\.qkv\.weight"), hp.muon_lr, hp, ranks, 3),     # [2304, 768]
         Muon(named(r".*attn\.proj\.weight"), hp.muon_lr, hp, ranks),       # [768, 768]
@@ -733,21 +732,14 @@ class Adam(Optimizer):
     def update(self, grads: list[Tensor], step: int):
         lr = self.lr * lr_scale(step, self.hp)
         number = torch.full((), (step + 1.0) // self.every, device=self.ranks.device)  # from 1
-        olds = [p.clone() for p in self.mine if self.decay]
+        rate = torch.full((), self.decay * lr**2, device=self.ranks.device)
+        olds = [p.clone() for p in self.mine if self.decay]  # none without decay
         torch._fused_adamw_(self.mine, grads, self.state["exp_avg"], self.state["exp_avg_sq"], [],
                             [number] * len(grads), lr=lr,
                             beta1=self.hp.adam_beta1, beta2=self.hp.adam_beta2,
                             eps=self.hp.adam_eps, weight_decay=0, amsgrad=False, maximize=False)
         for p, old in zip(self.mine, olds):
-            torch.sub(old, shrinking(old - p, old, number.new_full((), self.decay * lr**2)), out=p)
-
-class TiedAdam(Adam):
-    """Adam on parameters that begin as equal ones: for untie_frac of the steps each follows all of
-    their gradients, so that they stay equal (record #51)."""
-    def update(self, grads: list[Tensor], step: int):
-        if step < self.hp.untie_frac * self.hp.num_iterations:
-            grads = [sum(grads)] * len(grads)
-        super().update(grads, step)
+            torch.sub(old, shrinking(old - p, old, rate), out=p)
 
 @compiled_on_cuda
 def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
@@ -822,9 +814,10 @@ class Muon(Optimizer):
     def apply(self, step: int):
         super().apply(step)
         lr = self.lr * lr_scale(step, self.hp)
+        rate = torch.full((), self.hp.muon_decay * lr, device=self.ranks.device)
         for p, update in zip(self.params.values(), self.updates):
             if self.hp.muon_decay:
-                update = shrinking(update, p, p.new_full((), self.hp.muon_decay * lr))
+                update = shrinking(update, p, rate)
             p.add_(update, alpha=-lr)
 
 # -------- 8. Ranks
@@ -1142,8 +1135,9 @@ def prepare(hp: Hyperparameters, command: argparse.Namespace, script: str, ranks
             f"predict, not {hp.val_tokens}: add shards, or lower --val_tokens (0 takes all)")
     steps = len(list(islice(steps_of(train_shards, hp), hp.num_iterations)))
     require(steps == hp.num_iterations, f"--train_files={hp.train_files} holds {steps} steps of "
-            f"{hp.micro_batches * hp.train_seq_len} tokens, not {hp.num_iterations}: add shards, "
-            "raise --epochs, or lower --num_iterations or --train_seq_len")
+            f"{hp.micro_batches * hp.train_seq_len} tokens{hp.stages and ' or more'}, not "
+            f"{hp.num_iterations}: add shards, raise --epochs, or lower --num_iterations or "
+            "--train_seq_len")
     plan = Plan(hp, train_shards, val_shards, script, checkpoint, log_path, facts)
     if checkpoint:
         text = log_path.read_bytes()
@@ -1152,6 +1146,8 @@ def prepare(hp: Hyperparameters, command: argparse.Namespace, script: str, ranks
         asked = f"--resume={command.resume}"
         require(not finished or "num_iterations" in command.given, f"{asked}: the run is finished")
         require(facts["step"] <= hp.num_iterations, f"{asked}: is past --num_iterations")
+        require(not hp.stages or hp.num_iterations == saved["num_iterations"], f"{asked}: its "
+                "stages are parts of --num_iterations; both must stay as they are")
         then = dict(facts["hyperparameters"], script=facts["script"], data=facts["data"])
         for name, value in dict(asdict(hp), script=plan.script_hash, data=plan.data).items():
             if then.get(name) != value:
@@ -1162,6 +1158,9 @@ def prepare(hp: Hyperparameters, command: argparse.Namespace, script: str, ranks
 def window_tensor(step: int, hp: Hyperparameters, ranks: Ranks) -> Tensor:
     # Filled, not copied, since a copy would wait for the device.
     return torch.full((), window_tokens(step, hp), dtype=torch.int32, device=ranks.device)
+
+def future_tensors(step: int, hp: Hyperparameters, ranks: Ranks) -> tuple[Tensor, ...]:
+    return tuple(torch.full((), w, device=ranks.device) for w in future_weights(step, hp))
 
 @torch.no_grad()
 def evaluate(model, sequences: list, step: int, hp: Hyperparameters, ranks: Ranks) -> float:
@@ -1179,7 +1178,7 @@ def train_step(model, batches: list, optimizers: list, step: int, hp: Hyperparam
     """One step on this rank's micro-batches; returns the mean loss of all ranks'. It only launches
     work: nothing here waits for the device, and ranks talk after the last micro-batch only."""
     window = window_tensor(step, hp, ranks)
-    future = tuple(torch.full((), w, device=ranks.device) for w in future_weights(step, hp))
+    future = future_tensors(step, hp, ranks)
     loss = torch.zeros((), dtype=torch.float64, device=ranks.device)
     for inputs_T, targets_T in batches:
         micro_loss = model(inputs_T, targets_T, window, future) / batch_size(step, hp)
@@ -1201,7 +1200,8 @@ def warm_up(model, optimizers: list, hp: Hyperparameters, ranks: Ranks):
     def dummy(length: int) -> tuple[Tensor, Tensor]:
         tokens = torch.randint(hp.vocab_size, (length + 1,), device=ranks.device)
         return tokens[:-1].int(), tokens[1:].clone()
-    model(*dummy(hp.train_seq_len), window_tensor(0, hp, ranks)).backward()
+    scheduled = window_tensor(0, hp, ranks), future_tensors(0, hp, ranks)
+    model(*dummy(hp.train_seq_len), *scheduled).backward()
     for optimizer in optimizers:
         for name, p in optimizer.params.items():
             require(p.grad is not None, f"no gradient reaches the parameter {name}: use it in the "
@@ -1218,13 +1218,10 @@ def train(plan: Plan, ranks: Ranks, log: RunLog):
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True  # FP8Linear
     model = torch.compile(plain, dynamic=False, fullgraph=True) if cuda else plain
     optimizers = build_optimizers(plain, hp, ranks)
-    val_sequences = load_validation(plan.val, hp, ranks)
-    eot = hp.vocab_size - 1
-    if not any(((inputs == eot) & (targets >= 0)).any() for inputs, targets in val_sequences):
-        log.write(f"note: no end-of-text token ({eot}) in the validation data: are the shards, or "
-                  "--vocab_size, another tokenizer's?")
+    val_sequences = load_validation(plan.val, hp, ranks, log)
     log.write(f"model: {sum(p.numel() for p in plain.parameters())} parameters; "
-              f"{hp.micro_batches} x {hp.train_seq_len} tokens a step, {ranks.world_size} rank(s)")
+              f"{hp.micro_batches} x {hp.train_seq_len} tokens a step{hp.stages and ' at first'}, "
+              f"{ranks.world_size} rank(s)")
     began = time.perf_counter()
     start = copy.deepcopy(training_state(plain, optimizers))
     if plan.checkpoint and ranks.rank == 0:  # after the warmup, all ranks get rank 0's start

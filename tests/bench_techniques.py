@@ -42,7 +42,7 @@ WITHOUT = {
     "value embeddings": ["--value_embeds=...."],
     "smear": ["--smear=false"],
     "key offset": ["--key_offset=false"],
-    "U-Net skips": [("skip_weights.pop(0) * skips.pop()", "0 * skip_weights.pop(0) * skips.pop()")],
+    "U-Net skips": [("+ skip_weights.pop(0) * outputs", "+ 0 * skip_weights.pop(0) * outputs")],
     "x0 in each layer": [("+ given.residual_mix[1] * given.x0_TD",
                           "+ 0 * given.residual_mix[1] * given.x0_TD")],
     "QK norm": [("given.rotary(norm(qk))", "given.rotary(qk)")],

@@ -58,7 +58,6 @@ ABLATIONS = {
     "without smear": "--smear=false",
     "without key offset": "--key_offset=false",
     "without pairs": "--pair_rows=0",
-    "with a tied head": "--untie_frac=0.667",
 }
 
 

@@ -174,7 +174,7 @@ def case_later_records():
     from interpreted import gpu_program, graphs
     graphs.clear()
     hp = dataclasses.replace(HP, skips="..0", late_input=0, backout=1, softcap_height=23.0,
-                             softcap_shift=5.0, future_tokens=2, untie_frac=0.5)
+                             softcap_shift=5.0, future_tokens=2)
     plain, model = models(hp)
     program = gpu_program(model)
     for window, future in ((384, (0.5, 0.25)), (512, (0.25, 0.0)), (512, (0.0, 0.0))):
