@@ -5,7 +5,8 @@
     python tests/bench_tokens.py english.jsonl.xz --seeds=2 --ablate --steps=750
 
 Both presets keep their own layer tables, schedules and ratios of batch sizes, at a width of 64
-and with sequences of 512 tokens; learning rates are those that were best here for each (MINI). A
+and with sequences of 512 tokens; learning rates are those that were best here for each (MINI):
+for both, Muon's was halved and doubled, and Adam's were together. A
 token is one of GPT-2's first 2,047 (--vocab_dir: its files, where they cannot be downloaded). The
 text is lines of JSON with a field `text` a document, and may be compressed: the first documents
 are for choosing settings (--tune validates on them), the next validate, the others train, in one
@@ -80,7 +81,12 @@ def make_shards(text: Path, folder: Path, tokens: int, vocab_dir) -> None:
             while sum(map(len, held)) <= least:
                 line = next(lines, None)
                 require(line, f"{text}: too few documents; fewer --steps need fewer")
-                held.append(np.array([tokenizer.eot, *tokenizer.encode(json.loads(line)["text"])]))
+                try:
+                    document = json.loads(line)["text"]
+                except (ValueError, KeyError, TypeError):
+                    said = f"{text}: a line is no JSON with a text: {line.strip():.40}"
+                    raise UserError(said) from None
+                held.append(np.array([tokenizer.eot, *tokenizer.encode(document)]))
             shard = np.concatenate(held).astype("<u2")
             header = common.shard_header(len(shard))
             (folder / f"{name}.bin").write_bytes(header + shard.tobytes())
@@ -138,7 +144,7 @@ def main():
     parser.add_argument("--tune", action="store_true", help="validate on the other documents")
     parser.add_argument("--ablate", action="store_true", help="leave out one technique a side")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time (a core)")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="folder for the logs")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep logs, in DIR_<side>")
     args, more = parser.parse_known_args()
     if min(args.seeds, args.steps, args.jobs) < 1 or not 0 < args.share <= 10 or args.seeds < 2:
         raise UserError("--steps and --jobs count from 1, --seeds from 2; --share is above 0")
@@ -158,10 +164,13 @@ def main():
         val = "tune" if args.tune else "val"
         data = [f"--train_files={folder}/train.bin", f"--val_files={folder}/{val}.bin"]
         seeds = range(args.first_seed, args.first_seed + args.seeds)
-        records = os.path.relpath(args.keep, ROOT) if args.keep else folder
-        runs = [(name, [*flags, *data, f"--seed={seed}", f"--records={records}",
-                        f"--name={re.sub('[^a-z0-9_]+', '-', name.lower())}-{seed}"])
-                for seed in seeds for name, flags in sides.items()]
+        records = os.path.relpath(args.keep or Path(folder, "records"), ROOT)
+        runs = []
+        for seed in seeds:
+            for name, flags in sides.items():
+                short = re.sub(r"\W+", "_", name.lower())
+                runs.append((name, [*flags, *data, f"--seed={seed}", f"--name={short}-{seed}",
+                                    f"--records={records}_{short}"]))
         losses = {name: [] for name in sides}
         for (name, flags), loss in zip(runs, pool.map(lambda run: final_loss(run[1]), runs)):
             losses[name].append(loss)

@@ -57,7 +57,7 @@ def test_both_presets_train_and_are_compared(documents, tmp_path, monkeypatch, c
     monkeypatch.setattr(sys, "argv", ["bench_tokens.py", str(documents), *flags])
     bench_tokens.main()
     printed = capsys.readouterr().out
-    logs = sorted((tmp_path / "logs").glob("*.log"))
+    logs = sorted(tmp_path.glob("logs_speedrun*/*.log"))
     names = sorted(log.name.partition("Z_")[2] for log in logs)
     assert names == ["speedrun-1.log", "speedrun-2.log", "speedrun_2026-1.log",
                      "speedrun_2026-2.log"]
@@ -67,9 +67,12 @@ def test_both_presets_train_and_are_compared(documents, tmp_path, monkeypatch, c
         ["| speedrun", "2"], ["| speedrun_2026", "2"]]
 
 
-def test_too_little_text_is_one_line(documents, monkeypatch):
-    documents.write_text("".join(documents.read_text().splitlines(keepends=True)[:2]))
+@pytest.mark.parametrize("content, words", [
+    ('{"text": "abc"}\n' * 2, "too few documents"), ("[]\n", "no JSON with a text"),
+    ("\n", "no JSON with a text")])
+def test_unusable_text_is_one_line(documents, monkeypatch, content, words):
+    documents.write_text(content)
     monkeypatch.setattr(sys, "argv", ["bench_tokens.py", str(documents)])
-    with pytest.raises(UserError, match="too few documents") as caught:
+    with pytest.raises(UserError, match=words) as caught:
         bench_tokens.main()
     assert "\n" not in str(caught.value)

@@ -177,7 +177,8 @@ def test_decay_acts_where_the_update_shrinks_the_weight(monkeypatch):
             p.grad = ours[name].grad.clone()
         starts = {name: p.detach().clone() for name, p in ours.items()}
         if kind == "Adam":
-            with_decay, without = Adam(ours, 0.6, plain, ALONE, 0.025), Adam(twins, 0.6, plain, ALONE)
+            with_decay = Adam(ours, 0.6, plain, ALONE, 0.025)
+            without = Adam(twins, 0.6, plain, ALONE)
             factor = 0.025 * 0.3**2
         else:
             with_decay, without = (Muon(p, 0.6, hp, ALONE)
