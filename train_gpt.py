@@ -1146,8 +1146,10 @@ def prepare(hp: Hyperparameters, command: argparse.Namespace, script: str, ranks
         asked = f"--resume={command.resume}"
         require(not finished or "num_iterations" in command.given, f"{asked}: the run is finished")
         require(facts["step"] <= hp.num_iterations, f"{asked}: is past --num_iterations")
-        require(not hp.stages or hp.num_iterations == saved["num_iterations"], f"{asked}: its "
-                "stages are parts of --num_iterations; both must stay as they are")
+        before = Hyperparameters(**saved)
+        stays = (before.stages, before.num_iterations) == (hp.stages, hp.num_iterations)
+        require(stays or not before.stages + hp.stages, f"{asked}: stages are parts of "
+                "--num_iterations; both must stay as they are")
         then = dict(facts["hyperparameters"], script=facts["script"], data=facts["data"])
         for name, value in dict(asdict(hp), script=plan.script_hash, data=plan.data).items():
             if then.get(name) != value:

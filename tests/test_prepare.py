@@ -71,7 +71,8 @@ NAMES = [field.name for field in dataclasses.fields(train_gpt.Hyperparameters)]
 TEXT = st.text(st.characters(exclude_characters="\0/", exclude_categories=["Cs"]), max_size=12)
 VALUES = st.one_of(
     st.integers(-2, 600), st.integers(), st.floats(), TEXT,
-    st.sampled_from(["true", "inf", "-0", "1e400", "0x10", "1_000", "LSSL", "x", "01.0", "*", ""]))
+    st.sampled_from(["true", "inf", "-0", "1e400", "0x10", "1_000", "LSSL", "x", "01.0", "*", "",
+                     "1:1:128,3:1.5:256", "..10", ",1:1:1", "9:0.0:1"]))
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
@@ -85,6 +86,7 @@ def test_strange_settings_make_a_plan_or_one_line(shards, changes):
                                            for value in changes.values())
     else:
         hp = plan.hp
-        assert 0 <= train_gpt.lr_scale(0, hp) <= 1
+        assert 0 <= train_gpt.lr_scale(0, hp) <= (100 if hp.stages else 1)
+        assert len(train_gpt.tokens_before(hp)) == hp.num_iterations + 1
         assert train_gpt.window_tokens(hp.num_iterations, hp) > 0
         assert all(0 <= train_gpt.muon_momentum(step, hp) <= 1 for step in (0, 5, 10**6))
