@@ -148,7 +148,7 @@ PRESETS = {
         val_files="data/demo/demo_val_*.bin", vocab_size=257, train_seq_len=1024, val_seq_len=2048,
         val_tokens=131072, micro_batches=4, windows="LSSL", value_embeds="0..0", attention="xx.x",
         model_dim=128, num_heads=4, head_dim=32, smear=True, key_offset=True, pair_rows=8192,
-        attention_scale=0.3, window_end=256, num_iterations=500, muon_lr=0.045,
+        attention_scale=0.3, window_start=256, window_end=256, num_iterations=450, muon_lr=0.045,
         muon_momentum_end=0.9, muon_momentum_steps=0, muon_beta2=0.9, embed_lr=0.3,
         adam_eps=1e-7,  # at 1e-10 gradients of nothing but rounding make full steps
     ),
