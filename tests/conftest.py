@@ -21,9 +21,9 @@ import train_gpt  # noqa: E402
 TINY = [
     "--preset=demo", "--vocab_size=257", "--windows=LSSL", "--value_embeds=0..0",
     "--attention=xx.x", "--model_dim=32", "--num_heads=2", "--head_dim=16", "--train_seq_len=256",
-    "--val_seq_len=512", "--val_tokens=1000", "--window_start=128", "--window_end=384", "--num_iterations=6",
-    "--val_loss_every=3", "--seed=1", "--dtype=float32", "--epochs=100", "--key_offset",
-    "--muon_beta2=0.95",
+    "--val_seq_len=512", "--val_tokens=1000", "--window_start=128", "--window_end=384",
+    "--num_iterations=6", "--val_loss_every=3", "--seed=1", "--dtype=float32", "--epochs=100",
+    "--key_offset", "--muon_beta2=0.95",
 ]
 ENVIRONMENT = {
     **{k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
