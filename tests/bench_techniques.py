@@ -51,7 +51,7 @@ WITHOUT = {
     "zero initial projections": [(ZERO_INIT, "")],
     "softcap of 15 (35 instead)": ["--lm_head_softcap=35"],
     "document masks": [("(tokens_T == eot).cumsum", "(tokens_T < 0).cumsum")],
-    "window warmup": ["--window_start=256"],
+    "full window from the start (warmup instead)": ["--window_start=128"],
     "short windows": ["--windows=LLLL"],
     "layer without attention": ["--attention=xxxx"],
     "falling learning rates": ["--cooldown_frac=0"],
