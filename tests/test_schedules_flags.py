@@ -109,7 +109,7 @@ def test_help_names_every_flag_with_its_default(capsys):
     assert caught.value.code == 0
     for f in dataclasses.fields(Hyperparameters):
         assert f"--{f.name}" in text
-    assert "(default: 1770, speedrun_2026: 1284, demo: 500)" in " ".join(text.split())
+    assert "(default: 1770, speedrun_2026: 1284, demo: 450)" in " ".join(text.split())
 
 
 @pytest.fixture
