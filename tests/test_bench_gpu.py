@@ -19,7 +19,7 @@ from train_gpt import (GPT, PRESETS, UserError, block_sparse, find_shards, read_
 SMALL = [
     "--preset=demo", "--windows=LSSL", "--value_embeds=0..0", "--attention=xx.x", "--model_dim=32",
     "--num_heads=2", "--head_dim=16", "--train_seq_len=256", "--val_seq_len=512",
-    "--window_end=512", "--micro_batches=2", "--num_iterations=20",
+    "--window_start=128", "--window_end=512", "--micro_batches=2", "--num_iterations=20",
 ]
 SCRIPT = ROOT / "tests" / "bench_gpu.py"
 
