@@ -131,7 +131,7 @@ class Hyperparameters:
     adam_beta2: float = flag(0.95, "Adam's decay of mean squares", 0, 1 - 1e-9)
     adam_eps: float = flag(1e-10, "Adam's epsilon, for gradients of the mean loss", 1e-30)
     adam_every: int = flag(1, "Adam steps on each n-th step, with n steps' gradients", 1)
-    embed_decay: float = flag(0.0, "that of the embeddings, a factor on embed_lr squared", 0)
+    embed_decay: float = flag(0.0, "embeddings' cautious decay, a factor on their squared rate", 0)
 
 PRESETS = {
     "speedrun": Hyperparameters(),

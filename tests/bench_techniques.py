@@ -66,6 +66,19 @@ def changed(source: str, replacements: list[tuple[str, str]]) -> str:
     return source
 
 
+def last_loss(script, flags: list[str]) -> float:
+    """At which a run of the script ends, by one thread of the CPU."""
+    done = subprocess.run(
+        [sys.executable, str(script), *flags], capture_output=True, text=True, check=False,
+        cwd=ROOT, env=os.environ | {
+            "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+            "MALLOC_MMAP_THRESHOLD_": "1000000000", "MALLOC_TRIM_THRESHOLD_": "2000000000"})
+    lines = [line for line in done.stdout.splitlines() if line.startswith("final_val_loss: ")]
+    said = f"{' '.join(flags)}: {done.stderr.strip()[-300:]}"
+    require(done.returncode == 0 and lines, said)
+    return float(lines[0].split()[1])
+
+
 def final_loss(name: str, seed: int, flags: list[str]) -> float:
     """Of the demo without a technique."""
     parts = WITHOUT[name]
@@ -75,29 +88,21 @@ def final_loss(name: str, seed: int, flags: list[str]) -> float:
         script = Path(folder, "script.py")
         source = (ROOT / "train_gpt.py").read_text(encoding="utf-8")
         script.write_text(changed(source, replacements), encoding="utf-8")
-        done = subprocess.run(
-            [sys.executable, str(script), "--preset=demo", f"--records={folder}", *flags],
-            capture_output=True, text=True, cwd=ROOT, check=False,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
-    lines = [line for line in done.stdout.splitlines() if line.startswith("final_val_loss: ")]
-    require(done.returncode == 0 and lines, f"without {name}: {done.stderr.strip()[-300:]}")
-    return float(lines[0].split()[1])
+        return last_loss(script, ["--preset=demo", f"--records={folder}", *flags])
 
 
-def table(losses: dict[tuple[str, int], float]) -> str:
-    """Markdown: the mean without each technique, its difference to the demo, and the p-value."""
-    of = {name: [loss for (other, _), loss in losses.items() if other == name] for name in WITHOUT}
-    demo = of["nothing"]
-    rows = ["| without | runs | val loss, mean (SD) | difference | p |", "|---|---|---|---|---|"]
-    for name, found in of.items():
+def table(losses: dict[str, list[float]], base: str, title: str) -> str:
+    """Markdown: the mean of each, its difference to that of base, and the p-value (Welch)."""
+    rows = [f"| {title} | runs | val loss, mean (SD) | difference | p |", "|---|---|---|---|---|"]
+    for name, found in losses.items():
         if len(found) < 2:
             continue
         row = f"| {name} | {len(found)} | {np.mean(found):.4f} ({np.std(found, ddof=1):.4f}) |"
-        if name == "nothing":
+        if name == base:
             rows.append(f"{row} | |")
             continue
-        p = stats.ttest_ind(found, demo, equal_var=False).pvalue
-        rows.append(f"{row} {np.mean(found) - np.mean(demo):+.4f} | {p:.2g} |")
+        p = stats.ttest_ind(found, losses[base], equal_var=False).pvalue
+        rows.append(f"{row} {np.mean(found) - np.mean(losses[base]):+.4f} | {p:.2g} |")
     return "\n".join(rows)
 
 
@@ -133,7 +138,9 @@ def main():
             out.flush()
             losses[name, seed] = loss
             print(f"without {name}, seed {seed}: {loss:.4f}", flush=True)
-    print(table(losses))
+    found = {name: [loss for (other, _), loss in losses.items() if other == name]
+             for name in WITHOUT}
+    print(table(found, "nothing", "without"))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
 """Tokens to a loss: `speedrun_2026` against `speedrun`, in miniature, on a CPU.
 
-    python tests/bench_tokens.py english.jsonl.xz --seeds=5 --keep=records/tokens
-    python tests/bench_tokens.py english.jsonl.xz --seeds=2 --ablate --steps=750
+    python tests/bench_tokens.py english.jsonl.xz --seeds=4 --keep=records/tokens
+    python tests/bench_tokens.py english.jsonl.xz --seeds=2 --ablate --steps=500
 
 Both presets keep their own layer tables, schedules and ratios of batch sizes, at a width of 64
-and with sequences of 512 tokens; learning rates are those that were best here for each (MINI):
-for both, Muon's was halved and doubled, and Adam's were together. A
+and with sequences of 512 tokens; learning rates are those that were best here for each (MINI). A
 token is one of GPT-2's first 2,047 (--vocab_dir: its files, where they cannot be downloaded). The
 text is lines of JSON with a field `text` a document, and may be compressed: the first documents
 are for choosing settings (--tune validates on them), the next validate, the others train, in one
@@ -21,17 +20,17 @@ wrong usage or a run that failed.
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from scipy import stats
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from bench_techniques import last_loss, table
+
 from data import common
 from data.tokenize_text import DECOMPRESS
 from data.vocab import GPT2Tokenizer, gpt2_merge_ranks
@@ -92,17 +91,6 @@ def make_shards(text: Path, folder: Path, tokens: int, vocab_dir) -> None:
             (folder / f"{name}.bin").write_bytes(header + shard.tobytes())
 
 
-def final_loss(flags: list[str]) -> float:
-    done = subprocess.run(
-        [sys.executable, "train_gpt.py", *flags], capture_output=True, text=True, check=False,
-        cwd=ROOT, env=os.environ | {
-            "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-            "MALLOC_MMAP_THRESHOLD_": "1000000000", "MALLOC_TRIM_THRESHOLD_": "2000000000"})
-    lines = [line for line in done.stdout.splitlines() if line.startswith("final_val_loss: ")]
-    require(done.returncode == 0 and lines, done.stderr.strip()[-300:])
-    return float(lines[0].split()[1])
-
-
 def steps_for(tokens: float, flags: list[str]) -> int:
     """The most steps, an even number, in which these settings train on at most so many tokens."""
     low, high = 0, 2
@@ -117,19 +105,6 @@ def steps_for(tokens: float, flags: list[str]) -> int:
 def tokens_of(steps: int, flags: list[str]) -> int:
     hp, _ = parse_flags([*flags, f"--num_iterations={steps}"], "speedrun")
     return tokens_before(hp)[-1]
-
-
-def table(losses: dict[str, list[float]], base: str) -> str:
-    """Markdown: each side's mean, its difference to the base, and the p-value (Welch)."""
-    rows = ["| | runs | val loss, mean (SD) | difference | p |", "|---|---|---|---|---|"]
-    for side, found in losses.items():
-        row = f"| {side} | {len(found)} | {np.mean(found):.4f} ({np.std(found, ddof=1):.4f}) |"
-        if side == base:
-            rows.append(f"{row} | |")
-            continue
-        p = stats.ttest_ind(found, losses[base], equal_var=False).pvalue
-        rows.append(f"{row} {np.mean(found) - np.mean(losses[base]):+.4f} | {p:.2g} |")
-    return "\n".join(rows)
 
 
 def main():
@@ -172,10 +147,10 @@ def main():
                 runs.append((name, [*flags, *data, f"--seed={seed}", f"--name={short}-{seed}",
                                     f"--records={records}_{short}"]))
         losses = {name: [] for name in sides}
-        for (name, flags), loss in zip(runs, pool.map(lambda run: final_loss(run[1]), runs)):
+        for (name, flags), loss in zip(runs, pool.map(lambda run: last_loss("train_gpt.py", run[1]), runs)):
             losses[name].append(loss)
             print(f"{name}: {loss:.4f}", flush=True)
-    print(table(losses, "the preset" if args.ablate else "speedrun"))
+    print(table(losses, "the preset" if args.ablate else "speedrun", "what"))
 
 
 if __name__ == "__main__":

@@ -25,9 +25,9 @@ def test_what_the_script_lacks_is_an_error():
 
 
 def test_the_table_has_differences_and_p_values():
-    losses = {("nothing", 1): 1.0, ("nothing", 2): 1.2, ("smear", 1): 2.0, ("smear", 2): 2.2,
-              ("NorMuon", 1): 3.0}
-    rows = bench_techniques.table(losses).splitlines()
+    losses = {"nothing": [1.0, 1.2], "smear": [2.0, 2.2], "NorMuon": [3.0]}
+    rows = bench_techniques.table(losses, "nothing", "without").splitlines()
+    assert rows[0].startswith("| without | runs | ")
     assert rows[2:] == ["| nothing | 2 | 1.1000 (0.1414) | | |",
                         "| smear | 2 | 2.1000 (0.1414) | +1.0000 | 0.019 |"]
 

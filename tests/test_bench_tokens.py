@@ -6,7 +6,7 @@ import sys
 
 import bench_tokens
 import pytest
-from bench_tokens import MINI, SmallVocabulary, steps_for, table, tokens_of
+from bench_tokens import MINI, SmallVocabulary, steps_for, tokens_of
 from conftest import losses
 
 from train_gpt import UserError
@@ -33,12 +33,6 @@ def test_the_small_vocabulary_is_the_first_merges(monkeypatch):
     tokenizer = SmallVocabulary(None)
     ids = tokenizer.encode("abba")
     assert max(ids) < 2047 and tokenizer.decode(ids) == "abba" and len(ids) == 2
-
-
-def test_the_table_has_the_difference_and_its_p():
-    rows = table({"a": [1.0, 1.1, 0.9], "b": [2.0, 2.1, 1.9]}, "a").splitlines()
-    assert rows[2] == "| a | 3 | 1.0000 (0.1000) | | |"
-    assert rows[3] == "| b | 3 | 2.0000 (0.1000) | +1.0000 | 0.00026 |"
 
 
 @pytest.fixture
