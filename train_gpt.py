@@ -418,22 +418,44 @@ class CastedLinear(nn.Linear):
             return FP8Linear.apply(x, self.weight, self.fp8_scales)
         return F.linear(x, self.weight.type_as(x))
 
+def turned(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """In float32: first and second quarter of a head's channels turned as pairs, and the others, as
+    cos and sin have them (record 2024-12-17), by 0."""
+    x = x_THK.float().unflatten(-1, (2, 2, -1))
+    return torch.addcmul(x * cos, x.flip(-2), sin).flatten(-3)
+
+class NormedAndTurned(torch.autograd.Function):
+    """turned(norm(x)). As turning keeps lengths, its gradient needs no more than what it returned,
+    which attention keeps anyway; compiled, each direction is one pass."""
+    @staticmethod
+    def forward(ctx, x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        mean_square_TH1 = x_THK.float().square().mean(-1, keepdim=True)
+        scale_TH1 = (mean_square_TH1 + torch.finfo(torch.float32).eps).rsqrt()
+        y_THK = (turned(x_THK, cos, sin) * scale_TH1).type_as(x_THK)
+        ctx.save_for_backward(y_THK, scale_TH1, cos, sin)
+        return y_THK
+
+    @staticmethod
+    def backward(ctx, grad_THK: Tensor):
+        y_THK, scale_TH1, cos, sin = ctx.saved_tensors
+        g_THK, y_THK = grad_THK.float(), y_THK.float()
+        along_THK = g_THK - y_THK * (g_THK * y_THK).mean(-1, keepdim=True)
+        return (turned(along_THK, cos, -sin) * scale_TH1).type_as(grad_THK), None, None
+
 class Rotary(nn.Module):
-    """Rotary positions (arXiv:2104.09864) on half of a head's channels (record 2024-12-17): its
-    first and second quarter turn as pairs, the others by 0. Compiled, it is one pass."""
+    """Queries or keys, normed (arXiv:2010.04245) and given rotary positions (arXiv:2104.09864)."""
     def __init__(self, head_dim: int, max_seq_len: int, base: float):
         super().__init__()
         frequency = base ** -torch.linspace(0, 1, head_dim // 4, dtype=torch.float64)
         turns = torch.tensor([[[1.0], [-1.0]], [[0.0], [0.0]]]) * frequency
         position = torch.arange(max_seq_len, dtype=torch.float64)  # float32 is off at 256K tokens
         angle = position.view(-1, 1, 1, 1, 1) * turns  # position, head, half, quarter, channel
-        self.register_buffer("cos", angle.cos().float(), persistent=False)
+        self.register_buffer("cos", angle[..., :1, :].cos().float(), persistent=False)
         self.register_buffer("sin", angle.sin().float(), persistent=False)
 
     def forward(self, x_THK: Tensor) -> Tensor:
-        T, H, K = x_THK.shape
-        x = x_THK.float().view(T, H, 2, 2, K // 4)
-        return (x * self.cos[:T] + x.flip(3) * self.sin[:T]).type_as(x_THK).view(T, H, K)
+        T = len(x_THK)
+        return NormedAndTurned.apply(x_THK, self.cos[:T], self.sin[:T])
 
 class LayerInput(NamedTuple):
     """What a layer reads beside the residual stream; the mixes are rows of parameters of GPT."""
@@ -452,7 +474,6 @@ class CausalSelfAttention(nn.Module):
     position from the token before, so that looking for a token finds the next (record #49)."""
     def __init__(self, hp: Hyperparameters):
         super().__init__()
-        self.heads = (2 * hp.num_heads, hp.num_heads)  # those of Q and K, and those of V
         self.head_dim = hp.head_dim
         self.key_offset = hp.key_offset
         self.qkv = CastedLinear(hp.model_dim, 3 * hp.num_heads * hp.head_dim)
@@ -461,8 +482,9 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x_TD: Tensor, given: LayerInput) -> Tensor:
         T = len(x_TD)
-        qk, v = self.qkv(x_TD).view(T, -1, self.head_dim).split(self.heads, dim=1)
-        q, k = given.rotary(norm(qk)).chunk(2, dim=1)
+        q, k, v = self.qkv(x_TD).view(T, -1, self.head_dim).chunk(3, dim=1)
+        q = given.rotary(q)
+        k = given.rotary(k)
         if self.key_offset:
             placed, unplaced = k.chunk(2, dim=-1)
             k = torch.cat((placed, token_before(unplaced, given.begins_T)), dim=-1)
@@ -800,12 +822,14 @@ class Muon(Optimizer):
     def send_gradients(self):
         grads = [p.grad for p in self.params.values()]
         grads += [torch.zeros_like(grads[0])] * (len(self.updates) - len(grads))
-        self.sums = [self.ranks.reduce_scatter(torch.stack(grads))]
+        # Sent in the dtype of activations, in which their matrix products left them.
+        self.sums = [self.ranks.reduce_scatter(torch.stack(grads).to(self.updates.dtype))]
 
     def update(self, grads: list[Tensor], step: int):
         momentum = muon_momentum(step, self.hp)
-        self.state["momentum"].lerp_(grads[0], 1 - momentum)
-        update = grads[0].lerp(self.state["momentum"], momentum)  # Nesterov: one step ahead
+        grad = grads[0].float()
+        self.state["momentum"].lerp_(grad, 1 - momentum)
+        update = grad.lerp(self.state["momentum"], momentum)  # Nesterov: one step ahead
         update = orthogonalize(update.to(self.updates.dtype), self.parts)
         if self.hp.muon_beta2:
             update = even_rows(update, self.state["row_squares"], self.hp.muon_beta2)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from train_gpt import (GPT, PRESETS, CastedLinear, Muon, Ranks, Rotary, UserError, block_sparse,
-                       build_block_masks, build_optimizers, norm, warm_up)
+                       build_block_masks, build_optimizers, norm, turned, warm_up)
 
 HP = dataclasses.replace(
     PRESETS["demo"], windows="LSSL", value_embeds="0..0", attention="xx.x", model_dim=32,
@@ -149,7 +149,7 @@ def test_half_of_each_key_is_the_token_befores():
 
 def test_rotary_turns_half_of_the_channels_by_relative_angles():
     rotary = Rotary(16, 100, 1024.0)
-    q, k = (torch.randn(1, 1, 16).expand(100, 1, 16) for _ in range(2))
+    q, k = (norm(torch.randn(1, 1, 16)).expand(100, 1, 16) for _ in range(2))
     turned_q, turned_k = rotary(q), rotary(k)
     torch.testing.assert_close(turned_q[..., 8:], q[..., 8:])
     torch.testing.assert_close(turned_q.norm(dim=-1), q.norm(dim=-1))
@@ -164,6 +164,17 @@ def test_rotary_turns_half_of_the_channels_by_relative_angles():
     pairs = torch.complex(q[:, 0, :4], q[:, 0, 4:8]) * turns
     want = torch.cat((pairs.real, pairs.imag), dim=1)
     torch.testing.assert_close(turned_q[:, 0, :8], want, rtol=1e-4, atol=1e-4)
+
+
+def test_the_gradient_of_queries_and_keys_is_autograds():
+    """... through the norm, and the turning by cos and sin."""
+    rotary = Rotary(16, 50, 20.0)
+    x = torch.randn(50, 3, 16, requires_grad=True)
+    dy = torch.randn(50, 3, 16)
+    want = turned(norm(x), rotary.cos, rotary.sin)
+    torch.testing.assert_close(rotary(x), want)
+    gradients = [torch.autograd.grad(y, x, dy)[0] for y in (rotary(x), want)]
+    torch.testing.assert_close(*gradients)
 
 
 def test_rotary_is_exact_at_256k():
@@ -222,7 +233,7 @@ def test_forward_equals_the_definition_written_plainly():
         if hp.value_embeds[i] != ".":
             embedded = model.value_embeds[hp.value_embeds[i]](tokens)
             v = v + model.value_mix[i, 1] * embedded.view(T, 4, 16)
-        q, k = model.rotary(norm(q)), model.rotary(norm(k))
+        q, k = model.rotary(q), model.rotary(k)
         k_before = torch.where((tokens == 256)[:, None, None], 0, k.roll(1, 0))
         k = torch.cat([k[:, :, :8], k_before[:, :, 8:]], dim=2)
         heads = []
