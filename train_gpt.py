@@ -418,20 +418,20 @@ class CastedLinear(nn.Linear):
             return FP8Linear.apply(x, self.weight, self.fp8_scales)
         return F.linear(x, self.weight.type_as(x))
 
-def turned(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """In float32: first and second quarter of a head's channels turned as pairs, and the others, as
-    cos and sin have them (record 2024-12-17), by 0."""
+def rotated(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """First and second quarter of a head's channels rotated as pairs, and the others by 0 (record
+    2024-12-17). In float32."""
     x = x_THK.float().unflatten(-1, (2, 2, -1))
     return torch.addcmul(x * cos, x.flip(-2), sin).flatten(-3)
 
-class NormedAndTurned(torch.autograd.Function):
-    """turned(norm(x)). As turning keeps lengths, its gradient needs no more than what it returned,
-    which attention keeps anyway; compiled, each direction is one pass."""
+class NormAndRotate(torch.autograd.Function):
+    """rotated(norm(x)). A rotation keeps lengths, so the gradient needs only the output, which
+    attention keeps anyway. Compiled, it is one pass; autograd's has a detour in float32."""
     @staticmethod
     def forward(ctx, x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         mean_square_TH1 = x_THK.float().square().mean(-1, keepdim=True)
         scale_TH1 = (mean_square_TH1 + torch.finfo(torch.float32).eps).rsqrt()
-        y_THK = (turned(x_THK, cos, sin) * scale_TH1).type_as(x_THK)
+        y_THK = (rotated(x_THK, cos, sin) * scale_TH1).type_as(x_THK)
         ctx.save_for_backward(y_THK, scale_TH1, cos, sin)
         return y_THK
 
@@ -440,7 +440,7 @@ class NormedAndTurned(torch.autograd.Function):
         y_THK, scale_TH1, cos, sin = ctx.saved_tensors
         g_THK, y_THK = grad_THK.float(), y_THK.float()
         along_THK = g_THK - y_THK * (g_THK * y_THK).mean(-1, keepdim=True)
-        return (turned(along_THK, cos, -sin) * scale_TH1).type_as(grad_THK), None, None
+        return (rotated(along_THK, cos, -sin) * scale_TH1).type_as(grad_THK), None, None
 
 class Rotary(nn.Module):
     """Queries or keys, normed (arXiv:2010.04245) and given rotary positions (arXiv:2104.09864)."""
@@ -455,7 +455,7 @@ class Rotary(nn.Module):
 
     def forward(self, x_THK: Tensor) -> Tensor:
         T = len(x_THK)
-        return NormedAndTurned.apply(x_THK, self.cos[:T], self.sin[:T])
+        return NormAndRotate.apply(x_THK, self.cos[:T], self.sin[:T])
 
 class LayerInput(NamedTuple):
     """What a layer reads beside the residual stream; the mixes are rows of parameters of GPT."""

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from train_gpt import (GPT, PRESETS, CastedLinear, Muon, Ranks, Rotary, UserError, block_sparse,
-                       build_block_masks, build_optimizers, norm, turned, warm_up)
+                       build_block_masks, build_optimizers, norm, rotated, warm_up)
 
 HP = dataclasses.replace(
     PRESETS["demo"], windows="LSSL", value_embeds="0..0", attention="xx.x", model_dim=32,
@@ -171,7 +171,7 @@ def test_the_gradient_of_queries_and_keys_is_autograds():
     rotary = Rotary(16, 50, 20.0)
     x = torch.randn(50, 3, 16, requires_grad=True)
     dy = torch.randn(50, 3, 16)
-    want = turned(norm(x), rotary.cos, rotary.sin)
+    want = rotated(norm(x), rotary.cos, rotary.sin)
     torch.testing.assert_close(rotary(x), want)
     gradients = [torch.autograd.grad(y, x, dy)[0] for y in (rotary(x), want)]
     torch.testing.assert_close(*gradients)
