@@ -419,14 +419,13 @@ class CastedLinear(nn.Linear):
         return F.linear(x, self.weight.type_as(x))
 
 def rotated(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """First and second quarter of a head's channels rotated as pairs, and the others by 0 (record
-    2024-12-17). In float32."""
+    """x in float32, the first half of a head's channels rotated as pairs (record 2024-12-17)."""
     x = x_THK.float().unflatten(-1, (2, 2, -1))
     return torch.addcmul(x * cos, x.flip(-2), sin).flatten(-3)
 
 class NormAndRotate(torch.autograd.Function):
-    """rotated(norm(x)). A rotation keeps lengths, so the gradient needs only the output, which
-    attention keeps anyway. Compiled, it is one pass; autograd's has a detour in float32."""
+    """rotated(norm(x)). A rotation keeps lengths, so its gradient follows from the output and the
+    scale of the norm. Compiled, it is one pass; what autograd derives stores x in float32."""
     @staticmethod
     def forward(ctx, x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         mean_square_TH1 = x_THK.float().square().mean(-1, keepdim=True)
@@ -438,9 +437,9 @@ class NormAndRotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_THK: Tensor):
         y_THK, scale_TH1, cos, sin = ctx.saved_tensors
-        g_THK, y_THK = grad_THK.float(), y_THK.float()
-        along_THK = g_THK - y_THK * (g_THK * y_THK).mean(-1, keepdim=True)
-        return (rotated(along_THK, cos, -sin) * scale_TH1).type_as(grad_THK), None, None
+        outward_TH1 = (grad_THK.float() * y_THK).mean(-1, keepdim=True)
+        across_THK = grad_THK - outward_TH1 * y_THK
+        return (rotated(across_THK, cos, -sin) * scale_TH1).type_as(grad_THK), None, None
 
 class Rotary(nn.Module):
     """Queries or keys, normed (arXiv:2010.04245) and given rotary positions (arXiv:2104.09864)."""
@@ -454,8 +453,7 @@ class Rotary(nn.Module):
         self.register_buffer("sin", angle.sin().float(), persistent=False)
 
     def forward(self, x_THK: Tensor) -> Tensor:
-        T = len(x_THK)
-        return NormAndRotate.apply(x_THK, self.cos[:T], self.sin[:T])
+        return NormAndRotate.apply(x_THK, self.cos[:len(x_THK)], self.sin[:len(x_THK)])
 
 class LayerInput(NamedTuple):
     """What a layer reads beside the residual stream; the mixes are rows of parameters of GPT."""
@@ -483,7 +481,7 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x_TD: Tensor, given: LayerInput) -> Tensor:
         T = len(x_TD)
         q, k, v = self.qkv(x_TD).view(T, -1, self.head_dim).chunk(3, dim=1)
-        q = given.rotary(q)
+        q = given.rotary(q)  # and normed
         k = given.rotary(k)
         if self.key_offset:
             placed, unplaced = k.chunk(2, dim=-1)
@@ -798,7 +796,7 @@ def even_rows(x: Tensor, squares: Tensor, beta2: float) -> Tensor:
 class Muon(Optimizer):
     """Momentum, orthogonalized (Keller Jordan et al., 2024), for matrices of one shape. parts: how
     many matrices each one is, as Q, K and V. A rank's share is equally many whole matrices, filled
-    up with zeros, and what it sends is their updates."""
+    up with zeros. Gradients and then updates are sent from the same buffer."""
     def __init__(self, params: dict, lr: float, hp: Hyperparameters, ranks: "Ranks", parts=1):
         super().__init__(params, lr, hp, ranks)
         self.parts = parts
@@ -820,10 +818,9 @@ class Muon(Optimizer):
         return self.ranks.whole(shares, len(self.updates))
 
     def send_gradients(self):
-        grads = [p.grad for p in self.params.values()]
-        grads += [torch.zeros_like(grads[0])] * (len(self.updates) - len(grads))
-        # Sent in the dtype of activations, in which their matrix products left them.
-        self.sums = [self.ranks.reduce_scatter(torch.stack(grads).to(self.updates.dtype))]
+        for sent, p in zip(self.updates, self.params.values()):
+            sent.copy_(p.grad)  # rounded to the dtype of activations, as a micro-batch's is
+        self.sums = [self.ranks.reduce_scatter(self.updates)]
 
     def update(self, grads: list[Tensor], step: int):
         momentum = muon_momentum(step, self.hp)
@@ -1241,7 +1238,7 @@ def train(plan: Plan, ranks: Ranks, log: RunLog):
     cuda = ranks.device.type == "cuda"
     torch.manual_seed(hp.seed)
     plain = GPT(hp, flex if cuda else block_sparse, getattr(torch, hp.dtype)).to(ranks.device)
-    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True  # FP8Linear
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True  # ours
     model = torch.compile(plain, dynamic=False, fullgraph=True) if cuda else plain
     optimizers = build_optimizers(plain, hp, ranks)
     val_sequences = load_validation(plan.val, hp, ranks, log)

@@ -28,6 +28,7 @@ from train_gpt import PRESETS, UserError, find_shards, require
 
 MUON_ROWS = [f'Muon(named(r".*{name}\\.weight"), hp.muon_lr, hp, ranks'
              for name in ("attn\\.qkv", "attn\\.proj", "mlp\\.fc", "mlp\\.proj")]
+ROTATED = "x_THK, self.cos[:len(x_THK)], self.sin[:len(x_THK)]"
 ZERO_INIT = "        nn.init.zeros_(self.proj.weight)\n"
 
 # What is left out: the flags, or the replacements (text, what takes its place) in a copy.
@@ -45,9 +46,8 @@ WITHOUT = {
     "U-Net skips": [("+ skip_weights.pop(0) * outputs", "+ 0 * skip_weights.pop(0) * outputs")],
     "x0 in each layer": [("+ given.residual_mix[1] * given.x0_TD",
                           "+ 0 * given.residual_mix[1] * given.x0_TD")],
-    "QK norm": [("NormAndRotate.apply(x_THK, ", "rotated(x_THK, ")],
-    "rotary positions": [("NormAndRotate.apply(x_THK, self.cos[:T], self.sin[:T])",
-                          "norm(x_THK)")],
+    "QK norm": [(f"NormAndRotate.apply({ROTATED})", f"rotated({ROTATED}).type_as(x_THK)")],
+    "rotary positions": [(f"NormAndRotate.apply({ROTATED})", "norm(x_THK)")],
     "ReLU^2 (GELU instead)": [("F.relu(self.fc(x_TD)).square()", "F.gelu(self.fc(x_TD))")],
     "zero initial projections": [(ZERO_INIT, "")],
     "softcap of 15 (35 instead)": ["--lm_head_softcap=35"],

@@ -1,5 +1,6 @@
-"""Run by torchrun: some steps of a table of optimizers on this rank's share of the gradients, with
-a save and a restore in the middle, against one process with all gradients."""
+"""Run by torchrun, with a dtype as argument: some steps of a table of optimizers on this rank's
+share of the gradients, with a save and a restore in the middle, against one process with all
+gradients."""
 
 import dataclasses
 import os
@@ -16,7 +17,7 @@ from train_gpt import (  # noqa: E402
 
 MICRO_BATCHES = 24
 HP = dataclasses.replace(
-    PRESETS["demo"], dtype="float32", num_iterations=8, cooldown_frac=1.0, lr_floor=0.1,
+    PRESETS["demo"], dtype=sys.argv[1], num_iterations=8, cooldown_frac=1.0, lr_floor=0.1,
     micro_batches=MICRO_BATCHES, muon_beta2=0.8, muon_momentum_start=0.9, muon_momentum_end=0.9,
     adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-10)
 SHAPES = [(24, 8)] * 5 + [(8, 24)] * 2 + [(16, 8), (50, 8), (24,), (48, 2), (5,)]
@@ -82,7 +83,10 @@ def assert_equal(a, b):
 
 
 def assert_close(a, b):
-    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    if HP.dtype == "float32":
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    else:  # each rank rounds its gradients
+        torch.testing.assert_close(a, b, rtol=0.01, atol=0.01)
 
 
 def copied(state):

@@ -87,15 +87,17 @@ def difference(got, want, scale=None):
     """The largest one, relative to the largest magnitude; infinite where got is not finite."""
     got, want = got.double(), want.double()
     assert got.shape == want.shape and want.isfinite().all() and want.any()
-    scale = scale or want.abs().max()
+    if scale is None:
+        scale = want.abs().max()
     return float(((got - want).abs().max() / scale).nan_to_num(torch.inf))
 
 
 def differences(got, want):
     """The gradient of a mix is a sum over all tokens in which most cancels, and with it the first
-    digits: the mixes' are relative to the largest of them all."""
-    mixes = max(float(want[name].abs().max()) for name in MIXES if name in want)
-    return {name: difference(got[name], want[name], mixes if name in MIXES else None)
+    digits: what is below a tenth of the largest of the mixes' gradients counts as that."""
+    sizes = {name: float(want[name].abs().max()) for name in want}
+    least = max(sizes[name] for name in MIXES if name in want) / 10
+    return {name: difference(got[name], want[name], max(sizes[name], least * (name in MIXES)))
             for name in want}
 
 
@@ -111,7 +113,8 @@ def say(what, found):
 
 def equal(found):
     """Whether rounding in float32 explains the differences."""
-    return all(d < (1e-6 if name == "loss" else 1e-5) for name, d in found.items())
+    near = {"loss": 1e-6} | dict.fromkeys(MIXES, 2e-5)
+    return all(d < near.get(name, 1e-5) for name, d in found.items())
 
 
 # -------- The cases, which run in processes of their own

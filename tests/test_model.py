@@ -147,13 +147,13 @@ def test_half_of_each_key_is_the_token_befores():
     torch.testing.assert_close((offset_q, offset_v), (q, v))
 
 
-def test_rotary_turns_half_of_the_channels_by_relative_angles():
+def test_rotary_rotates_half_of_the_channels_by_relative_angles():
     rotary = Rotary(16, 100, 1024.0)
     q, k = (norm(torch.randn(1, 1, 16)).expand(100, 1, 16) for _ in range(2))
-    turned_q, turned_k = rotary(q), rotary(k)
-    torch.testing.assert_close(turned_q[..., 8:], q[..., 8:])
-    torch.testing.assert_close(turned_q.norm(dim=-1), q.norm(dim=-1))
-    scores = turned_q[:, 0] @ turned_k[:, 0].T
+    rotated_q, rotated_k = rotary(q), rotary(k)
+    torch.testing.assert_close(rotated_q[..., 8:], q[..., 8:])
+    torch.testing.assert_close(rotated_q.norm(dim=-1), q.norm(dim=-1))
+    scores = rotated_q[:, 0] @ rotated_k[:, 0].T
     for distance in (1, 7, 50):  # a score depends on the distance alone
         along = scores.diagonal(-distance)
         torch.testing.assert_close(along, along[:1].expand_as(along), rtol=1e-4, atol=1e-4)
@@ -163,18 +163,21 @@ def test_rotary_turns_half_of_the_channels_by_relative_angles():
     turns = torch.polar(torch.ones(100, 4), -torch.arange(100)[:, None] * frequencies)
     pairs = torch.complex(q[:, 0, :4], q[:, 0, 4:8]) * turns
     want = torch.cat((pairs.real, pairs.imag), dim=1)
-    torch.testing.assert_close(turned_q[:, 0, :8], want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(rotated_q[:, 0, :8], want, rtol=1e-4, atol=1e-4)
 
 
 def test_the_gradient_of_queries_and_keys_is_autograds():
-    """... through the norm, and the turning by cos and sin."""
+    """... through the norm and its epsilon, and the rotation by cos and sin."""
     rotary = Rotary(16, 50, 20.0)
-    x = torch.randn(50, 3, 16, requires_grad=True)
+    x = torch.randn(50, 3, 16)
+    x[10:20] *= 3e-4
+    x[30] = 0
+    x.requires_grad_()
     dy = torch.randn(50, 3, 16)
     want = rotated(norm(x), rotary.cos, rotary.sin)
     torch.testing.assert_close(rotary(x), want)
     gradients = [torch.autograd.grad(y, x, dy)[0] for y in (rotary(x), want)]
-    torch.testing.assert_close(*gradients)
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
 
 
 def test_rotary_is_exact_at_256k():

@@ -327,11 +327,12 @@ def test_what_one_row_sends_travels_while_another_computes(monkeypatch):
     assert events[-1].startswith("await reduce")
 
 
-@pytest.mark.parametrize("ranks", [3, 8])
-def test_distributed_optimizers_equal_a_single_process(ranks):
+@pytest.mark.parametrize("ranks, dtype", [(3, "float32"), (8, "float32"), (2, "bfloat16")])
+def test_distributed_optimizers_equal_a_single_process(ranks, dtype):
     """5, 2 and 1 parameters of a shape: on 3 ranks a share is not full, on 8 most ranks own nothing
     of a shape. Saved in the middle, restored, and with an optimizer of another kind."""
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
-         str(ROOT / "tests" / "optimizer_worker.py")], capture_output=True, text=True, timeout=200)
+         str(ROOT / "tests" / "optimizer_worker.py"), dtype], capture_output=True, text=True,
+        timeout=200)
     assert done.returncode == 0 and done.stdout.count("equal") == ranks, done.stdout + done.stderr
