@@ -5,7 +5,7 @@
     python tests/bench_cpu.py shakespeare.txt --target=1.4697 --recipe=low
     python tests/bench_cpu.py book.txt --target=2 --num_iterations=500
 
-are: three runs and their median; a low loss by a larger model, in about five minutes; a text of
+are: three runs and their median; a low loss by a larger model, in some minutes; a text of
 your own, with flags that go through to train_gpt.py.
 
 The first 90 % of the file's bytes train, in fragments in random order, the last 10 % validate, all
