@@ -176,8 +176,8 @@ def test_the_gradient_of_queries_and_keys_is_autograds():
     dy = torch.randn(50, 3, 16)
     want = rotated(norm(x), rotary.cos, rotary.sin)
     torch.testing.assert_close(rotary(x), want)
-    gradients = [torch.autograd.grad(y, x, dy)[0] for y in (rotary(x), want)]
-    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
+    got, want = (torch.autograd.grad(y, x, dy)[0] for y in (rotary(x), want))
+    assert float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max()) < 2e-5
 
 
 def test_rotary_is_exact_at_256k():
