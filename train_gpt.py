@@ -1238,7 +1238,7 @@ def train(plan: Plan, ranks: Ranks, log: RunLog):
     cuda = ranks.device.type == "cuda"
     torch.manual_seed(hp.seed)
     plain = GPT(hp, flex if cuda else block_sparse, getattr(torch, hp.dtype)).to(ranks.device)
-    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True  # ours
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True  # our two
     model = torch.compile(plain, dynamic=False, fullgraph=True) if cuda else plain
     optimizers = build_optimizers(plain, hp, ranks)
     val_sequences = load_validation(plan.val, hp, ranks, log)
