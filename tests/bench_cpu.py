@@ -47,8 +47,8 @@ RECIPES = {  # bytes in a fragment, flags
         --model_dim=128 --num_heads=4 --head_dim=32 --attention_scale=0.3 --rope_base=20 --smear
         --pair_rows=1024 --micro_batches=2 --train_seq_len=1024 --val_seq_len=16384
         --num_iterations=1340 --val_loss_every=670 --future_tokens=2 --cooldown_frac=0.7
-        --lr_floor=0 --embed_lr=0.04 --head_lr=0.004 --scalar_lr=0.1 --muon_lr=0.03 --muon_momentum_steps=0 --muon_momentum_end=0.9
-        --adam_beta1=0.9"""),
+        --lr_floor=0 --embed_lr=0.04 --head_lr=0.004 --scalar_lr=0.1 --muon_lr=0.03
+        --muon_momentum_steps=0 --muon_momentum_end=0.9 --adam_beta1=0.9"""),
 }
 VAL_LINE = re.compile(r"^step:(\d+)/\d+ val_loss:(\S+) train_time:(\d+)ms .*tokens:(\d+)", re.M)
 

@@ -147,7 +147,8 @@ def main():
                 runs.append((name, [*flags, *data, f"--seed={seed}", f"--name={short}-{seed}",
                                     f"--records={records}_{short}"]))
         losses = {name: [] for name in sides}
-        for (name, flags), loss in zip(runs, pool.map(lambda run: last_loss("train_gpt.py", run[1]), runs)):
+        ends = pool.map(lambda run: last_loss("train_gpt.py", run[1]), runs)
+        for (name, flags), loss in zip(runs, ends):
             losses[name].append(loss)
             print(f"{name}: {loss:.4f}", flush=True)
     print(table(losses, "the preset" if args.ablate else "speedrun", "what"))
