@@ -421,7 +421,7 @@ class CastedLinear(nn.Linear):
 def rotated(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x in float32, the first half of a head's channels rotated as pairs (record 2024-12-17)."""
     x = x_THK.float().unflatten(-1, (2, 2, -1))
-    return torch.addcmul(x * cos, x.flip(-2), sin).flatten(-3)
+    return torch.addcmul(x * cos, x.roll(1, -2), sin).flatten(-3)
 
 class NormAndRotate(torch.autograd.Function):
     """rotated(norm(x)). A rotation keeps lengths, so its gradient follows from the output and the
@@ -449,7 +449,7 @@ class Rotary(nn.Module):
         turns = torch.tensor([[[1.0], [-1.0]], [[0.0], [0.0]]]) * frequency
         position = torch.arange(max_seq_len, dtype=torch.float64)  # float32 is off at 256K tokens
         angle = position.view(-1, 1, 1, 1, 1) * turns  # position, head, half, quarter, channel
-        self.register_buffer("cos", angle[..., :1, :].cos().float(), persistent=False)
+        self.register_buffer("cos", angle.cos().float(), persistent=False)
         self.register_buffer("sin", angle.sin().float(), persistent=False)
 
     def forward(self, x_THK: Tensor) -> Tensor:
@@ -501,7 +501,8 @@ class MLP(nn.Module):
         nn.init.zeros_(self.proj.weight)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return self.proj(F.relu(self.fc(x_TD)).square())  # ReLU^2 (arXiv:2109.08668)
+        hidden = F.relu(self.fc(x_TD))
+        return self.proj(hidden * hidden)  # ReLU^2 (arXiv:2109.08668)
 
 class Block(nn.Module):
     def __init__(self, hp: Hyperparameters, has_attention: bool):
