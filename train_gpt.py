@@ -1106,7 +1106,10 @@ def resolve(hp: Hyperparameters, device: torch.device) -> Hyperparameters:
     """The settings with `auto` decided, and without an FP8 head where the hardware has no FP8."""
     cuda = device.type == "cuda"
     if hp.dtype == "auto":
-        bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+        if cuda:
+            bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        else:
+            bf16 = torch.cpu.get_capabilities().get("amx_bf16", False)
         hp = replace(hp, dtype="bfloat16" if bf16 else "float32")
     has_fp8 = cuda and torch.cuda.get_device_capability(device) >= (8, 9)
     return replace(hp, use_fp8=hp.use_fp8 and has_fp8)

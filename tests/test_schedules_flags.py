@@ -197,10 +197,17 @@ def test_shards_without_a_whole_step_are_refused_however_many_passes(tiny):
         signal.signal(signal.SIGALRM, before)
 
 
-def test_a_cpu_has_no_fp8_and_takes_float32_unless_told_otherwise():
-    assert resolve(HP, CPU) == dataclasses.replace(HP, use_fp8=False, dtype="float32")
-    told = dataclasses.replace(HP, dtype="bfloat16")
-    assert resolve(told, CPU) == dataclasses.replace(told, use_fp8=False)
+@pytest.mark.parametrize("capabilities, dtype", [
+    ({"amx_bf16": True, "avx512_bf16": True}, "bfloat16"),
+    ({"amx_bf16": False, "avx512_bf16": True}, "float32"),
+    ({"neon": True}, "float32")])
+def test_a_cpu_has_no_fp8_and_bfloat16_with_matrix_units_or_when_told(monkeypatch, capabilities,
+                                                                      dtype):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    assert resolve(HP, CPU) == dataclasses.replace(HP, use_fp8=False, dtype=dtype)
+    for told in ("bfloat16", "float32"):
+        hp = dataclasses.replace(HP, dtype=told)
+        assert resolve(hp, CPU) == dataclasses.replace(hp, use_fp8=False)
 
 
 @pytest.mark.parametrize("capability, bf16, dtype, fp8", [
