@@ -147,7 +147,7 @@ def main():
                         "alone; default 8")
     args = parser.parse_args()
     trained = load_run(args)
-    trained.model.float()  # bfloat16 rounds rotary angles by the document's place in the batch
+    trained.model.float()  # what bfloat16 rounds after a rotation depends on the place in the batch
     tokenizer = tokenizer_of(trained.hp, args.vocab_dir)
     items = read_items(args.data or download(FOLDER), tokenizer, args.limit)
     summed = []

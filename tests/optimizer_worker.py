@@ -24,7 +24,7 @@ SHAPES = [(24, 8)] * 5 + [(8, 24)] * 2 + [(16, 8), (50, 8), (24,), (48, 2), (5,)
 
 
 class Momentum(Optimizer):
-    """A kind of optimizer that the script knows nothing of: plain momentum. All that it says is what
+    """An optimizer that the script knows nothing of: plain momentum. All that it says is what
     it keeps and how it updates a rank's share."""
 
     def __init__(self, params, lr, hp, ranks):
