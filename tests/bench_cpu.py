@@ -36,6 +36,7 @@ from train_gpt import BLOCK, GPT, UserError, block_sparse, check_settings, parse
 MOST_PARAMETERS = 850_000
 COMMON = "--preset=demo --name=bench_cpu --val_tokens=0 --epochs=1000 --save_every=0"
 RECIPES = {  # bytes in a fragment, flags
+    # In float32 on any processor: bfloat16 takes longer for products as small as these.
     "fast": (256, """
         --windows=LL --value_embeds=.0 --attention=.x --window_end=128 --model_dim=64 --num_heads=3
         --head_dim=32 --attention_scale=0.3 --rope_base=20 --smear --pair_rows=8192
