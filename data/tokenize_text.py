@@ -206,6 +206,14 @@ def encode(batch, tokenizer_name: str, vocab_dir):
     return np.concatenate(parts), list(map(len, parts)), [bucket for _, _, bucket in batch]
 
 
+def hold_signals(held: bool):
+    """Have signals wait, or no longer; processes that are started meanwhile have them wait too. One
+    that came right after a fork would unwind a copy of this whole program."""
+    if hasattr(signal, "pthread_sigmask"):  # Windows lacks it, and does not fork
+        how = signal.SIG_BLOCK if held else signal.SIG_UNBLOCK
+        signal.pthread_sigmask(how, {signal.SIGINT, signal.SIGTERM})
+
+
 def start_worker():
     """The main process decides when to stop, and a worker outlives it in no case."""
     def end_with_parent():
@@ -214,6 +222,7 @@ def start_worker():
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    hold_signals(False)
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
@@ -229,7 +238,11 @@ def encode_all(batches, args):
     try:
         with ProcessPoolExecutor(args.workers, context, start_worker) as pool:
             for batch in batches:
-                pending.append(pool.submit(encode, batch, *how))
+                hold_signals(True)
+                try:  # the first one starts the workers
+                    pending.append(pool.submit(encode, batch, *how))
+                finally:
+                    hold_signals(False)
                 if len(pending) > 2 * args.workers:
                     yield pending.popleft().result()
             while pending:

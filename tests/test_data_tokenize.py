@@ -566,6 +566,43 @@ def test_a_dead_worker_is_one_line(tmp_path, corpus, capsys, monkeypatch):
     assert list((tmp_path / "out").iterdir()) == []
 
 
+SLOW_FORK = """
+import os, sys, time
+from data import tokenize_text
+from data.common import run
+
+started = []
+fork = os.fork
+
+def slow_fork():
+    started.append(fork())
+    if started[-1] == 0 and len(started) == 2:  # in the second worker
+        open(sys.argv[1], "w").close()
+        time.sleep(0.5)
+    return started[-1]
+
+def die(*_):
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.01)
+    os._exit(9)
+
+os.fork = slow_fork
+tokenize_text.encode = die
+sys.exit(run(lambda: tokenize_text.main(sys.argv[2:])))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is forked")
+def test_a_worker_that_is_ended_before_it_begins_is_no_second_program(tmp_path, corpus):
+    """One that another's death ends right after its fork, where it still has our handlers."""
+    argv = [str(tmp_path / "noted"), str(corpus), f"--out={tmp_path / 'out'}", "--name=t",
+            "--tokenizer=bytes", "--workers=2"]
+    done = subprocess.run([sys.executable, "-c", SLOW_FORK, *argv], cwd=ROOT, timeout=60,
+                          capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: a worker process died") and done.stderr.count("\n") == 1
+
+
 def run_and_die(argv, signum, after):
     """In a process of its own: send it a signal as soon as it has begun more than `after` shards,
     while its workers are at work."""
