@@ -44,7 +44,7 @@ RECIPES = {  # bytes in a fragment, flags
         --val_loss_every=0 --cooldown_frac=0.7 --embed_lr=0.4 --head_lr=0.012 --scalar_lr=0.1
         --muon_lr=0.05 --muon_momentum_steps=0 --muon_momentum_end=0.9 --adam_beta1=0.9
         --dtype=float32"""),
-    # For bfloat16, where the processor has AMX; float32 needs 1,200 steps.
+    # Steps for bfloat16, the default where the processor has AMX; in float32 1,200 do.
     "low": (2048, """
         --windows=LLL --value_embeds=.01 --attention=.xx --window_start=256 --window_end=256
         --model_dim=128 --num_heads=4 --head_dim=32 --attention_scale=0.3 --rope_base=20 --smear
