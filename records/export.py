@@ -1,7 +1,7 @@
 """Write the log of a run into a tracker, or as JSON lines or CSV: afterwards, or while it trains.
 
     python records/export.py records/demo --to csv --out demo.csv
-    python records/export.py records/pairs_on records/pairs_off --to tensorboard --out runs
+    python records/export.py records/race_pairs --to tensorboard --out runs
     python records/export.py RUN --to wandb --project speedrun --follow
 
 RUN is a run's log, its folder, or a folder of logs, of this project or published by the speedrun
@@ -44,7 +44,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from data import common
 from data.common import UserError, require
-from records import compare
+from records import logs
 
 def value_of(text: str):
     """A logged setting as JSON has it: a number, boolean, list or text."""
@@ -89,7 +89,7 @@ class Csv(JsonLines):
     def __init__(self, args, runs):
         super().__init__(args, runs)
         columns = dict.fromkeys(name for run in runs for name in flat_settings(run))
-        self.writer = csv.DictWriter(self.file, ["run", *compare.Line._fields, *columns],
+        self.writer = csv.DictWriter(self.file, ["run", *logs.Line._fields, *columns],
                                      lineterminator="\n")
         self.writer.writeheader()
 
@@ -194,7 +194,7 @@ def export(run, target, follow: bool):
             if run.finished or not follow:
                 return
             time.sleep(1)
-            run = compare.read_run(run.path, run.name)
+            run = logs.read_run(run.path, run.name)
     finally:
         target.finish()
 
@@ -208,7 +208,7 @@ def main():
     parser.add_argument("--follow", action="store_true", help="go on until the run's end or Ctrl+C")
     args = parser.parse_args()
     beside = {run: Path(f"{Path(run)}.log") for run in args.runs}  # of a run's folder, its log
-    runs, unread = compare.read(log if log.is_file() else run for run, log in beside.items())
+    runs, unread = logs.read(log if log.is_file() else run for run, log in beside.items())
     for line in unread:
         print(line, file=sys.stderr)
     require(runs, "no run to export")
@@ -221,4 +221,4 @@ def main():
         sys.exit(1)
 
 if __name__ == "__main__":
-    sys.exit(common.run(main, errors=(compare.BadInput,)))
+    sys.exit(common.run(main, errors=(logs.BadInput,)))

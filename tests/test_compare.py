@@ -3,7 +3,6 @@ tables, pictures, errors."""
 
 import contextlib
 import hashlib
-import importlib.util
 import io
 import json
 import math
@@ -21,10 +20,8 @@ from scipy import stats
 
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = Path(__file__).resolve().parent / "fixtures" / "logs"
-spec = importlib.util.spec_from_file_location("compare", ROOT / "records" / "compare.py")
-compare = importlib.util.module_from_spec(spec)
-sys.modules["compare"] = compare
-spec.loader.exec_module(compare)
+sys.path.insert(0, str(ROOT))
+from records import compare, logs
 
 LINE = "=" * 100
 GOOD = [3.2770, 3.2781, 3.2776, 3.2783]
@@ -70,7 +67,7 @@ def write(folder, finals, ms=(100.0,), first_seed=1, **more):
 
 
 def side_of(label, folder, target=3.28):
-    runs, unread = compare.read([str(folder)])
+    runs, unread = logs.read([str(folder)])
     assert unread == []
     return compare.Side(label, runs, target)
 
@@ -83,7 +80,7 @@ def verdict_of(a, b, target=3.28):
 def read_text(folder, text, name="x.log"):
     """The run that a file of this text holds."""
     (folder / name).write_bytes(text.encode())
-    return compare.read_run(folder / name, "x")
+    return logs.read_run(folder / name, "x")
 
 
 def run_main(capsys, *arguments):
@@ -119,7 +116,7 @@ PUBLISHED = {  # file: steps, total, loss, seconds, ms a step, free steps, valid
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_log(name, line_end, tmp_path):
     (tmp_path / name).write_bytes((LOGS / name).read_bytes().replace(b"\n", line_end))
-    run = compare.read_run(tmp_path / name, name)
+    run = logs.read_run(tmp_path / name, name)
     assert (run.steps, run.total, run.loss, run.seconds, run.ms_per_step, run.free_steps(),
             len(run.validations), run.hardware, run.torch) == PUBLISHED[name]
     steps = [line.step for line in run.validations]
@@ -128,7 +125,7 @@ def test_a_published_log(name, line_end, tmp_path):
 
 
 def test_what_a_published_log_says_of_itself():
-    run = compare.read_run(LOGS / "quotes_a_log.txt", "x")
+    run = logs.read_run(LOGS / "quotes_a_log.txt", "x")
     text = (LOGS / "quotes_a_log.txt").read_text()
     listing = text[:text.index("Running Python")].rstrip("\n").removesuffix(LINE)
     assert run.source == listing.rstrip("\n") and run.hyperparameters == {}
@@ -143,12 +140,84 @@ def test_a_published_log_without_versions(tmp_path):
     assert (run.source, run.loss, run.hardware) == ("import torch", 3.2821, None)
 
 
-def test_a_file_of_several_runs_is_none(tmp_path):
-    for name in ("2024-12_no_train_loss.txt", "console_only.log"):
-        with pytest.raises(compare.BadInput, match=r"x.log: several runs in one file \(its steps"):
-            read_text(tmp_path, 2 * (LOGS / name).read_text())
-    with pytest.raises(compare.BadInput, match="several runs"):
-        read_text(tmp_path, log_text() + log_text())
+def test_one_head_and_several_runs(tmp_path):
+    """As the optimizer track has them: the source once, the steps one run after the other."""
+    text = (LOGS / "2026_seconds.txt").read_text()
+    head = text[:text.index("step:0/50")]
+    steps = text[len(head):]
+    again = steps.replace("val_loss:3.27729", "val_loss:3.27801")
+    for between in ("", "\n", "trial:2/30 seed:1\n", f"{LINE}\n=== seed 2 start ===\n"):
+        (tmp_path / "x.txt").write_text(f"{head}{steps}{between}{again}")
+        runs = logs.read_file(tmp_path / "x.txt", "x")
+        assert [(run.name, run.loss, run.finished) for run in runs] == [
+            ("x#1", 3.27729, True), ("x#2", 3.27801, True)]
+        assert runs[0].source == runs[1].source != "" and runs[1].hardware == H100
+        assert runs[1].steps == 50 and len(runs[1].validations) == 3
+    with pytest.raises(logs.BadInput, match="x.txt: holds 2 runs, expected one"):
+        logs.read_run(tmp_path / "x.txt", "x")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_joined_logs_are_several_runs(name, tmp_path):
+    text = (LOGS / name).read_text()
+    last = f"val_loss:{PUBLISHED[name][2]}"
+    (tmp_path / "x.txt").write_text(text + text.replace(last, "val_loss:3.1"))
+    if name == "stopped_early.txt":
+        text = text[:text.rindex("\n", 0, -1) + 1]
+    runs = logs.read_file(tmp_path / "x.txt", "x")
+    assert len(runs) == 2 and runs[0].source == runs[1].source
+    assert [run.steps for run in runs] == 2 * [PUBLISHED[name][0]]
+    assert [run.loss for run in runs] == [PUBLISHED[name][2], 3.1]
+
+
+def test_joined_logs_of_ours_are_several_runs(tmp_path):
+    texts = [log_text((9.0, final), seed=seed, source=source) for seed, final, source in
+             ((1, 3.1, "x = 1\n"), (2, 3.2, f'"""\n{LINE}\n{FORGED}\n"""\n'), (3, 3.3, "x = 2"))]
+    (tmp_path / "x.log").write_text("".join(texts))
+    runs = logs.read_file(tmp_path / "x.log", "x")
+    assert [(run.name, run.seed, run.loss) for run in runs] == [
+        ("x#1", "1", 3.1), ("x#2", "2", 3.2), ("x#3", "3", 3.3)]
+    assert runs[1].source.count(FORGED) == 1 and runs[2].source == "x = 2"
+
+
+def test_a_summary_at_the_end_is_no_run(tmp_path):
+    lines = [f"step:{step}/300 val_loss:{10 - step / 100} train_time:{step}.5s step_avg:9.0ms"
+             for step in (100, 200, 300)]
+    (tmp_path / "x.txt").write_text("\n".join([*lines, "=== exit 0 ===", *lines[1:], *lines]))
+    runs = logs.read_file(tmp_path / "x.txt", "x")
+    assert [[line.step for line in run.lines] for run in runs] == 2 * [[100, 200, 300]]
+
+
+@pytest.mark.parametrize("text, words", [
+    ("step:100/300 val_loss:4.0 train_time:1ms step_avg:1ms\n"
+     "step:200/300 val_loss:4.0 train_time:2ms step_avg:1ms\n"
+     "step:192/300 val_loss:3.0 train_time:2ms step_avg:1ms\n", "go back from 200 to 192"),
+    (log_text().replace("step:250/250 val", "step:0/250 val"), "two runs have written it"),
+    (log_text() + f"{LINE}\nsomething else\n", "begins no other log"),
+    ('x = """\nRunning Python 3\nstep:9/9 val_loss:1.0 train_time:1ms step_avg:1ms\n"""\n'
+     "Running Python 3.12\nstep:0/9 val_loss:9.0 train_time:1ms step_avg:1ms\n",
+     "the source does not end before them"),
+    ("x = 1\nRunning Python 3\nstep:9/9 val_loss:3.0 train_time:1ms step_avg:1ms\nx = 2\n"
+     "Running Python 3\nstep:0/9 val_loss:9.0 train_time:1ms step_avg:1ms\n",
+     "logs of different scripts in one file"),
+])
+def test_runs_that_cannot_be_told_apart_are_refused(text, words, tmp_path):
+    with pytest.raises(logs.BadInput, match=words):
+        read_text(tmp_path, text)
+
+
+def test_another_loss(tmp_path):
+    lines = ["step:0/20 val_loss:9.0 val_ema_loss:9.1 train_time:0ms step_avg:nanms",
+             "step:10/20 val_loss:4.0 train_time:5ms step_avg:1ms",
+             "step:15/20 train_loss:3.5 train_time:6ms step_avg:1ms",
+             "step:20/20 val_loss:3.0 val_ema_loss:2.5 train_time:9ms step_avg:1ms tau:1"]
+    (tmp_path / "x.txt").write_text("\n".join(lines))
+    read = {name: logs.read_file(tmp_path / "x.txt", "x", name)[0]
+            for name in ("val_loss", "val_ema_loss", "val_avg_loss")}
+    assert losses_of(read["val_loss"]) == [9.0, 4.0, 3.0]
+    assert losses_of(read["val_ema_loss"]) == [9.1, 2.5] and read["val_ema_loss"].finished
+    assert losses_of(read["val_avg_loss"]) == [] and not read["val_avg_loss"].finished
+    assert all(len(run.lines) == 4 for run in read.values())
 
 
 def test_our_own_log(tmp_path):
@@ -159,7 +228,7 @@ def test_our_own_log(tmp_path):
                                    "muon_lr": "0.05"}
     assert run.environment["data"] == "a 1 tokens; b 2 tokens"
     assert run.source == "import torch\n" and run.finished and "script" not in run.environment
-    assert compare.read_run(LOGS / "console_only.log", "x").tokens is None
+    assert logs.read_run(LOGS / "console_only.log", "x").tokens is None
 
 
 def test_on_a_cpu_the_hardware_is_the_cpu(tmp_path):
@@ -186,7 +255,7 @@ def test_an_older_log_ends_its_source_at_the_only_separator(tmp_path):
     assert (run.loss, run.steps, run.source) == (3.279, 250, "import torch\n")
     for text in (log_text(counted=False, source=f'"""\n{LINE}\n"""\n'),
                  log_text(counted=False, end=[*sample, LINE, *sample])):
-        with pytest.raises(compare.BadInput, match="does not say where its source ends"):
+        with pytest.raises(logs.BadInput, match="does not say where its source ends"):
             read_text(tmp_path, text)
 
 
@@ -219,9 +288,42 @@ def test_whatever_the_source_holds_is_no_result(tmp_path_factory, lines, ending,
     cut = "\n".join(lines[:data.draw(st.integers(0, len(lines)))]) + "\n"
     try:
         found = losses_of(read_text(folder, cut))
-    except compare.BadInput:
+    except logs.BadInput:
         return  # cut before its first step line
     assert found == losses[:len(found)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(hostile_lines, st.sampled_from(["", "\n"]), losses_of_a_run), min_size=1,
+                max_size=3))
+def test_joined_logs_hold_their_runs_and_no_other(tmp_path_factory, parts):
+    path = tmp_path_factory.mktemp("log") / "x.log"
+    texts = [log_text(losses, source="\n".join(lines) + end) for lines, end, losses in parts]
+    path.write_bytes("".join(texts).encode())
+    runs = logs.read_file(path, "x")
+    assert [losses_of(run) for run in runs] == [losses for *_, losses in parts]
+    assert [run.source for run in runs] == ["\n".join(lines) + end for lines, end, _ in parts]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.sampled_from(HOSTILE[:2] + HOSTILE[3:-1]), max_size=6),
+       st.lists(losses_of_a_run, min_size=1, max_size=3), st.booleans())
+def test_a_published_source_is_no_result(tmp_path_factory, lines, runs_losses, each_time):
+    """Its strings may hold whole logs; where the runs cannot be told from them, none is read."""
+    path = tmp_path_factory.mktemp("log") / "x.txt"
+    source = "import os\ntext = r'''\n" + "\n".join(lines).replace("'''", "") + "\n'''\n"
+    head = f"{source}{LINE}\nRunning Python 3.12\n{LINE}\n"
+    texts = ["\n".join(f"step:{i}/{len(losses) - 1} val_loss:{loss} train_time:{i}ms step_avg:1ms"
+                       for i, loss in enumerate(losses)) + "\n" for losses in runs_losses]
+    path.write_text((head if each_time else "").join(["", *texts] if each_time else
+                                                     [head + texts[0], *texts[1:]]))
+    try:
+        found = [losses_of(run) for run in logs.read_file(path, "x")]
+    except logs.BadInput as error:
+        assert "Running Python 3.9.9" in lines, error
+        return
+    if "Running Python 3.9.9" not in lines:
+        assert found == runs_losses
 
 
 @pytest.mark.parametrize("ending", ["", "\n", "\n\n", "\n\n\n"])
@@ -234,7 +336,7 @@ def test_a_source_is_known_by_its_hash_and_need_not_be_python(tmp_path, ending):
     for other in (text.replace(script_line(source), script_line(source + "\nmore\nlines")),
                   text.replace("never closed", "ever closed")):
         assert other != text
-        with pytest.raises(compare.BadInput, match="its source is cut or changed"):
+        with pytest.raises(logs.BadInput, match="its source is cut or changed"):
             read_text(tmp_path, other)
 
 
@@ -267,9 +369,9 @@ def test_strange_lines_are_no_traceback(tmp_path_factory, a, b):
               contextlib.redirect_stderr(io.StringIO()) as err):
             try:
                 assert compare.main([*arguments, *more]) == 0
-            except compare.BadInput:
+            except logs.BadInput:
                 for line in err.getvalue().splitlines():
-                    assert ": no log" in line or ": several runs in one file" in line
+                    assert ": no log" in line or ": holds " in line
                 return
     json.loads(out.getvalue(), parse_constant=pytest.fail)
 
@@ -292,7 +394,7 @@ def test_no_text_takes_long(tmp_path, line):
                  f"a = 1\n{LINE}\n{line}\n{step.format(0)}\n", f"{line}\n{step.format(0)}\n",
                  log_text(source=f"{line}\n"), log_text(counted=False, end=[line])):
         start = time.perf_counter()
-        with contextlib.suppress(compare.BadInput):
+        with contextlib.suppress(logs.BadInput):
             read_text(tmp_path, text)
         assert time.perf_counter() - start < 5
 
@@ -380,36 +482,129 @@ def test_target_is_reached_on_the_line_between_validations(tmp_path):
         assert run.reached == (reached and pytest.approx(reached))
 
 
+def test_paired_against_scipy():
+    a, b = [3.10, 3.32, 3.51, 3.27], [3.12, 3.33, 3.54, 3.28]
+    out = compare.paired(a, b)
+    test = stats.ttest_1samp(np.subtract(a, b), 0)
+    assert out["p"] == pytest.approx(test.pvalue) and out["p"] < 0.05
+    assert compare.welch(a, b)["p"] > 0.8  # the seeds' own spread hides the difference
+    assert out["difference"] == pytest.approx(-0.0175)
+    assert out["sd"] == pytest.approx(np.std([0.02, 0.01, 0.03, 0.01], ddof=1))
+    assert out["interval"] == pytest.approx(tuple(test.confidence_interval(0.95)))
+    for x, y in (([1.0], [2.0]), ([1.0, 2.0], [2.0, 3.0])):  # one pair; pairs without spread
+        assert compare.paired(x, y)["p"] is None and compare.paired(x, y)["difference"] == -1
+    assert compare.paired([], [])["difference"] is None
+
+
+@pytest.mark.parametrize("df, nc", [(3, 5.0), (8, 3.2), (30, 4.0)])
+def test_the_power_is_that_of_the_noncentral_t(df, nc):
+    edge = stats.t.ppf(1 - compare.ALPHA / 2, df)
+    assert compare.chance_to_show(2 * nc, 2.0, df) == pytest.approx(stats.nct.sf(edge, df, nc),
+                                                                    abs=1e-4)
+
+
+def test_what_runs_could_have_shown_against_simulation():
+    """Of 4,000 simulated sets of 6 pairs with the difference named, 4 of 5 have p < 0.01; and with
+    as many pairs as are said to be needed for a smaller one."""
+    found = compare.power([], [], 0.5, 1.0, 6)
+    draw = np.random.default_rng(1).normal
+    for n, difference in ((6, found["detectable"]), (found["needed"], 0.5)):
+        p = stats.ttest_1samp(draw(difference, 1.0, (4000, n)), 0, axis=1).pvalue
+        assert np.mean(p < compare.ALPHA) == pytest.approx(0.8, abs=0.03)
+    a, b = draw(0, 1.0, 7), draw(0, 2.0, 5)
+    found = compare.power(a, b, 1.5, None, 0)
+    for n, m, difference in ((7, 5, found["detectable"]), (*2 * [found["needed"]], 1.5)):
+        x = draw(difference, np.std(a, ddof=1), (n, 4000))
+        p = stats.ttest_ind(x, draw(0, np.std(b, ddof=1), (m, 4000)), equal_var=False).pvalue
+        assert np.mean(p < compare.ALPHA) == pytest.approx(0.8, abs=0.03)
+    assert compare.power([], [], 0.0, 1.0, 6)["needed"] is None
+    assert compare.power([], [], 1.0, 0.0, 6) == {"detectable": None, "needed": None}
+
+
+def test_the_rules_of_the_field():
+    """Figures of the optimizer track's README: 3.276 for one run, 3.278 for four; and its three
+    examples of two results."""
+    for n, mean in ((1, 3.276), (4, 3.278), (16, 3.279)):
+        row = compare.track_rule([mean] * n, 3.28)
+        assert row["holds"] and row["value"] == pytest.approx(0.004) and row["runs_needed"] == n
+        assert not compare.track_rule([mean + 1e-5] * n, 3.28)["holds"]
+    assert compare.track_rule([3.281], 3.28)["runs_needed"] is None
+    values = np.linspace(-1, 1, 12)
+    losses = list(3.279 + values * 0.0013 / np.std(values, ddof=1))
+    row = compare.speedrun_rule(losses, 3.28)
+    assert not row["holds"] and row["runs_needed"] == 13
+    assert row["value"] == pytest.approx(stats.ttest_1samp(losses, 3.28, alternative="less").pvalue)
+
+
+@pytest.mark.parametrize("ours, theirs, value", [
+    ((3.2785, 3210, 10), (3.2785, 3225, 16), 0.00167),
+    ((3.2785, 3210, 10), (3.2778, 3250, 16), 0.0027),
+    ((3.2790, 3325, 20), (3.2788, 3375, 20), 0.00648)])
+def test_the_rule_for_two_results(ours, theirs, value):
+    sides = []
+    for mean, at, n in (ours, theirs):
+        side = object.__new__(compare.Side)
+        side.at, side.used, side.loss = at, n * [None], {"mean": mean}
+        sides.append(side)
+    found = compare.track_rule_for_two(*sides)
+    assert found["value"] == pytest.approx(value, abs=3e-5) and found["holds"] == (value > 0.004)
+    sides[0].at = None  # its runs end at different steps
+    assert compare.track_rule_for_two(*sides) is None
+
+
+def test_losses_at_a_step_and_the_first_step_of_the_rules(tmp_path, capsys):
+    """At step 500 all are below, and so surely enough; at 375 one run has no validation."""
+    for i in range(4):
+        losses = (10.8, 4.0, 3.29, 3.2781 + i / 1e4, 3.277 + i / 1e4, 3.276)
+        text = log_text(losses, seed=i)
+        if i == 3:
+            text = "".join(line for line in text.splitlines(True) if "step:375/" not in line)
+        (tmp_path / f"{i}.log").write_text(text)
+    side = compare.Side("A", logs.read([str(tmp_path)])[0], 3.28, 500, first=True)
+    assert (side.loss["n"], side.at) == (4, 500)
+    assert side.loss["mean"] == pytest.approx(3.27715)
+    assert [row["first"] for row in side.rules] == [500, 500] and side.warnings == []
+    side = compare.Side("A", logs.read([str(tmp_path)])[0], 3.28, 375)
+    assert side.loss["n"] == 3 and side.warnings == ["1 of the runs of A have no loss at step 375"]
+    assert [row["first"] for row in side.rules] == [None, None]
+    _, out, _ = run_main(capsys, tmp_path, "--at", "375", "--first")
+    assert "3.27820" in out and "first holds at step 500" in out
+    _, out, _ = run_main(capsys, tmp_path, "--vs", tmp_path, "--at=500,375", "--json")
+    sides = json.loads(out)["sides"]
+    assert [side["at"] for side in sides] == [500, 375]
+
+
 # --------------------------------------------------------------------------------------------------
 # Warnings and verdicts
 
 def test_a_sure_difference_is_claimed_with_its_hardware(tmp_path):
     a = write(tmp_path / "a", GOOD, ms=(99.0, 99.1))
-    b = write(tmp_path / "b", SAME, ms=(100.0, 100.1))
+    b = write(tmp_path / "b", SAME, ms=(100.0, 100.2))
     said = verdict_of(a, b)
-    assert said.startswith("A is faster by 1.0 % (p = ")
-    assert "same kind of hardware; no difference in loss is shown (p = " in said
-    assert said.endswith("4 against 4 runs. Below 3.28 at p < 0.01: A yes, B yes.")
-    assert "A is slower by 1.0 %" in verdict_of(b, a)
+    assert said.startswith("No difference in loss is shown (0.0001 nats a token, p = ")
+    assert " A is faster than B by 1.0 % (p = " in said and " on the same kind of hardware." in said
+    assert " Mean below 3.28 at p < 0.01: A yes, B yes." in said
+    assert "A is slower than B by 1.1 %" in verdict_of(b, a)
 
 
 def test_a_loss_is_called_better_or_worse(tmp_path):
     low = write(tmp_path / "a", GOOD, ms=(99.0, 101.0))
-    high = write(tmp_path / "b", [3.2850, 3.2862, 3.2858], ms=(99.0, 101.0))
+    high = write(tmp_path / "b", [3.2850, 3.2862, 3.2858, 3.2858], ms=(99.5, 101.0, 98.5))
     said = verdict_of(low, high)
-    assert "A is better by 0.0079 (p = " in said
+    assert said.startswith("A is better than B by 0.0080 nats a token (p = ")
     assert "No difference in time" in said and "A yes, B not shown" in said
-    assert "A is worse by" in verdict_of(high, low)
-    assert "Below" not in verdict_of(low, high, target=None)
+    assert "A is worse than B by" in verdict_of(high, low)
+    assert "below" not in verdict_of(low, high, target=None)
 
 
-@pytest.mark.parametrize("p, words", [(0.009, "A is faster by 1 %"),
-                                      (0.011, "A may be faster by 1 %, not surely"),
-                                      (0.049, "A may be faster"),
-                                      (0.051, "no difference in time is shown"),
+@pytest.mark.parametrize("p, words", [(0.009, "A is faster than B by 1 %"),
+                                      (0.011, "A may be faster than B by 1 %, not surely"),
+                                      (0.049, "A may be faster than B"),
+                                      (0.051, "No difference in time is shown"),
                                       (None, "can be tested")])
 def test_claims_are_as_strong_as_their_p_value(p, words):
-    assert words in compare.claim("time", {"difference": -1.0, "p": p}, "1 %", ("faster", "slower"))
+    assert words in compare.claim("time", "AB", {"difference": -1.0, "p": p}, "1 %",
+                                 ("faster", "slower"))
 
 
 @pytest.mark.parametrize("more, words", [
@@ -438,7 +633,7 @@ def test_clocks_of_different_eras_do_not_compare(tmp_path):
     for side, name in names.items():
         (tmp_path / side).mkdir()
         for i in range(2):
-            text = (LOGS / name).read_text().replace("val_loss:10.8258", f"val_loss:10.82{i}")
+            text = (LOGS / name).read_text().replace("val_loss:3.", f"val_loss:{i + 3}.")
             (tmp_path / side / f"{i}.txt").write_text(text)
     said = verdict_of(tmp_path / "a", tmp_path / "b")
     assert "Times do not compare, the hardware, the ranks or the rules of the clock differ" in said
@@ -449,9 +644,9 @@ def test_logs_without_hardware_are_said_to_be(tmp_path):
     for side in ("a", "b"):
         (tmp_path / side).mkdir()
         for i in range(2):
-            text = console.replace("val_loss:10.8258", f"val_loss:10.8{ord(side)}{i}")
+            text = console.replace("val_loss:3.", f"val_loss:3.{ord(side)}{i}")
             (tmp_path / side / f"{i}.log").write_text(text)
-    assert "; the logs do not name the hardware; " in verdict_of(tmp_path / "a", tmp_path / "b")
+    assert "; the logs do not name the hardware." in verdict_of(tmp_path / "a", tmp_path / "b")
 
 
 def test_one_run_a_side_shows_nothing(tmp_path):
@@ -472,12 +667,13 @@ def test_shared_seeds_and_copies_are_no_evidence(tmp_path):
     (tmp_path / "c" / "1.log").write_text(text)
     (tmp_path / "c" / "2.log").write_text(f"copied\n{text}")
     side = side_of("A", tmp_path / "c")
-    assert side.warnings == ["1 of the runs of A are copies of another"] and not side.independent
+    assert side.warnings == ["run 2 of A has the losses of 1: a copy, counted once"]
+    assert side.independent and side.loss["n"] == 1 and side.copies == ["2"]
 
 
 def test_a_file_counts_once_and_a_run_on_one_side(tmp_path):
     folder = write(tmp_path / "a", GOOD)
-    assert len(compare.read([folder, f"{folder}/run0.log"])[0]) == len(GOOD)
+    assert len(logs.read([folder, f"{folder}/run0.log"])[0]) == len(GOOD)
     shutil.copytree(folder, tmp_path / "b")
     for other in (folder, tmp_path / "b"):
         assert verdict_of(folder, other) == "Nothing is shown: 4 of the runs stand on both sides."
@@ -485,7 +681,7 @@ def test_a_file_counts_once_and_a_run_on_one_side(tmp_path):
 
 def test_stopped_and_diverged_runs_are_named_and_left_out(tmp_path):
     folder = write(tmp_path / "a", GOOD)
-    (tmp_path / "a" / "stopped.log").write_text(log_text((10.8, 4.5), seed=50, total=250))
+    (tmp_path / "a" / "stopped.log").write_text(log_text((10.8, 4.6), seed=50, total=250))
     (tmp_path / "a" / "nan.log").write_text(log_text((10.8, 4.5, math.nan), seed=51))
     (tmp_path / "a" / "nan_early.log").write_text(log_text((10.8, math.nan), seed=52, total=250))
     side = side_of("A", folder)
@@ -494,6 +690,179 @@ def test_stopped_and_diverged_runs_are_named_and_left_out(tmp_path):
                              "1 of the runs of A stopped before a last loss"]
     said = verdict_of(folder, write(tmp_path / "b", SAME, first_seed=30))
     assert said.endswith("But mind the warnings about A.")
+
+
+def test_a_copy_counts_once_under_whatever_name(tmp_path):
+    """A log, a console's capture of it with other lines, its last line alone."""
+    losses = [10.8, 5.0, 4.5, 4.0, 3.5, 3.277]
+    (tmp_path / "log.log").write_text(log_text(losses))
+    steps = log_text(losses).partition("note: a remark\n")[2]
+    (tmp_path / "console.txt").write_text("W0518 torchrun\n" + steps.replace("ms step", "ms step"))
+    slower = steps.replace("00ms step_avg", "17ms step_avg")  # on another clock, the same losses
+    (tmp_path / "slower.txt").write_text(slower)
+    last = [line for line in steps.splitlines() if "val_loss" in line][-1]
+    (tmp_path / "last.txt").write_text(last)
+    (tmp_path / "other.log").write_text(log_text([*losses[:-1], 3.278], seed=2))
+    side = side_of("A", tmp_path)
+    assert sorted(side.copies) == ["console", "last", "slower"] and side.loss["n"] == 2
+    assert [run.name for run in side.used] == ["log", "other"] and side.independent
+
+
+def test_runs_that_all_end_early_have_ended(tmp_path):
+    for i in range(3):
+        text = log_text((10.8, 4.0, 3.27 + i / 1000), seed=i, total=300)
+        (tmp_path / f"{i}.log").write_text(text)
+    side = side_of("A", tmp_path)
+    assert side.loss["n"] == 3 and side.at == 250
+    assert side.warnings == ["runs of A all end at step 250 of 300, which is taken for their end"]
+    (tmp_path / "3.log").write_text(log_text((10.8, 4.0, 3.5, 3.4), seed=9, total=300, every=75))
+    assert side_of("A", tmp_path).loss["n"] == 0  # they end at different steps: killed, it seems
+
+
+def test_pairs_of_one_seed_speak(tmp_path):
+    """The seeds' own spread is ten times the difference, which all pairs have."""
+    seeds = [3.20, 3.25, 3.31, 3.28]
+    b = write(tmp_path / "b", seeds, ms=(99.0, 101.0))
+    a = write(tmp_path / "a", [x - d for x, d in zip(seeds, (0.01, 0.011, 0.012, 0.01))],
+              ms=(99.5, 101.0, 98.0))
+    said = verdict_of(a, b)
+    found = compare.compare(side_of("A", a), side_of("B", b), 3.28)
+    assert found["speaks"] == "paired" and found["paired"]["seeds"] == ["1", "2", "3", "4"]
+    assert found["paired"]["loss"]["p"] < 0.001 and found["loss"]["p"] > 0.5
+    assert said.startswith("A is better than B by 0.0108 nats a token (p = ")
+    assert "by the t-test of 4 pairs (Welch's, which ignores the seeds: p = 0." in said
+    other = write(tmp_path / "c", seeds, ms=(99.0, 101.0), first_seed=4)
+    found = compare.compare(side_of("A", a), side_of("B", other), 3.28)
+    assert found["speaks"] == "welch" and found["paired"]["seeds"] == ["4"]
+    assert found["why"].startswith("the sides share only 1 of their seeds")
+    assert "by Welch's t-test of 4 runs against 4. Runs of this number and spread would show" in (
+        found["verdict"])
+
+
+def test_a_change_without_effect_is_called_so(tmp_path):
+    a = write(tmp_path / "a", GOOD, ms=(99.0, 99.2))
+    b = write(tmp_path / "b", GOOD, ms=(101.0, 102.2))
+    said = verdict_of(a, b)
+    assert said.startswith("The change had no effect on the losses: with the same seed both sides "
+                           "log the same losses at every step (28 losses in 4 pairs).")
+    assert "A is faster than B" in said and "better" not in said and "would show" not in said
+    one = verdict_of(f"{a}/run0.log", f"{b}/run0.log")
+    assert one.startswith("The change had no effect") and "(7 losses in 1 pair)" in one
+    text = Path(a, "run2.log").read_text()
+    Path(a, "run2.log").write_text(text.replace("train_loss:4.003", "train_loss:4.004", 1))
+    assert "no effect" not in verdict_of(a, b)  # a single digit of a single step
+
+
+def test_hopeless_runs_are_called_so(tmp_path):
+    spread = [3.20, 3.24, 3.28, 3.22]
+    a = write(tmp_path / "a", spread)
+    b = write(tmp_path / "b", [x + d for x, d in zip(spread, (0.02, -0.02, 0.02, -0.018))])
+    found = compare.compare(side_of("A", a), side_of("B", b), 3.28)
+    power = found["power"]
+    assert (f"would show a difference of {power['detectable']:.2g} in 4 cases of 5; the one seen "
+            f"would take some {power['needed']} pairs.") in found["verdict"]
+    assert power["detectable"] > 0.05 and power["needed"] > 1000
+
+
+def test_the_time_to_the_target_is_tested_where_all_reach_it(tmp_path):
+    a = write(tmp_path / "a", GOOD, ms=(80.0, 81.0))
+    b = write(tmp_path / "b", GOOD[::-1], ms=(100.0, 103.0))
+    found = compare.compare(side_of("A", a), side_of("B", b), 3.28)["to_target"]
+    times = [[run.reached[1] for run in side_of("A", folder).used] for folder in (a, b)]
+    assert found["reached"] == [4, 4] and found["means"] == pytest.approx(np.mean(times, axis=1))
+    assert found["seconds"]["p"] == pytest.approx(stats.ttest_rel(*times).pvalue)
+    assert "To 3.28 it takes A 20.1 s and B 25.3 s of training: A is faster there than B by" in (
+        verdict_of(a, b))
+    b = write(tmp_path / "b", [3.3, *GOOD[1:]], ms=(100.0, 103.0))
+    assert "A reaches 3.28 in 4 of 4 runs, B in 3 of 4." in verdict_of(a, b)
+
+
+def test_sides_are_called_by_the_runs_own_name(tmp_path, capsys):
+    both = tmp_path / "race"
+    for name, finals in (("gelu", GOOD), ("relu", SAME)):
+        write(both / name, finals, hyper={"name": repr(name)}, first_seed=len(name))
+    a = [f"{both}/gelu/run{i}.log" for i in range(4)]
+    _, out, _ = run_main(capsys, *a, "--vs", both / "relu")
+    assert "Mean below 3.28 at p < 0.01: gelu yes, relu yes." in " ".join(out.split())
+    assert "\nA: gelu, 4 runs" in out and "\nB: relu, 4 runs" in out
+
+
+def test_a_run_that_moved_to_other_ranks_is_no_clock(tmp_path):
+    """Also where all runs of both sides moved so."""
+    notes = ["resumed: step 125 at 2026-11-22T01:00:00Z, on 4 rank(s) of there with torch 2.12.0"]
+    a = write(tmp_path / "a", GOOD, ms=(50.0, 51.0), notes=notes)
+    b = write(tmp_path / "b", SAME, ms=(99.0, 100.0), notes=notes)
+    run = side_of("A", a).runs[0]
+    assert (run.ranks, run.torch, run.mixed) == ("8 then 4", "2.11.0 then 2.12.0", True)
+    assert "Times do not compare" in verdict_of(a, b) and "faster" not in verdict_of(a, b)
+    assert "hardware" in side_of("A", a).warnings[0]
+    for host, mixed in (("here", False), ("there", True)):
+        text = log_text(env={"host": "here, Linux"}, notes=[notes[0].replace("there", host).replace(
+            "4 rank", "8 rank").replace("2.12", "2.11")])
+        assert read_text(tmp_path, text).mixed == mixed
+
+
+def test_sources_within_a_side_are_shown(tmp_path, capsys):
+    folder = write(tmp_path / "a", GOOD, source="def f():\n    return 1\n")
+    text = log_text(source="def f():\n    return 2\n", seed=9)
+    (tmp_path / "a" / "other.log").write_text(text)
+    _, out, _ = run_main(capsys, folder)
+    assert ("sources within A differ: 1 place, -1 +1 lines\n--- run0\n+++ other\n"
+            "@@ -1,2 +1,2 @@ f\n") in out
+
+
+SOURCE = """import torch
+
+class Block(Module):
+    def forward(self, x):
+        # a remark
+        x = x + 1
+
+        return x
+
+    def other(self):
+        return 0
+
+
+def step():
+    return 1
+
+if main:
+    step()
+"""
+
+
+@pytest.mark.parametrize("old, new, name", [
+    ("x = x + 1", "x = x + 2", "Block.forward"), ("        x = x + 1\n", "", "Block.forward"),
+    ("return 0", "return 3", "Block.other"), ("return 1", "return 3", "step"),
+    ("    step()", "    again()", ""), ("import torch", "import numpy", ""),
+    ("class Block(Module)", "class Block(Other)", ""), ("def other", "def another", "Block")])
+def test_a_hunk_is_headed_by_its_function(old, new, name, tmp_path):
+    runs = [read_text(tmp_path, log_text(source=source))
+            for source in (SOURCE, SOURCE.replace(old, new))]
+    diff = compare.source_diff(*runs)
+    heads = [line.split("@@")[2].strip() for line in diff if line.startswith("@@")]
+    assert heads == [name]
+
+
+def test_the_parameters_are_compared(tmp_path, capsys):
+    a = write(tmp_path / "a", GOOD, notes=["model: 1200 parameters; 8 x 1024 tokens a step"])
+    b = write(tmp_path / "b", SAME, notes=["model: 1000 parameters; 8 x 1024 tokens a step"])
+    assert "parameters of the model: 1,000 -> 1,200\n" in run_main(capsys, a, "--vs", b)[1]
+    assert "parameters of" not in run_main(capsys, a, "--vs", tmp_path / "a")[1]
+
+
+def test_nothing_steers_the_terminal(tmp_path, capsys):
+    evil = "\x1b]0;owned\x07\u202e\x9b31m"
+    a = write(tmp_path / "a", GOOD, hyper={"name": f"'{evil}'", "muon_lr": evil},
+              env={"torch": evil}, source=f"x = '{evil}'\n")
+    b = write(tmp_path / "b", SAME, first_seed=30)
+    bad = tmp_path / f"{evil}.log"
+    bad.write_text("nothing")
+    for more in ([], ["--json"]):
+        status, out, err = run_main(capsys, a, bad, "--vs", b, *more)
+        assert status == 1 and "owned" in out and "owned" in err
+        assert not any(c in out + err for c in "\x1b\x07\x9b\u202e")
 
 
 def test_a_side_that_mixes_settings_is_said_to(tmp_path):
@@ -512,17 +881,17 @@ def test_two_sides_in_the_promised_order(tmp_path, capsys):
               env={"torch": "2.12.0"}, source="import torch\nx = 2\n")
     b = write(tmp_path / "b", SAME, source="import torch\nx = 1\n", first_seed=30)
     status, out, err = run_main(capsys, a, "--vs", b)
-    wanted = ["A: 4 runs, hardware 8x H100, ranks 8, torch 2.12.0\nrun   val loss ",
-              "B: 4 runs", "hyperparameters: B -> A", "  muon_lr: 0.05 -> 0.06",
-              "  windows: (not given) ->", "environment: B -> A", "  torch: 2.11.0, Python",
-              "source of the first run of each side: B -> A", "-x = 1", "+x = 2", "at the end",
-              "verdict: "]
-    places = [out.find(f"\n{line}" if line[0] != "A" else line) for line in wanted]
+    wanted = ["verdict: ", "A: x, 4 runs, hardware 8x H100, ranks 8, torch 2.12.0\nrun   val loss ",
+              "B: x, 4 runs", "at the end", "The verdict uses Welch's t-test: ",
+              "hyperparameters: B -> A", "  muon_lr: 0.05 -> 0.06", "  windows: (not given) ->",
+              "environment: B -> A", "  torch: 2.11.0, Python",
+              "source, B -> A: 1 place, -1 +1 lines", "-x = 1", "+x = 2"]
+    places = [out.find(f"\n{line}" if line[0] != "v" else line) for line in wanted]
     assert places == sorted(places) and places[0] == 0 and status == 0 and err == ""
-    assert "seed" not in out[places[2]:] and max(map(len, out.splitlines())) <= 100
+    assert "seed" not in out[places[5]:] and max(map(len, out.splitlines())) <= 100
     _, out, _ = run_main(capsys, a, "--vs", tmp_path / "a")
     for line in ("hyperparameters: no difference in the logs",
-                 "source of the first run of each side: the same"):
+                 "source, B -> A: the same"):
         assert f"\n{line}\n" in out
     assert "missing in a log" in run_main(capsys, a, "--vs", LOGS / "console_only.log")[1]
 
@@ -540,15 +909,17 @@ def test_the_table_of_runs(tmp_path, capsys):
 def test_what_is_said_about_the_target(tmp_path, capsys):
     losses = [3.2790 + x for x in (-0.0013, 0.0013, 0.0)]
     _, out, _ = run_main(capsys, write(tmp_path / "a", losses))
-    assert "mean below 3.28: p = 0.16 (one-sided t-test), not below 0.01\n" in out
+    assert ("speedrun's rule, a mean below 3.28 at p < 0.01 (one-sided t-test): p = 0.16, does not "
+            "hold; 13 runs\n  of this mean would be needed\n") in out
     _, out, _ = run_main(capsys, tmp_path / "a", "--target", "3.3")
-    assert "mean below 3.3: p = 0.00" in out and "(one-sided t-test), below 0.01\n" in out
+    assert "a mean below 3.3 at p < 0.01 (one-sided t-test): p = 0.00" in out and ", holds" in out
+    assert "optimizer track's" not in out  # which is for 3.28
     _, out, _ = run_main(capsys, tmp_path / "a" / "run0.log")
     assert "mean below 3.28: no p-value" in out
     other = write(tmp_path / "b", losses, hyper={"vocab_size": 257})
     _, out, _ = run_main(capsys, other)
     assert "no target" in out and "3.28:" not in out
-    assert "mean below 3.28" in run_main(capsys, other, "--target", "3.28")[1]
+    assert "a mean below 3.28" in run_main(capsys, other, "--target", "3.28")[1]
 
 
 def test_what_is_no_log_costs_one_line_and_the_rest_goes_on(tmp_path, capsys):
@@ -557,19 +928,21 @@ def test_what_is_no_log_costs_one_line_and_the_rest_goes_on(tmp_path, capsys):
     status, out, err = run_main(capsys, LOGS / "not_a_log.txt", tmp_path / "shard.bin",
                                 tmp_path / "absent.log", tmp_path / "empty",
                                 LOGS / "console_only.log")
-    assert status == 1 and "3.2774" in out and out.startswith("A: 1 run\n")
+    assert status == 1 and "3.2774" in out and out.startswith("A: logs, 1 run\n")
     assert [line.partition(": ")[2] for line in err.splitlines()] == [
         "no .log or .txt file in this folder", "no log (no line of a step in it)",
         "no log (no line of a step in it)", "cannot be read (No such file or directory)"]
 
 
 def test_a_side_without_runs_is_an_error(tmp_path):
-    with pytest.raises(compare.BadInput, match="no run to report on one of the sides"):
+    with pytest.raises(logs.BadInput, match="no run to report on one of the sides"):
         compare.main([write(tmp_path / "a", GOOD), "--vs", str(LOGS / "not_a_log.txt")])
 
 
 @pytest.mark.parametrize("arguments", [(), ("--vs", "x.log"), ("x.log", "--plot", "x.jpg"),
-                                       ("x.log", "--target", "nan"), ("x.log", "--nonsense")])
+                                       ("x.log", "--target", "nan"), ("x.log", "--nonsense"),
+                                       ("x.log", "--at=x"), ("x.log", "--loss=a b"),
+                                       ("x.log", "--at=1,2,3")])
 def test_wrong_usage_is_status_2(arguments, capsys):
     status, out, err = run_main(capsys, *arguments)
     assert status == 2 and out == "" and "error:" in err.splitlines()[-1]
@@ -583,7 +956,7 @@ def test_json_holds_everything_and_is_strict(tmp_path, capsys):
     found = json.loads(out, parse_constant=pytest.fail)
     side = found["sides"][0]
     run = side["runs"][1]
-    assert (status, found["version"], found["target"], found["unread"]) == (0, 3, 3.28, [])
+    assert (status, found["version"], found["target"], found["unread"]) == (0, 4, 3.28, [])
     assert side["loss"]["n"] == 4 and side["loss"]["mean"] == pytest.approx(np.mean(GOOD))
     assert side["used"] == [f"run{i}" for i in range(len(GOOD))]
     assert [run["loss"] for run in side["runs"]] == [None, *GOOD]
@@ -600,7 +973,7 @@ def test_every_field_of_the_json_is_documented(tmp_path, capsys):
     found = json.loads(run_main(capsys, a, "--vs", b, "--json")[1])
     side, result = found["sides"][0], found["comparison"]
     names = {*found, *side, *side["loss"], *side["runs"][0], *result, *result["loss"],
-             *compare.Line._fields}
+             *logs.Line._fields}
     fields = compare.__doc__.partition("--json prints")[2]
     assert [name for name in names if name not in fields] == []
 
@@ -623,54 +996,100 @@ def test_as_a_program(tmp_path):
 # --------------------------------------------------------------------------------------------------
 # The picture
 
+LONG = (10.8258, 4.0, 3.9, 3.8, 3.7, 3.6, 3.5, 3.4, 3.3)
+
+
+def write_long(folder, finals, ms=(100.0,), first_seed=1, **more):
+    """Logs with enough validations for a picture of them alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for i, final in enumerate(finals):
+        losses = (*LONG[:-1], 3.4 + i / 1000, final)
+        text = log_text(losses, seed=first_seed + i, ms=ms[i % len(ms)], **more)
+        (folder / f"run{i}.log").write_text(text)
+    return str(folder)
+
+
 def test_picture(tmp_path, capsys):
     import matplotlib
-    a = write(tmp_path / "a", GOOD)
-    b = write(tmp_path / "b", SAME[:1], ms=(120.0,))
+    a = write_long(tmp_path / "a", GOOD, hyper={"name": "'a$_b'"})
+    b = write_long(tmp_path / "b", SAME[:1], ms=(120.0,), first_seed=9, hyper={"name": "'b\x1b'"})
     with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text
         for name in ("x.png", "x.svg"):
             assert run_main(capsys, a, "--vs", b, "--plot", tmp_path / name)[0] == 0
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    image = (tmp_path / "x.png").read_bytes()
+    assert image.startswith(b"\x89PNG") and int.from_bytes(image[16:20]) == 9 * 144
     text = (tmp_path / "x.svg").read_text()
-    for words in ("A: a, 4 run(s)", "B: b, 1 run(s)", "Validation loss: a against b", "target 3.28",
-                  "training seconds", "training tokens", "validation loss"):
+    for words in ("a$_b: mean of 4 runs", r"b\x1b<", "Validation loss of a$_b against b", "4 and 1",
+                  "target 3.28", "training time (seconds)", "training tokens (millions)",
+                  "loss (nats a token)"):
         assert words in text, words
+    assert "1e6" not in text and "mean difference" not in text and "smoothed" not in text
+
+
+def bold_lines(panel):
+    return [line for line in panel.get_lines() if line.get_linewidth() > 2]
 
 
 def test_a_thin_line_a_run_and_a_thick_one_their_mean(tmp_path):
-    folder = write(tmp_path / "a", [3.2, 3.3, 3.4], ms=(80.0, 100.0, 120.0))
+    folder = write_long(tmp_path / "a", [3.2, 3.3, 3.4], ms=(80.0, 100.0, 120.0))
     side = side_of("A", folder)
-    left, right = compare.draw([side, side], 3.28).axes
-    thick, _ = (line for line in left.get_lines() if line.get_linewidth() > 2)
-    assert thick.get_xdata() == pytest.approx([0, 12.5, 25.0])
-    assert thick.get_ydata() == pytest.approx([10.8258, 4.002, 3.3])
-    ends = {line.get_xdata()[-1] for line in left.get_lines() if line.get_linewidth() < 1}
-    assert ends == {20.0, 25.0, 30.0}
-    assert right.get_lines()[0].get_xdata()[-1] == 250_000
-    (tmp_path / "a" / "longer.log").write_text(log_text((10.8258, 4.0, 3.5, 3.1), seed=9))
+    left, right, below = compare.draw([side, side], 3.28).axes
+    thick, _ = bold_lines(left)
+    ends = [(line.get_xdata()[-1], line.get_ydata()[-1]) for line in (thick, bold_lines(right)[0])]
+    assert ends == [pytest.approx((112.5, 3.3)), pytest.approx((1.125, 3.3))]
+    thin = {line.get_xdata()[-1] for line in left.get_lines() if line.get_linewidth() == 0.8}
+    assert thin == {90.0, 112.5, 135.0}
+    assert [{*line.get_ydata()} for line in bold_lines(below)] == [{0.0}]
+    text = log_text((*LONG, 3.2, 3.1), seed=9)
+    (tmp_path / "a" / "longer.log").write_text(text)
     side = side_of("A", folder)
     for panel in compare.draw([side, side], None).axes:
-        assert all(line.get_linewidth() < 2 for line in panel.get_lines())  # steps differ: no mean
+        assert not bold_lines(panel)  # steps differ: no mean
 
 
-def test_the_first_validation_does_not_eat_the_axis(tmp_path):
-    side = side_of("A", write(tmp_path / "a", GOOD))
+def test_the_difference_is_drawn_by_step_in_pairs(tmp_path):
+    a = side_of("A", write_long(tmp_path / "a", [3.2, 3.3, 3.1]))
+    b = side_of("B", write_long(tmp_path / "b", [3.3, 3.5, 3.4]))
+    panel = compare.draw([a, b], None).axes[2]
+    (mean,) = bold_lines(panel)
+    assert mean.get_ydata()[-1] == pytest.approx(-0.2) and mean.get_xdata()[-1] == 1125
+    (band,) = panel.collections
+    half = stats.t.ppf(0.975, 2) * 0.1 / math.sqrt(3)
+    at_end = [y for x, y in band.get_paths()[0].vertices if x == 1125]
+    assert min(at_end) == pytest.approx(-0.2 - half) and max(at_end) == pytest.approx(-0.2 + half)
+    assert panel.get_ylim()[0] < -0.3 and panel.get_ylim()[1] > 0
+    longer = side_of("B", write_long(tmp_path / "c", [3.3, 3.5, 3.4], every=150))
+    assert len(compare.draw([a, longer], None).axes) == 2  # other schedules are no pairs by step
+
+
+def test_few_validations_come_with_smoothed_training_losses(tmp_path):
+    a = side_of("A", write(tmp_path / "a", GOOD))
+    b = side_of("B", write(tmp_path / "b", SAME, first_seed=30))
+    for panel in compare.draw([a, b], None).axes:
+        dotted = [line for line in panel.get_lines() if line.get_linestyle() == ":"]
+        assert len(dotted) == 2 and "training loss, smoothed" in dotted[0].get_label()
+
+
+def test_the_range_is_the_end_of_the_runs(tmp_path):
+    side = side_of("A", write_long(tmp_path / "a", GOOD))
     for target, low in ((3.28, 3.2), (2.9, 2.8), (0.5, 3.2)):  # a target far below is left out
-        for panel in (*compare.draw([side, side], target).axes,
+        for panel in (*compare.draw([side, side], target).axes[:2],
                       compare.draw([side], target).axes[0]):
             bottom, top = panel.get_ylim()
-            assert low < bottom < 3.277 and 3.4 < top < 4.1, (bottom, top)
+            assert low < bottom < 3.277 and 3.5 < top < 3.75, (bottom, top)
+            start, end = panel.get_xlim()
+            assert 0.5 <= start / end < 0.6
 
 
 @pytest.mark.parametrize("name", ["console_only.log", "stopped_early.txt"])
 def test_without_tokens_the_steps_are_drawn(name):
-    side = compare.Side("A", [compare.read_run(LOGS / name, name)], 3.28)
-    assert compare.draw([side], 3.28).axes[1].get_xlabel() == "training step"
+    sides = [compare.Side(label, [logs.read_run(LOGS / name, name)], 3.28) for label in "AB"]
+    assert compare.draw(sides, 3.28).axes[1].get_xlabel() == "training step"
 
 
 def test_no_loss_no_picture(tmp_path):
     side = compare.Side("A", [read_text(tmp_path, log_text((math.nan,), total=9))], 3.28)
-    with pytest.raises(compare.BadInput, match="hold no loss"):
+    with pytest.raises(logs.BadInput, match="hold no loss"):
         compare.draw([side], 3.28)
 
 
@@ -678,16 +1097,16 @@ def test_a_run_alone_has_its_training_its_rates_and_its_speed(tmp_path):
     text = log_text((10.8, 4.0, 3.5), total=1000).replace("lr:1.000", "lr:0.500")
     side = compare.Side("A", [read_text(tmp_path, text)], None)
     losses, rates, speeds = compare.draw([side], None).axes
-    training, *validation = losses.get_lines()
+    (training,) = (line for line in losses.get_lines() if line.get_linestyle() == ":")
     assert list(training.get_xdata()) == [12.4, 12.5, 24.9, 25.0]
     assert list(training.get_ydata()) == [4.0, 4.0, 3.5, 3.5]
-    assert any(list(line.get_ydata()) == [10.8, 4.0, 3.5] and line.get_marker() == "."
-               for line in validation)
+    assert any(list(line.get_ydata()) == [10.8, 4.0, 3.5] and line.get_marker() == "o"
+               for line in losses.get_lines())
     (factors,) = rates.get_lines()
     assert list(factors.get_xdata()) == [124, 125, 249, 250] and {*factors.get_ydata()} == {0.5}
     (speed,) = speeds.get_lines()
-    assert list(speed.get_ydata()) == pytest.approx([10_000] * len(speed.get_ydata()))
-    assert speeds.get_ylabel().startswith("tokens a second") and len(speed.get_xdata()) > 2
+    assert list(speed.get_ydata()) == pytest.approx([10] * len(speed.get_ydata()))
+    assert speeds.get_ylabel().startswith("thousand tokens a second") and len(speed.get_xdata()) > 2
 
 
 def test_a_run_that_is_alive(tmp_path, capsys):
@@ -701,7 +1120,7 @@ def test_a_run_that_is_alive(tmp_path, capsys):
         assert (status, err, row[0]) == (0, "", "x") and steps in row
         assert "1 of the runs of A stopped before a last loss" in out
         side = side_of("A", tmp_path)
-        said = contextlib.nullcontext() if drawn else pytest.raises(compare.BadInput)
+        said = contextlib.nullcontext() if drawn else pytest.raises(logs.BadInput)
         with said:
             compare.draw([side], None)
 
@@ -776,10 +1195,10 @@ def test_what_is_written_by_hand_stays_in_the_table(checkout):
 
 def test_errors_about_the_table(checkout, tmp_path_factory):
     for folder in (checkout, tmp_path_factory.mktemp("no_checkout")):
-        with pytest.raises(compare.BadInput, match="git tracks no log here"):
+        with pytest.raises(logs.BadInput, match="git tracks no log here"):
             compare.update_readme(folder)
     write(checkout / "one", SAME)
     track(checkout, "one")
     (checkout / "README.md").write_text("no markers")
-    with pytest.raises(compare.BadInput, match="markers"):
+    with pytest.raises(logs.BadInput, match="markers"):
         compare.update_readme(checkout)

@@ -18,7 +18,7 @@ from conftest import ROOT
 from test_compare import LOGS, log_text
 
 from data import common
-from records import compare, export
+from records import export, logs
 
 PROGRAM = str(ROOT / "records" / "export.py")
 WHOLE = log_text()
@@ -38,7 +38,7 @@ def run(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["export.py", *map(str, arguments)])
         handler = signal.getsignal(signal.SIGTERM)
         try:
-            status = common.run(export.main, errors=(compare.BadInput,))
+            status = common.run(export.main, errors=(logs.BadInput,))
         except SystemExit as e:
             status = e.code
         finally:
@@ -75,7 +75,7 @@ def rows_of(text):
 def expected(path):
     """{step: its values} as a tracker gets them."""
     found = {}
-    for line in compare.read_run(path, "x").lines:
+    for line in logs.read_run(path, "x").lines:
         values = found.setdefault(line.step, {})
         if not values:
             values |= {name: getattr(line, name) for name in line._fields[4:]}
@@ -140,7 +140,7 @@ def test_a_loss_that_is_not_finite_is_null(run, tmp_path):
                                   "2026_seconds.txt", "console_only.log", "stopped_early.txt"])
 def test_a_published_log(run, name):
     head, *rows = rows_of(run(LOGS / name, "--to", "jsonl")[1])
-    lines = compare.read_run(LOGS / name, "x").lines
+    lines = logs.read_run(LOGS / name, "x").lines
     assert head["hyperparameters"] == {} and head["run"] == Path(name).stem
     assert rows == [{"run": head["run"]} | line._asdict() for line in lines] and len(rows) > 4
 
@@ -168,7 +168,7 @@ def test_a_log_that_grows_and_is_cut_is_followed_to_its_end(follow, tmp_path):
     assert [(row["step"], row["kind"]) for row in first] == [
         (0, "val"), (124, "train"), (125, "train"), (125, "val")]
     assert len(starts) == 2 and rows[starts[1]]["changed"] == ["muon_lr was 0.05 and is 0.02"]
-    lines = compare.read_run(tmp_path / "x.log", "x").lines
+    lines = logs.read_run(tmp_path / "x.log", "x").lines
     assert second == [{"run": "x"} | line._asdict() for line in lines]
 
 

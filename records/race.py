@@ -1,0 +1,394 @@
+"""Race a copy of the script against the script, by pairs of runs with the same seed:
+
+    ./run.sh race my_record.py [--vs=train_gpt.py] [--repeat=5] [preset] [flags]
+    ./run.sh race train_gpt.py --only_ours="--muon_lr=0.04"      two settings of one script
+
+Both scripts train in turn, --repeat times each, with seeds that both sides share: layers that a
+change leaves alone then begin with the same weights, and the data come in the same order, so that
+the differences of the pairs spread far less than the runs do. Each run is started by run.sh, on the
+same number of processes and threads as any other. Before the first one each script trains one step,
+which does not count but shows its mistakes.
+
+The race lies in records/race_NAME, a folder of logs for each side; NAME is the copy's, or --name.
+Interrupted, the same command goes on with the run that was cut short, from its beginning; it
+refuses if a script or a flag has changed since. With a higher --repeat it adds pairs. It ends with
+the verdict of compare.py (verdict.txt), a picture (race.png) and what was changed (NAME.patch).
+
+Flags go to both sides as they are, those in --only_ours to the copy alone. --seed=N makes N the
+first seed (default 1), --records=FOLDER moves the race, and --target=LOSS is a loss to reach, which
+the verdict then judges with the time to it. No checkpoint is saved unless --save_every asks for it.
+"""
+
+import contextlib
+import difflib
+import hashlib
+import io
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+ROOT = Path(__file__).resolve().parent.parent
+RUN = ROOT / "run.sh"
+sys.path.insert(0, str(ROOT))
+from data.common import ArgumentParser, UserError, require, run
+from records import compare, logs
+
+STEP = re.compile(r"(?m)^step:(\d+)/(\d+) (?:.*?val_loss:(\S+))?")
+LOG = re.compile(r"(?m)^log: (.+)$")
+@dataclass
+class Racer:
+    """One side of a race."""
+    name: str  # of its runs, and of their folder
+    script: str
+    sha256: str
+    flags: list[str]  # the preset first, if one is given
+
+@dataclass
+class Race:
+    folder: Path
+    ours: Racer
+    theirs: Racer
+    seeds: list[int]
+    target: float | None
+
+    def racers(self):
+        return self.ours, self.theirs
+
+# ---- What is raced -------------------------------------------------------------------------------
+
+def parse(arguments) -> Race:
+    parser = ArgumentParser(description=__doc__, prog="./run.sh race")
+    parser.add_argument("script", metavar="my_record.py", help="the copy")
+    parser.add_argument("--vs", default="train_gpt.py", metavar="SCRIPT", help="what it races "
+                        "against (default: train_gpt.py)")
+    parser.add_argument("--repeat", type=int, default=5, help="pairs of runs (default: 5)")
+    parser.add_argument("--only_ours", default="", metavar="FLAGS", help="flags of the copy alone")
+    parser.add_argument("--name", help="of the race (default: the copy's)")
+    parser.add_argument("--records", default="records", help="where the race's folder lies")
+    parser.add_argument("--seed", type=int, default=1, help="the first seed (default: 1)")
+    parser.add_argument("--target", type=float, help="a validation loss to reach")
+    options, flags = parser.parse_known_args(arguments)
+    require(options.script.endswith(".py"), f"found {options.script!r} as the first word, expected "
+            "the copy's file: ./run.sh race my_record.py [preset] [flags]")
+    require(options.repeat > 0, f"--repeat={options.repeat}: takes a number above 0")
+    require(options.seed >= 0, f"--seed={options.seed}: takes the first seed, 0 or more")
+    try:
+        only_ours = shlex.split(options.only_ours)
+    except ValueError as error:
+        raise UserError(f"--only_ours={options.only_ours}: cannot be split into flags ({error}); "
+                        "close its quotes") from None
+    for flag in [*flags, *only_ours]:
+        require(flag.partition("=")[0] not in ("--resume", "--check"),
+                f"{flag}: a race starts runs of its own; leave it out")
+    names = [Path(script).stem for script in (options.script, options.vs)]
+    if names[0] == names[1]:
+        names[0] += "_ours"
+    own = [*flags, *only_ours]
+    ours = Racer(names[0], options.script, script_hash(options.script), own)
+    theirs = Racer(names[1], options.vs, script_hash(options.vs), flags)
+    folder = Path(options.records, f"race_{options.name or names[0]}")
+    seeds = list(range(options.seed, options.seed + options.repeat))
+    return Race(folder, ours, theirs, seeds, options.target)
+
+def script_text(script: str) -> str:
+    try:
+        return Path(script).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{script}: cannot be read ({error}); name a script in or below "
+                        f"{ROOT}") from None
+
+def script_hash(script: str) -> str:
+    """As a log names it."""
+    return hashlib.sha256(script_text(script).encode()).hexdigest()
+
+def definition(race: Race) -> dict:
+    """What must not change while a race goes on; pairs may be added."""
+    return {"version": 1, "ours": asdict(race.ours), "theirs": asdict(race.theirs),
+            "first_seed": race.seeds[0], "NPROC": os.environ.get("NPROC")}
+
+def begin_or_go_on(race: Race):
+    """Write down what is raced; or refuse if a race of this name is of something else."""
+    path = race.folder / "race.json"
+    now = definition(race)
+    if not path.exists():
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(now, indent=1))
+        os.replace(unfinished, path)
+    try:
+        before = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"{path}: cannot be read as JSON ({error}); remove {race.folder} to begin "
+                        "anew") from None
+    old = flat(before)
+    new = flat(now)
+    changed = [f"{key} was {old.get(key)} and is {new.get(key)}"
+               for key in dict.fromkeys([*new, *old]) if old.get(key) != new.get(key)]
+    require(not changed, f"{race.folder} was begun with other scripts or flags: "
+            f"{'; '.join(changed)}. Go back to them, or give this race a --name of its own")
+
+def flat(table, path="") -> dict:
+    """{"ours.script": ...} of nested tables."""
+    if not isinstance(table, dict):
+        return {path: table}
+    found = {}
+    for key, value in table.items():
+        found |= flat(value, f"{path}.{key}" if path else key)
+    return found
+
+# ---- The runs ------------------------------------------------------------------------------------
+
+def counted(race: Race, racer: Racer) -> dict:
+    """{seed: run} of the finished runs of one side: the first of each seed."""
+    found = {}
+    for path in sorted(Path(race.folder, racer.name).glob("*.log")):
+        with contextlib.suppress(logs.BadInput):
+            one = logs.read_run(path, path.stem)
+            same = hashlib.sha256(one.source.encode()).hexdigest() == racer.sha256
+            if one.finished and not one.diverged and same and one.seed in map(str, race.seeds):
+                found.setdefault(int(one.seed), one)
+    return found
+
+def put_away_unfinished(race: Race):
+    """Move logs of runs that were cut short out of the way; nothing writes them any more."""
+    for racer in race.racers():
+        kept = {one.path for one in counted(race, racer).values()}
+        for path in Path(race.folder, racer.name).glob("*.log"):
+            if str(path) not in kept:
+                away = race.folder / "interrupted"
+                away.mkdir(exist_ok=True)
+                os.replace(path, away / path.name)
+
+@contextlib.contextmanager
+def lock(race: Race):
+    """Held by this program and by what it starts: where it was killed, a run may outlive it."""
+    race.folder.mkdir(parents=True, exist_ok=True)
+    with open(race.folder / "lock", "w") as file:
+        waited = False
+        while fcntl:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not waited:
+                    say(f"a run of this race is still at work in {race.folder}: waiting for its "
+                        "end, to count it (Ctrl+C stops waiting)")
+                waited = True
+                time.sleep(0.1)
+        yield file
+
+def say(text: str, end: str = "\n"):
+    print(f"race: {compare.printable(text)}", end=end, flush=True)
+
+def start(race: Race, racer: Racer, seed: int, records: Path, lock_file, watch, more=(),
+          **variables):
+    """Train by run.sh; (the log that the run names or None, its output). watch(new output) is
+    called ten times a second. The output goes to a file, so that no run needs a reader."""
+    saves = any(flag.partition("=")[0] == "--save_every" for flag in racer.flags)
+    flags = [*racer.flags, *([] if saves else ["--save_every=0"]), f"--seed={seed}",
+             f"--name={racer.name}", f"--records={records}", *more]
+    console = race.folder / "console.txt"
+    environment = os.environ | {"PYTHON": sys.executable} | variables
+    inherited = [lock_file.fileno()] if fcntl else []
+    with open(console, "wb") as written, open(console, encoding="utf-8", errors="replace") as read:
+        program = subprocess.Popen(["bash", str(RUN), racer.script, *flags],
+                                   stdin=subprocess.DEVNULL, stdout=written,
+                                   stderr=subprocess.STDOUT, env=environment, pass_fds=inherited)
+        try:
+            while program.poll() is None:
+                time.sleep(0.1)
+                watch(read.read())
+        finally:
+            program.terminate()
+            program.wait()
+    output = console.read_text(encoding="utf-8", errors="replace")
+    named = LOG.findall(output)
+    if program.returncode or not named:
+        return None, output
+    return Path(named[-1]), output
+
+def one_step(race: Race, racer: Racer, lock_file):
+    """A run of one step that does not count, to show the script's mistakes: on one process, so that
+    their traceback is the last of its output. A script may refuse that number of steps, so that
+    two are tried then."""
+    records = race.folder / "one_step"
+    for steps in (1, 2):
+        more = [f"--num_iterations={steps}", "--val_loss_every=0", "--save_every=0"]
+        path, output = start(race, racer, race.seeds[0], records, lock_file, lambda text: None,
+                             more, NPROC="1")
+        last = output.strip().rpartition("\n")[2]
+        if path or "num_iterations" not in last:
+            break
+    if not path:
+        print(compare.printable(output[-20_000:]), file=sys.stderr)
+        raise UserError(f"{racer.script} fails in a run of {steps} step{'s' * (steps > 1)}, whose "
+                        "output is above; mend it and start the race again")
+    one = logs.read_run(path, path.stem)
+    shutil.rmtree(records)
+    require(one.finished and one.seed == str(race.seeds[0]), f"{racer.script}: its log says "
+            f"seed = {one.seed} at step {one.steps}, expected --seed={race.seeds[0]} and a "
+            "validation after the last step; a race needs both")
+
+class Progress:
+    """What is said of a run while it trains, and first of all how long the race will take."""
+
+    def __init__(self, what: str, runs_left: int, estimate: bool):
+        self.what = what
+        self.runs_left = runs_left
+        self.estimate = estimate
+        self.began = time.monotonic()
+        self.first = None  # (time, step) when the first step was seen
+        self.loss = "-"
+        self.rest = ""
+
+    def watch(self, text: str):
+        found = STEP.findall(self.rest + text)
+        self.rest = (self.rest + text)[-300:].rpartition("\n")[2]
+        if not found:
+            return
+        now = time.monotonic()
+        step, total = map(int, found[-1][:2])
+        self.loss = next((loss for *_, loss in reversed(found) if loss), self.loss)
+        if step and not self.first:
+            self.first = (now, step)
+        if not self.first or step == self.first[1]:
+            return
+        seconds = (now - self.first[0]) / (step - self.first[1]) * (total - step)
+        if now - self.first[0] > 10 or 10 * step >= total:
+            self.say_estimate(now - self.began + seconds)
+        if sys.stdout.isatty():
+            print(f"\r{self.what}: step {step}/{total}, val loss {self.loss}, about "
+                  f"{duration(seconds)} left for this run   ", end="\r", flush=True)
+
+    def say_estimate(self, seconds: float):
+        if self.estimate:
+            say(f"one run takes about {duration(seconds)}, so that {self.runs_left} runs take "
+                f"about {duration(seconds * self.runs_left)}")
+        self.estimate = False
+
+    def end(self):
+        self.say_estimate(time.monotonic() - self.began)  # where it was too short to say it before
+
+def duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 6000:
+        return f"{seconds / 60:.0f} minutes"
+    return f"{seconds / 3600:.1f} hours"
+
+# ---- The race ------------------------------------------------------------------------------------
+
+def missing_runs(race: Race):
+    """(pair, racer, seed) of what is still to run; who begins alternates from pair to pair, so
+    that a machine that grows slower does not favour one side."""
+    done = [counted(race, racer) for racer in race.racers()]
+    found = []
+    for i, seed in enumerate(race.seeds):
+        order = [0, 1] if i % 2 == 0 else [1, 0]
+        found += [(i + 1, race.racers()[side], seed) for side in order if seed not in done[side]]
+    return found
+
+def pairs_done(race: Race):
+    ours = counted(race, race.ours)
+    theirs = counted(race, race.theirs)
+    return [(ours[seed], theirs[seed]) for seed in race.seeds if seed in ours and seed in theirs]
+
+def standing(race: Race) -> str:
+    pairs = pairs_done(race)
+    losses = [[pair[side].loss for pair in pairs] for side in (0, 1)]
+    test = compare.paired(*losses)
+    lower = sum(a < b for a, b in zip(*losses))
+    text = (f"after {len(pairs)} pair{'s' * (len(pairs) != 1)}: {race.ours.name} "
+            f"{sum(losses[0]) / len(pairs):.4f}, {race.theirs.name} "
+            f"{sum(losses[1]) / len(pairs):.4f}, difference {test['difference']:+.4f}, lower in "
+            f"{lower} of {len(pairs)}")
+    if test["p"] is not None:
+        text += f", paired p = {test['p']:.2g}"
+    return text
+
+def run_all(race: Race, lock_file):
+    """Train what is missing. A run that fails ends the race, with its output."""
+    missing = missing_runs(race)
+    total = 2 * len(race.seeds)
+    estimate = True
+    if len(missing) < total:
+        seconds = [one.seconds for racer in race.racers() for one in counted(race, racer).values()]
+        left = duration(len(missing) * sum(seconds) / len(seconds))
+        say(f"{total - len(missing)} of {total} runs are done; the others train for about {left}, "
+            "without their start and validations")
+        estimate = False
+    elif missing:
+        say("one step of each script, which does not count, to see whether it runs")
+        for racer in race.racers():
+            one_step(race, racer, lock_file)
+    for i, (pair, racer, seed) in enumerate(missing):
+        what = f"pair {pair} of {len(race.seeds)}, {racer.name}, seed {seed}"
+        say(what)
+        progress = Progress(what, len(missing) - i, estimate)
+        path, output = start(race, racer, seed, race.folder / racer.name, lock_file,
+                             progress.watch)
+        progress.end()
+        estimate = False
+        if not path:
+            print(compare.printable(output[-20_000:]), file=sys.stderr)
+            raise UserError(f"{racer.script} failed with seed {seed}, see its output above; the "
+                            "same command goes on with this run")
+        one = counted(race, racer).get(seed)
+        require(one, f"{path}: the log is of no finished run of {racer.script} with seed {seed}; "
+                "it does not count, start the race again")
+        say(f"{what}: val loss {one.loss:.4f} after {one.steps} steps, {one.seconds:.1f} s of "
+            "training")
+        if len(counted(race, race.ours)) == len(counted(race, race.theirs)):
+            say(standing(race))
+
+def finish(race: Race):
+    """The verdict, the picture and the change."""
+    pairs = pairs_done(race)
+    picture = race.folder / "race.png"
+    arguments = [*[ours.path for ours, _ in pairs], "--vs", *[theirs.path for _, theirs in pairs],
+                 "--plot", str(picture)]
+    if race.target is not None:
+        arguments.append(f"--target={race.target}")
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        compare.main(arguments)
+    print()
+    print(out.getvalue(), end="", flush=True)
+    (race.folder / "verdict.txt").write_text(out.getvalue(), encoding="utf-8")
+    texts = [script_text(racer.script).splitlines(True) for racer in (race.theirs, race.ours)]
+    patch = difflib.unified_diff(*texts, race.theirs.script, race.ours.script)
+    (race.folder / f"{race.ours.name}.patch").write_text("".join(patch), encoding="utf-8")
+    say(f"the logs, verdict.txt and {picture.name} are in {race.folder}")
+
+def main():
+    os.chdir(ROOT)
+    race = parse(sys.argv[1:])
+    require(race.target is None or math.isfinite(race.target), "--target must be a number")
+    say(f"{race.ours.name} against {race.theirs.name}: {len(race.seeds)} pairs of runs, seeds "
+        f"{race.seeds[0]} to {race.seeds[-1]}, in {race.folder}")
+    with lock(race) as lock_file:
+        begin_or_go_on(race)
+        put_away_unfinished(race)
+        try:
+            run_all(race, lock_file)
+        except KeyboardInterrupt:
+            done = sum(len(counted(race, racer)) for racer in race.racers())
+            print()
+            say(f"{done} of {2 * len(race.seeds)} runs are done; the same command goes on from "
+                "there")
+            raise
+        finish(race)
+
+if __name__ == "__main__":
+    sys.exit(run(main, errors=(logs.BadInput,)))

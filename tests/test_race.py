@@ -1,0 +1,358 @@
+"""records/race.py: what it starts, in which order, what it counts, and how it goes on. Most races
+here are of a stand-in for the script, which writes logs of the same form in no time."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, TINY
+from scipy import stats
+
+sys.path.insert(0, str(ROOT))
+from data import common
+from records import logs, race
+
+STAND_IN = '''
+import argparse, hashlib, os, sys, time
+from pathlib import Path
+
+OFFSET = 0.0
+NOISE = 1.0
+source = Path(__file__).read_text()
+parser = argparse.ArgumentParser(allow_abbrev=False)
+parser.add_argument("preset", nargs="?")
+for name, value in dict(seed=0, num_iterations=5, val_loss_every=1, save_every=0).items():
+    parser.add_argument(f"--{name}", type=int, default=value)
+for name, value in dict(muon_lr=1.0).items():
+    parser.add_argument(f"--{name}", type=float, default=value)
+for name in ("name", "records"):
+    parser.add_argument(f"--{name}")
+args = parser.parse_args()
+with open(os.environ["STARTS"], "a") as file:
+    print(*sys.argv[1:], f"NPROC={os.environ.get('NPROC')}", file=file)
+Path(args.records).mkdir(parents=True, exist_ok=True)
+path = Path(args.records, f"{time.time_ns()}_{args.name}.log")
+log = open(path, "w", buffering=1)
+head = [f"{key} = {value!r}" for key, value in vars(args).items()]
+sha256 = hashlib.sha256(source.encode()).hexdigest()
+separator = "=" * 100
+print(*head, separator, "ranks: 1", f"script: sha256 {sha256} {source.count(chr(10))} lines",
+      separator, source.removesuffix("\\n"), separator, sep="\\n", file=log)
+N = args.num_iterations
+ns = time.time_ns() % 90  # no two runs take the same time
+hold = Path(os.environ["STARTS"] + ".hold")
+for step in range(N + 1):
+    while step == 3 and hold.exists():
+        time.sleep(0.02)
+    seeds = int(hashlib.sha256(str(args.seed).encode()).hexdigest()[:4], 16) / 65536
+    small = int(hashlib.sha256(f"{args.seed} {OFFSET}".encode()).hexdigest()[:4], 16) / 65536
+    loss = 5 - step / N + seeds + OFFSET * (1 + NOISE * small / 10)
+    line = (f"step:{step}/{N} val_loss:{loss:.4f} train_time:{100 * step + ns}ms "
+            f"step_avg:{100 if step else float('nan'):.2f}ms tokens:{step} lr:1.000 window:128")
+    print(line, file=log)
+    print(line, flush=True)
+print(f"log: {path}", file=log)
+print(f"log: {path}", flush=True)
+'''
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with the script, a copy that is better by about 0.1, and a run.sh that starts
+    them."""
+    (tmp_path / "base.py").write_text(STAND_IN)
+    (tmp_path / "record.py").write_text(STAND_IN.replace("OFFSET = 0.0", "OFFSET = -0.1"))
+    (tmp_path / "run.sh").write_text('exec "$PYTHON" "$@"\n')
+    monkeypatch.setattr(race, "RUN", tmp_path / "run.sh")
+    monkeypatch.setenv("STARTS", str(tmp_path / "starts"))
+    monkeypatch.delenv("NPROC", raising=False)
+    return tmp_path
+
+
+def run_race(place, *flags, script="record.py"):
+    """The exit status of a race in this process."""
+    argv = [str(place / script), f"--vs={place / 'base.py'}", f"--records={place / 'records'}",
+            *flags]
+    before = sys.argv
+    handler = signal.getsignal(signal.SIGTERM)
+    sys.argv = ["race.py", *argv]
+    try:
+        return common.run(race.main, errors=(logs.BadInput,))
+    finally:
+        sys.argv = before
+        signal.signal(signal.SIGTERM, handler)
+        os.chdir(ROOT)
+
+
+def starts(place):
+    """(name, seed, num_iterations or None) of each run that was started."""
+    found = []
+    for line in (place / "starts").read_text().splitlines():
+        given = dict(re.findall(r"--(\w+)=(\S+)", line))
+        found.append((given["name"], int(given["seed"]), given.get("num_iterations")))
+    return found
+
+
+def finished_logs(place, side):
+    return sorted((place / "records" / "race_record" / side).glob("*.log"))
+
+
+def test_a_race_in_turn_with_the_same_seeds(place, capsys):
+    assert run_race(place, "--repeat=3", "--target=4.0", "--muon_lr=2") == 0
+    assert starts(place) == [
+        ("record", 1, "1"), ("base", 1, "1"),  # one step of each
+        ("record", 1, None), ("base", 1, None), ("base", 2, None), ("record", 2, None),
+        ("record", 3, None), ("base", 3, None)]
+    out = capsys.readouterr().out
+    folder = place / "records" / "race_record"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "base", "console.txt", "lock", "race.json", "race.png", "record", "record.patch",
+        "verdict.txt"]
+    ends = [[logs.read_run(path, "x").loss for path in finished_logs(place, side)]
+            for side in ("record", "base")]
+    p = stats.ttest_rel(*ends).pvalue
+    verdict = " ".join((folder / "verdict.txt").read_text().split())
+    assert re.search(r"record is better than base by 0\.1\d* nats a token ", verdict)
+    assert f"(p = {p:.2g}) by the t-test of 3 pairs" in verdict and verdict in " ".join(out.split())
+    assert "below 4 at p < 0.01: record" in verdict
+    assert "after 1 pair: record " in out and f"lower in 3 of 3, paired p = {p:.2g}" in out
+    assert re.search(r"one run takes about \d+ s, so that 6 runs take about \d+ s\n", out)
+    patch = (folder / "record.patch").read_text()
+    assert "-OFFSET = 0.0\n+OFFSET = -0.1\n" in patch
+    again = subprocess.run(["patch", "-o", "-", str(place / "base.py")], input=patch, text=True,
+                           capture_output=True, check=False)
+    assert again.returncode or again.stdout == (place / "record.py").read_text()
+    assert (folder / "race.png").read_bytes().startswith(b"\x89PNG")
+    assert all("--muon_lr=2" in line and "--save_every=0" in line
+               for line in (place / "starts").read_text().splitlines())
+
+
+def test_a_finished_race_starts_nothing_and_more_pairs_are_added(place, capsys):
+    assert run_race(place, "--repeat=2") == 0
+    before = starts(place)
+    assert run_race(place, "--repeat=2") == 0 and starts(place) == before
+    assert run_race(place, "--repeat=3") == 0
+    assert starts(place)[len(before):] == [("record", 3, None), ("base", 3, None)]
+    assert "4 of 6 runs are done" in capsys.readouterr().out
+
+
+def test_two_settings_of_one_script(place):
+    flags = [f"--records={place / 'records'}", "--repeat=2", "--seed=7", "--save_every=3"]
+    assert run_race(place, "demo", *flags, "--only_ours=--muon_lr=0.5 --val_loss_every=2",
+                    "--name=x", script="base.py") == 0
+    lines = (place / "starts").read_text().splitlines()[2:]
+    assert [seed for _, seed, _ in starts(place)[2:]] == [7, 7, 8, 8]
+    for line in lines:
+        assert line.startswith("demo ") and "--save_every=3" in line and "every=0" not in line
+        assert ("--muon_lr=0.5 --val_loss_every=2" in line) == ("--name=base_ours " in line)
+    assert (place / "records" / "race_x" / "base_ours").is_dir()
+
+
+def test_an_identical_copy_has_no_effect(place, capsys):
+    (place / "record.py").write_text(STAND_IN)
+    assert run_race(place, "--repeat=2") == 0
+    assert "The change had no effect on the losses" in capsys.readouterr().out
+
+
+def test_a_mistake_shows_at_once_with_its_traceback(place, capsys):
+    (place / "record.py").write_text(STAND_IN.replace("loss = 5", "loss = missing"))
+    assert run_race(place) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" in err and "NameError: name 'missing' is not defined" in err
+    assert err.splitlines()[-1] == (f"error: {place}/record.py fails in a run of 1 step, whose "
+                                    "output is above; mend it and start the race again")
+    assert len(starts(place)) == 1 and "NPROC=1" in (place / "starts").read_text()
+
+
+def test_a_script_that_takes_no_single_step_is_tried_with_two(place):
+    text = STAND_IN.replace("N = args", 'assert args.num_iterations % 2 == 0 or '
+                            'sys.exit("error: --num_iterations takes multiples of 2")\nN = args')
+    for name in ("record.py", "base.py"):
+        (place / name).write_text(text)
+    assert run_race(place, "--num_iterations=6", "--repeat=1") == 0
+    assert [steps for *_, steps in starts(place)][:4] == ["1", "2", "1", "2"]
+    assert "--num_iterations=6" in (place / "starts").read_text().splitlines()[-1]
+
+
+def test_a_copy_that_ignores_its_seed_is_refused(place, capsys):
+    (place / "record.py").write_text(STAND_IN.replace("\nsource =", "\nsys.argv.append('--seed=9')"
+                                                      "\nsource ="))
+    assert run_race(place) == 2
+    assert "its log says seed = 9 at step 1, expected --seed=1" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_ends_the_race_and_is_run_again(place, capsys):
+    assert run_race(place, "--repeat=1") == 0
+    works = (place / "run.sh").read_text()
+    fails = 'case "$*" in *--seed=2*) echo no space; exit 1;; esac\n'
+    (place / "run.sh").write_text(fails + works)
+    assert run_race(place, "--repeat=2") == 2
+    out = capsys.readouterr()
+    assert "no space" in out.err
+    assert re.search(r"error: \S+ failed with seed 2", out.err)
+    (place / "run.sh").write_text(works)
+    assert run_race(place, "--repeat=2") == 0
+    assert [len(finished_logs(place, side)) for side in ("record", "base")] == [2, 2]
+
+
+@pytest.mark.parametrize("change, words", [
+    ("record", "ours.sha256 was "), ("base", "theirs.sha256 was "),
+    ("flags", "ours.flags was ['--muon_lr=1'] and is ['--muon_lr=2']"),
+    ("seed", "first_seed was 1 and is 2"), ("NPROC", "NPROC was None and is 2")])
+def test_a_race_that_goes_on_refuses_what_has_changed(change, words, place, capsys, monkeypatch):
+    assert run_race(place, "--repeat=1", "--muon_lr=1") == 0
+    before = starts(place)
+    if change in ("record", "base"):
+        with open(place / f"{change}.py", "a") as file:
+            file.write("# another\n")
+    if change == "NPROC":
+        monkeypatch.setenv("NPROC", "2")
+    flags = ["--muon_lr=2" if change == "flags" else "--muon_lr=1"]
+    flags += ["--seed=2"] if change == "seed" else []
+    assert run_race(place, "--repeat=2", *flags) == 2
+    err = capsys.readouterr().err
+    assert "was begun with other scripts or flags: " in err and words in err
+    assert "Go back to them, or give this race a --name of its own" in err
+    assert starts(place) == before
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--repeat=0"], "--repeat=0: takes a number above 0"),
+    (["--seed=-1"], "--seed=-1: takes the first seed"),
+    (["--resume=x.log"], "--resume=x.log: a race starts runs of its own"),
+    (["--check"], "--check: a race starts runs of its own"),
+    (["--only_ours='"], "cannot be split into flags (No closing quotation); close its quotes"),
+    (["--target=nan"], "--target must be a number"),
+    (["--vs=absent.py"], "absent.py: cannot be read")])
+def test_wrong_usage_starts_nothing(flags, words, place, capsys):
+    assert run_race(place, *flags) == 2
+    out = capsys.readouterr()
+    assert words in out.err and not (place / "starts").exists() and len(out.err.splitlines()) == 1
+
+
+def test_the_first_word_is_the_copy(place, capsys):
+    (place / "demo").touch()
+    assert run_race(place, script="demo") == 2
+    assert "as the first word, expected the copy's file" in capsys.readouterr().err
+
+
+PROGRAM = """
+import sys
+sys.path.insert(0, {root!r})
+from records import race, logs
+from data import common
+race.RUN = race.Path({run!r})
+sys.exit(common.run(race.main, errors=(logs.BadInput,)))
+"""
+
+
+def begin(place, *flags):
+    """A race in a program of its own, as in a shell; its output goes to the file `out`."""
+    code = PROGRAM.format(root=str(ROOT), run=str(place / "run.sh"))
+    command = [sys.executable, "-c", code, str(place / "record.py"), f"--vs={place / 'base.py'}",
+               f"--records={place / 'records'}", "--repeat=2", *flags]
+    with open(place / "out", "a") as out:
+        return subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+
+
+def wait_for(path, words, program=None):
+    """Until a file holds the words; a hang is a failure, by a generous limit."""
+    for _ in range(1200):
+        if path.exists() and words in path.read_text(errors="replace"):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{words!r} never came: {path.read_text() if path.exists() else path}")
+
+
+def alive(place):
+    """The stand-ins of this race that train."""
+    shown = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True)
+    return [line for line in shown.stdout.splitlines()
+            if str(place) in line and "--records" in line and "--seed" in line]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="signals and ps as on Linux")
+@pytest.mark.parametrize("number, group, status", [
+    (signal.SIGINT, True, 130), (signal.SIGTERM, False, 143), (signal.SIGKILL, False, -9),
+    (signal.SIGKILL, True, -9)])
+def test_interrupted_it_goes_on_and_no_run_is_lost_or_counted_twice(number, group, status, place):
+    program = begin(place)
+    wait_for(place / "out", "after 1 pair")
+    hold = place / "starts.hold"
+    hold.touch()
+    wait_for(place / "records" / "race_record" / "console.txt", "step:2/5")
+    (os.killpg if group else os.kill)(program.pid, number)
+    assert program.wait() == status
+    orphan = number == signal.SIGKILL and not group
+    if not orphan:
+        for _ in range(100):
+            if not alive(place):
+                break
+            time.sleep(0.1)
+        assert not alive(place)
+    text = (place / "out").read_text()
+    if number != signal.SIGKILL:
+        assert "race: 2 of 4 runs are done; the same command goes on from there" in text
+        assert text.endswith("interrupted\n") and "Traceback" not in text
+    program = begin(place)
+    if orphan:
+        wait_for(place / "out", "waiting for its end")
+    hold.unlink()
+    assert program.wait() == 0
+    text = (place / "out").read_text()
+    assert (("waiting for its end" in text), ("3 of 4 runs are done" in text)) == (orphan, orphan)
+    runs = [name for name, _, steps in starts(place)[2:]]
+    assert len(runs) == (4 if orphan else 5)
+    for side in ("record", "base"):
+        found = [logs.read_run(path, "x") for path in finished_logs(place, side)]
+        assert sorted(run.seed for run in found) == ["1", "2"]
+        assert all(run.finished for run in found)
+    cut = list((place / "records" / "race_record" / "interrupted").glob("*.log"))
+    assert len(cut) == (0 if orphan else 1)
+    assert "2 pairs" in (place / "records" / "race_record" / "verdict.txt").read_text()
+
+
+def test_only_finished_logs_of_this_script_and_these_seeds_count(place):
+    assert run_race(place, "--repeat=2") == 0
+    one = race.parse([str(place / "record.py"), f"--vs={place / 'base.py'}", "--repeat=2",
+                      f"--records={place / 'records'}"])
+    folder = place / "records" / "race_record" / "record"
+    first, second = finished_logs(place, "record")
+    assert set(race.counted(one, one.ours)) == {1, 2}
+    text = first.read_text()
+    (folder / "9_copy.log").write_text(text)  # of a seed that is there
+    assert {run.path for run in race.counted(one, one.ours).values()} == {str(first), str(second)}
+    of_base = finished_logs(place, "base")[0].read_text()  # whole, of seed 1, of another script
+    assert "seed = 1\n" in of_base
+    ends_in_nan = text.replace("step:5/5 val_loss:4", "step:5/5 val_loss:nan #")
+    for other in (of_base, text.replace("seed = 1", "seed = 3"), ends_in_nan,
+                  text.replace("OFFSET = -0.1", "OFFSET = 2"), text[:text.index("step:5/")]):
+        assert other != text
+        first.write_text(other)
+        (folder / "9_copy.log").write_text(other)
+        assert set(race.counted(one, one.ours)) == {2}
+
+
+def test_run_sh_races_the_script_itself(tmp_path, shards):
+    """From the shell, with the real script."""
+    copy = tmp_path / "record.py"
+    copy.write_text((ROOT / "train_gpt.py").read_text() + "# a remark\n")
+    flags = [flag for flag in TINY[1:] if not flag.startswith(("--seed", "--num_iter"))]
+    done = subprocess.run([str(ROOT / "run.sh"), "race", str(copy), "demo", "--repeat=1", *flags,
+                           *shards, "--num_iterations=2", "--micro_batches=1",
+                           f"--records={tmp_path}"], capture_output=True, text=True, check=False,
+                          env=os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "The change had no effect on the losses" in done.stdout
+    assert "source, B -> A: 1 place, -0 +1 lines" in done.stdout
+    for side in ("record", "train_gpt"):
+        (path,) = Path(tmp_path, "race_record", side).glob("*.log")
+        run = logs.read_run(path, "x")
+        assert run.seed == "1" and run.steps == 2 and "threads" in run.environment
+        assert json.loads((tmp_path / "race_record" / "race.json").read_text())["first_seed"] == 1
