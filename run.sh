@@ -1,16 +1,20 @@
 #!/usr/bin/env bash
-# ./run.sh [speedrun|speedrun_2026|demo|test] [--repeat=N] [flags: train_gpt.py --help, or pytest]
+# ./run.sh [SCRIPT.py] [speedrun|demo] [--repeat=N] [flags: train_gpt.py --help]
+# ./run.sh race my_record.py [--vs=train_gpt.py] [--repeat=5] [speedrun|demo] [flags]
+# ./run.sh test [--script SCRIPT.py] [flags: pytest --help]
 #
 # Finds or makes a Python environment, makes or fetches the data, checks everything, and trains: the
-# speedrun where there is a CUDA GPU, else the demo, which ends with a sample. --repeat=N trains N
-# times, each with a seed of its own, and compares. Paths count from this folder. Variables: PYTHON,
-# the interpreter; NPROC, processes (else one a GPU or core, as many as divide the micro-batches).
+# speedrun where there is a CUDA GPU, else the demo, which ends with a sample. SCRIPT.py is a copy
+# of train_gpt.py to train or to test in its place. --repeat=N trains N times, each with a seed of
+# its own, and compares the runs. Paths count from this folder. Variables: PYTHON, the interpreter;
+# NPROC, the number of processes (else one per GPU or core, as many as divide the micro-batches).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 die() { echo "error: $*" >&2; exit 2; }
 
 case " $* " in *" -h "*|*" --help "*) sed -n '2,/^set/s/^# \{0,1\}//p' run.sh; exit ;; esac
 needed="torch, numpy, tqdm, huggingface_hub"
+[ "${1:-}" != race ] || needed+=", scipy, matplotlib"
 [ "${1:-}" != test ] || needed+=", tiktoken, scipy, matplotlib, pyarrow, pytest, xdist, hypothesis"
 works() {  # whether the interpreter $1 has what is needed; prints its versions, or why not
   "$1" -c "import sys, $needed
@@ -29,34 +33,99 @@ if [ -z "$python" ]; then
   versions=$(works $python) || die ".venv cannot be used: $versions; remove it and start again"
 fi
 echo "run.sh: using $(command -v "$python") ($versions)"
-[ "${1:-}" != test ] || exec "$python" -m pytest "${@:2}"
+[ "${1:-}" != race ] || exec "$python" -W ignore records/race.py "${@:2}"
+if [ "${1:-}" = test ]; then
+  flags=("${@:2}")
+  # Until pytest has read tests/conftest.py, it takes the word after --script for a test.
+  for i in "${!flags[@]}"; do
+    if [ "${flags[i]:-}" = --script ]; then
+      flags[i]="--script=${flags[i + 1]:-}"
+      unset "flags[i + 1]"
+    fi
+  done
+  exec "$python" -m pytest ${flags[@]+"${flags[@]}"}
+fi
 
 exec "$python" -W ignore - "$python" "$@" <<'PY'
-import atexit, glob, math, os, re, shlex, subprocess, sys, sysconfig
-import torch, train_gpt
+import glob, importlib.util, math, os, re, shlex, signal, subprocess, sys, sysconfig
+import torch
 from data.common import ArgumentParser, UserError, require, run
 
-def start(*command):
-    """Run one of this folder's programs; end with its status where it fails."""
-    command = [sys.argv[1], *command]
-    print(f"run.sh: {shlex.join(command)}", flush=True)
-    program = subprocess.Popen(command)
-    atexit.register(program.wait)
-    atexit.register(program.terminate)  # before that: whatever ends this ends the program
-    if program.wait():
+# torchrun, which leaves the last word to the script and ends with the status of the rank that
+# failed first.
+TORCHRUN = """
+import logging, signal, sys
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main
+logging.disable()
+try:
+    main(sys.argv[1:])
+except ChildFailedError as e:
+    for rank, failure in e.failures.items():
+        # torchrun ends the others by SIGTERM. A rank that something else ended could not say so.
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+            print(f"error: rank {rank} was ended by {signal.Signals(-failure.exitcode).name}",
+                  file=sys.stderr)
+    sys.exit(e.get_first_failure()[1].exitcode % 256)
+except SignalException as e:
+    sys.exit(128 + e.sigval)
+"""
+script = "train_gpt.py"
+if sys.argv[2:] and sys.argv[2].endswith(".py"):
+    script = sys.argv.pop(2)
+
+def start(*command, shown=None, **options) -> str:
+    """Runs one of this folder's programs, and ends with its status if it fails. Returns its output
+    if stdout=subprocess.PIPE is given, and prints it meanwhile."""
+    print(f"run.sh: {shlex.join(shown or command)}", flush=True)
+    program = subprocess.Popen([sys.argv[1], *command], text=True, **options)
+    output = ""
+    try:
+        for line in program.stdout or []:
+            output += line
+            train_gpt.say(line.removesuffix("\n"))
+        program.wait()
+    except KeyboardInterrupt as e:
+        number = e.args[0] if e.args else signal.SIGINT
+        if number != signal.SIGINT:  # the terminal has sent that to the program as well
+            program.terminate()
+        try:
+            program.communicate(timeout=40)
+        finally:  # it hangs, or somebody is impatient
+            program.terminate()
+        sys.exit(128 + number)
+    if program.returncode:
         sys.exit(program.returncode % 256)
+    return output
+
+def interrupt(number, frame):
+    raise KeyboardInterrupt(number)
 
 def main():
+    global train_gpt
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, interrupt)
+    require(os.path.isfile(script), f"{script}: there is no such script")
+    spec = importlib.util.spec_from_file_location("train_gpt", script)
+    train_gpt = sys.modules["train_gpt"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(train_gpt)
+    try:
+        train()
+    except train_gpt.UserError as e:
+        raise UserError(e) from None
+
+def train():
     parser = ArgumentParser(add_help=False)
     parser.add_argument("--repeat", type=int)
     parser.add_argument("--NPROC", type=int, default=os.environ.get("NPROC") or 0)
     own, flags = parser.parse_known_args(sys.argv[2:])
     if flags and not flags[0].startswith("-"):
         flags[0] = f"--preset={flags[0]}"
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    hp, command = train_gpt.parse_flags(flags, "speedrun" if gpus else "demo")
+    hp, command = train_gpt.parse_flags(flags)
     require(own.repeat is None or own.repeat > 0 and hp.seed < 0 and not command.resume,
             f"--repeat={own.repeat}: takes a number above 0, and neither --seed nor --resume")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not gpus:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # processes are as fast as threads
         os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "1000000000")  # keep what a step frees
@@ -66,37 +135,46 @@ def main():
             version = re.search(r"\d+[.]\S+", open(driver).read())[0]
             raise UserError(f"torch {torch.__version__} sees no GPU with NVIDIA driver {version}; "
                             "install a torch that fits it, or set CUDA_VISIBLE_DEVICES= for a CPU")
-        require(command.preset == "demo" or command.check or "num_iterations" in command.given,
+        require(command.preset != "speedrun" or command.check or "num_iterations" in command.named,
                 "the speedrun takes weeks without a GPU; run demo, or insist by --num_iterations=N")
 
-    named = command.resume or {"train_files", "val_files"} & set(command.given)
-    if not named and command.preset != "demo":
-        train_gpt.check_settings(hp, world_size=1)
-        batches = [stage.batch for stage in train_gpt.parse_stages(hp.stages)] or [1]
-        tokens = [batch * hp.micro_batches * hp.train_seq_len for batch in batches]
-        used = max(1, 99_999_999 - max(tokens)) * hp.epochs  # of a chunk, at least
-        chunks = math.ceil(hp.num_iterations * sum(tokens) / len(tokens) / used)
-        start("data/fineweb.py", f"--num_chunks={chunks}")
-    elif not named and not (glob.glob(hp.train_files) and glob.glob(hp.val_files)):
-        options = ("--out data/demo --name demo --tokenizer bytes --shuffle --glob *.py --exclude "
-                   "*-packages --exclude test --exclude tests --exclude idle_test")
-        start("data/tokenize_text.py", sysconfig.get_path("stdlib"), *options.split())
+    # The data of a preset
+    micro_batches = hp.micro_batches
+    if command.resume:
+        micro_batches = train_gpt.find_checkpoint(command.resume)[1]["facts"]["micro_batches"]
+    elif not {"train_files", "val_files"} & set(command.named):
+        if hp.train_files.startswith("data/fineweb10B/"):
+            train_gpt.check_settings(hp, world_size=1)
+            sizes = [train_gpt.batch_size(step, hp) for step in (0, hp.num_iterations)]
+            usable = 99_999_999 - max(sizes) * hp.train_seq_len  # tokens of a chunk, at least
+            tokens = train_gpt.tokens_seen(hp.num_iterations, hp)
+            chunks = math.ceil(tokens / max(1, usable * hp.epochs))
+            start("data/fineweb.py", f"--num_chunks={chunks}")
+        elif hp.train_files.startswith("data/demo/") and not glob.glob(hp.train_files):
+            options = ("--out data/demo --name demo --tokenizer bytes --shuffle --glob *.py "
+                       "--exclude *-packages --exclude test --exclude tests --exclude idle_test")
+            start("data/tokenize_text.py", sysconfig.get_path("stdlib"), *options.split())
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    ranks = own.NPROC or max(n for n in range(1, (gpus or cores) + 1) if hp.micro_batches % n == 0)
-    print(f"run.sh: preset {command.preset}: {ranks} rank(s)")
-    os.environ["WORLD_SIZE"] = str(ranks)
-    start("train_gpt.py", "--check", *flags)
+    ranks = own.NPROC or max(n for n in range(1, (gpus or cores) + 1) if micro_batches % n == 0)
+    what = f"--resume={command.resume}" if command.resume else f"preset {command.preset}"
+    print(f"run.sh: {what}: {ranks} rank(s)")
+    start(script, "--check", *flags, env={**os.environ, "WORLD_SIZE": str(ranks)})
     if command.check:
         return
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    launch = ["--standalone", f"--nproc_per_node={ranks}", script, *flags]
+    logs = []
     for _ in range(own.repeat or 1):
-        start(*(launch if ranks > 1 else []), "train_gpt.py", *flags)
-    logs = sorted(glob.glob(f"{glob.escape(hp.records)}/*_{hp.name}.log"))  # by time
+        if ranks > 1:
+            output = start("-c", TORCHRUN, *launch, shown=["torchrun", *launch],
+                           stdout=subprocess.PIPE)
+        else:
+            output = start(script, *flags, stdout=subprocess.PIPE)
+        logs += re.findall("(?m)^log: (.*)$", output)[-1:]
     if own.repeat:
-        start("records/compare.py", *logs[-own.repeat:])
+        start("records/compare.py", *logs)
     elif command.preset == "demo" and hp.save_every and hp.num_iterations and not command.resume:
-        start("records/sample.py", logs[-1], "--tokens=300")
+        start("records/sample.py", *logs, f"--script={script}", "--tokens=300")
 
-sys.exit(run(main, errors=(train_gpt.UserError,)))
+sys.exit(run(main))
 PY

@@ -79,7 +79,14 @@ def find_files(inputs, globs, exclude, shuffle=False) -> list[Path]:
             left_out = {name for name in folders + names if matches_any(here / name, exclude)}
             folders[:] = set(folders) - left_out
             paths = (here / name for name in names if name not in left_out)
-            found += [path for path in paths if matches_any(path, globs or FOLDER_GLOBS)]
+            for path in paths:
+                if not matches_any(path, globs or FOLDER_GLOBS):
+                    continue
+                if (top / path).is_file():
+                    found.append(path)
+                else:
+                    print(f"note: {top / path} is left out: it is no file, or a link to a file that "
+                          "does not exist", file=sys.stderr)
         require(top.exists(), f"{top}: no such file or folder")
         require(found, f"{top}: no file there matches "
                 f"{' or '.join(globs) or '.txt .md .jsonl .parquet'}; --glob chooses others")

@@ -5,12 +5,13 @@
     python records/sample.py RUN --tokens 500 --temperature 1 --top_k 0 --seed 7
     python records/sample.py RUN --prompt "464 3290"     # in numbers, without GPT-2's vocabulary
 
-The text goes to stdout as it comes, up to --tokens or the model's end of text. Bytes that are no
-UTF-8 show as U+FFFD, control characters in the form \\x1b. The same seed gives the same text on the
-same hardware.
+The text goes to stdout token by token, until there are --tokens of them or the model ends its text.
+Bytes that are not UTF-8 are shown as U+FFFD, control characters in the form \\x1b. The same seed
+gives the same text on the same hardware.
 """
 
 import codecs
+import dataclasses
 import hashlib
 import importlib.util
 import itertools
@@ -30,14 +31,15 @@ from data.common import UserError
 from data.vocab import TOKENIZERS, load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-CONTROL = [*range(32), *range(127, 160)]  # what a terminal may take for a command
+CONTROL = [*range(32), *range(127, 160)]  # a terminal may take these for commands
 ESCAPES = {code: f"\\x{code:02x}" for code in CONTROL if chr(code) not in "\n\t"}
-NEEDED = ("BLOCK", "GPT", "Hyperparameters", "Rotary", "block_sparse", "checkpoints_in",
-          "read_checkpoint", "window_tokens")  # of a training script
+NEEDED = ("BLOCK", "GPT", "Hyperparameters", "Rotary", "block_sparse", "checkpoints_of",
+          "read_checkpoint", "window_tokens")  # what a training script must have
 
 
 class Trained(NamedTuple):
-    """A run's model in evaluation mode, for use without a compiler, and the script of its code."""
+    """A run's model in evaluation mode, for use without a compiler, and the script that trained
+    it."""
     model: nn.Module
     hp: object  # the script's Hyperparameters
     script: ModuleType
@@ -48,12 +50,12 @@ def note(line: str):
 
 
 def one_line(text) -> str:
-    """Text of unknown origin, fit for a message."""
+    """Text of unknown origin, made fit for a message."""
     return " ".join(str(text).split()).translate(ESCAPES)[:500]
 
 
 def number(kind: type, least: int):
-    """An argument's type: a number of that kind from least on."""
+    """The type of an argument that is a number of this kind, and not below `least`."""
     def parse(text: str):
         value = kind(text)
         if not least <= value < 2**63:
@@ -64,10 +66,10 @@ def number(kind: type, least: int):
 
 
 def arguments(description: str) -> common.ArgumentParser:
-    """A parser with what every program that uses a trained model takes."""
+    """A parser with the arguments of every program that uses a trained model."""
     parser = common.ArgumentParser(description=description)
     parser.add_argument("run", metavar="RUN", nargs="+",
-                        help="a run's log, its folder or a checkpoint; of several the newest")
+                        help="a run's log, its folder or a checkpoint; of several, the newest")
     parser.add_argument("--script", type=Path, metavar="FILE",
                         help="script that trained the run; default: the repository's train_gpt.py")
     parser.add_argument("--vocab_dir", metavar="DIR", help="folder with GPT-2's encoder.json and "
@@ -88,40 +90,40 @@ def load_script(path: Path) -> ModuleType:
         raise UserError(f"{path}: cannot be loaded ({type(e).__name__}: {one_line(e)})") from e
     missing = [name for name in NEEDED if not hasattr(script, name)]
     if missing:
-        raise UserError(f"{path}: is no training script, it has no {missing[0]}")
+        raise UserError(f"{path}: is not a training script, because it has no {missing[0]}")
     return script
 
 
 def source_hash(path: Path) -> str | None:
-    """The sha256 that a script's runs keep in their checkpoints; None for what is no script."""
+    """The sha256 that a script's runs keep in their checkpoints; None where there is no script."""
     try:
         if path.is_file():
             return hashlib.sha256(path.read_text(encoding="utf-8").encode()).hexdigest()
-    except (OSError, ValueError):  # unreadable, or no UTF-8
+    except (OSError, ValueError):  # unreadable, or not UTF-8
         pass
     return None
 
 
-def check_script(checkpoint: Path, payload: dict, path: Path, asked: bool):
+def check_script(checkpoint: Path, saved: dict, path: Path, asked: bool):
     """Raises UserError where path is not the script of the run, unless it was asked for by name."""
-    trained_by = payload.get("script")
+    trained_by = saved["facts"].get("script")
     if source_hash(path) == trained_by:
         return
-    name = str(payload.get("script_path"))
-    message = f"{checkpoint}: trained by {one_line(name)}, which is not {path} as it is now"
+    message = f"{checkpoint}: was trained by another script than {path} as it is now"
     if asked:
         note(message)
         return
-    candidates = [Path(name), *sorted(Path().glob("*.py")), *sorted(ROOT.glob("*.py"))]
+    candidates = [*sorted(Path().glob("*.py")), *sorted(ROOT.glob("*.py")),
+                  *sorted(ROOT.glob("records/*/train_gpt.py"))]
     for candidate in candidates:
         if source_hash(candidate) == trained_by:
             raise UserError(f"{message}; add --script {one_line(shlex.quote(str(candidate)))}")
-    raise UserError(f"{message}; add --script FILE (the run's log holds its text), or "
+    raise UserError(f"{message}; add --script FILE (the run's log contains its text), or "
                     f"--script {shlex.quote(str(path))} to try this one all the same")
 
 
 def folder_of(run: Path) -> Path:
-    """The folder of a run that is named by its log, its folder or a checkpoint."""
+    """The folder of the run that this log, folder or checkpoint belongs to."""
     if run.suffix == ".pt":
         return run.parent
     if run.suffix == ".log" and not run.is_dir():
@@ -135,31 +137,31 @@ def find_checkpoint(run: Path, script: ModuleType) -> Path:
         return run
     if run.suffix == ".pt" or not (folder.is_dir() or run.is_file()):
         raise UserError(f"{run}: there is no such run; name its log, its folder or a checkpoint")
-    checkpoints = script.checkpoints_in(folder)
+    checkpoints = script.checkpoints_of(folder.parent / f"{folder.name}.log")
     if not checkpoints:
-        raise UserError(f"{folder}: holds no checkpoint; the run has not saved one yet, or was "
-                        "told to save none (--save_every=0)")
+        raise UserError(f"{folder}: has no checkpoint; the run has not saved one yet, or was told "
+                        "to save none (--save_every=0)")
     return checkpoints[0]
 
 
 def load_model(run, device="cpu", script_path: Path | None = None) -> Trained:
-    """The newest model of a run that is named by its log, its folder or a checkpoint.
-
-    script_path: the script that trained it, where that is not the repository's train_gpt.py.
-    Raises UserError where there is no model, where it is another script's, or does not fit."""
+    """The newest model of the run that this log, folder or checkpoint belongs to. script_path names
+    the script that trained it, if that is not the repository's train_gpt.py. Raises UserError where
+    there is no model, where another script trained it, or where it does not fit."""
     path = script_path or ROOT / "train_gpt.py"
     script = load_script(path)
     checkpoint = find_checkpoint(Path(run), script)
     try:
-        payload = script.read_checkpoint(checkpoint)
+        saved = script.read_checkpoint(checkpoint)
     except script.UserError as e:
         raise UserError(one_line(e)) from None
-    if not isinstance(payload, dict):
-        raise UserError(f"{checkpoint}: is no checkpoint of a run")
-    check_script(checkpoint, payload, path, asked=script_path is not None)
+    if not isinstance(saved, dict) or not isinstance(saved.get("facts"), dict):
+        raise UserError(f"{checkpoint}: is not a checkpoint of a run")
+    check_script(checkpoint, saved, path, asked=script_path is not None)
     try:
-        hp = script.Hyperparameters(**payload["hyperparameters"])
-        weights = payload["model"]
+        settings = [field.name for field in dataclasses.fields(script.Hyperparameters)]
+        hp = script.Hyperparameters(**{name: saved["facts"][name] for name in settings})
+        weights = saved["model"]
         model = script.GPT(hp, script.block_sparse, weights["embed.weight"].dtype)
         model.load_state_dict(weights)
     except Exception as e:
@@ -169,7 +171,7 @@ def load_model(run, device="cpu", script_path: Path | None = None) -> Trained:
 
 
 def load_run(args) -> Trained:
-    """The model that the arguments name. Raises UserError."""
+    """The model of the run that the arguments name. Raises UserError."""
     try:
         if torch.device(args.device).type not in ("cpu", "cuda"):
             raise RuntimeError("neither cpu nor cuda")
@@ -179,12 +181,12 @@ def load_run(args) -> Trained:
     runs = [Path(run) for run in args.run]
     newest = max(runs, key=lambda run: (folder_of(run).absolute().name, run.name))
     if len(runs) > 1:
-        note(f"the newest of {len(runs)}: {newest}")
+        note(f"the newest of {len(runs)} runs: {newest}")
     return load_model(newest, args.device, args.script)
 
 
 def tokenizer_of(hp, vocab_dir):
-    """The tokenizer of a run's vocabulary. Raises UserError where it cannot be had."""
+    """The tokenizer of a run's vocabulary. Raises UserError if it is not available."""
     names = {tokenizer.vocab_size: name for name, tokenizer in TOKENIZERS.items()}
     if hp.vocab_size not in names:
         raise UserError(f"no tokenizer is known for a vocabulary of {hp.vocab_size} tokens")
@@ -192,29 +194,37 @@ def tokenizer_of(hp, vocab_dir):
 
 
 def features(trained: Trained, tokens: list[int]) -> Tensor:
-    """x_TD for the head, of tokens and what fills their last block, with the last step's windows.
+    """What the model hands to its head, x_TD, for tokens whose last block is filled up, with the
+    windows of the last step.
 
-    Attention sees only distances, and none beyond its window, so a sequence may be longer than any
-    in training: it only needs angles for its positions."""
+    Attention depends on distances alone, and on none beyond its window. So a sequence may be longer
+    than those in training: it only needs angles for its positions."""
     model, hp, script = trained
     device = model.embed.weight.device
     padded = tokens + [hp.vocab_size - 1] * (-len(tokens) % script.BLOCK)
-    if len(padded) > len(model.rotary.cos):
-        model.rotary = script.Rotary(hp.head_dim, len(padded), hp.rope_base).to(device)
+    for rotary in [module for module in model.modules() if isinstance(module, script.Rotary)]:
+        if len(padded) > len(rotary.cos):  # the layers share one table
+            longer = script.Rotary(hp.head_dim, len(padded), hp.rope_base).to(device)
+            rotary.cos = longer.cos
+            rotary.sin = longer.sin
     window = script.window_tokens(hp.num_iterations, hp)
-    return model.features(torch.tensor(padded, dtype=torch.int32, device=device),
-                          torch.tensor(window, dtype=torch.int32, device=device))
+    model.mean_loss = lambda x_TD, *rest: x_TD  # in place of the loss, which forward() ends with
+    try:
+        return model(torch.tensor(padded, dtype=torch.int32, device=device), None,
+                     torch.tensor(window, dtype=torch.int32, device=device))
+    finally:
+        del model.mean_loss  # of this object; its class keeps its own
 
 
 @torch.no_grad()
 def generate(trained: Trained, tokens: list[int], temperature: float = 0.8, top_k: int = 50,
              generator: torch.Generator | None = None):
-    """Yields the tokens that continue tokens, the last one an end of text; each by a forward over
-    all before it. top_k: choose from so many likeliest ones, 0 from all."""
+    """Yields the tokens that continue `tokens`, up to an end of text. Each takes a forward pass over
+    all tokens before it, and is drawn from the top_k likeliest ones, or from all if top_k is 0."""
     vocab_size = trained.hp.vocab_size
     tokens = list(tokens)
     while True:
-        x_D = features(trained, tokens)[len(tokens) - 1]  # the padding after it changes nothing
+        x_D = features(trained, tokens)[len(tokens) - 1]  # on which the padding has no influence
         logits_V = trained.model.logits(x_D)[:vocab_size].cpu() / max(temperature, 1e-6)
         values, ids = logits_V.topk(min(top_k or vocab_size, vocab_size))
         chosen = torch.multinomial(values.softmax(-1), 1, generator=generator)
@@ -229,7 +239,7 @@ def start(main) -> int:
         try:
             main()
         except torch.OutOfMemoryError:
-            raise UserError("out of GPU memory; ask for less, or take --device=cpu") from None
+            raise UserError("the GPU's memory is full; ask for less, or use --device=cpu") from None
     return common.run(within_memory)
 
 
@@ -242,12 +252,12 @@ def encode_prompt(prompt: str, tokenizer, vocab_size: int) -> list[int]:
             return tokens
     except ValueError:
         pass
-    raise UserError("--prompt: without its vocabulary it has to be token numbers from 0 to "
+    raise UserError("--prompt: without the vocabulary it has to be token numbers from 0 to "
                     f"{vocab_size - 1}, such as '464 32'")
 
 
 def token_bytes(token: int, tokenizer) -> bytes:
-    """A token as UTF-8, perhaps a part of a character; without a tokenizer its number."""
+    """A token in UTF-8, which may be a part of a character; without a tokenizer, its number."""
     if not tokenizer:
         return f"{token} ".encode()
     if tokenizer.name == "bytes":
@@ -258,19 +268,20 @@ def token_bytes(token: int, tokenizer) -> bytes:
 def main():
     parser = arguments(__doc__)
     parser.add_argument("--prompt", default="", metavar="TEXT",
-                        help="text to continue; default: none, a new document")
+                        help="text to continue; by default a new document begins")
     parser.add_argument("--tokens", type=number(int, 1), default=200, metavar="N",
-                        help="tokens to add at most; default 200")
+                        help="largest number of tokens to add; default 200")
     parser.add_argument("--temperature", type=number(float, 0), default=0.8, metavar="F",
-                        help="0 takes the likeliest token, 1 the model's own odds; default 0.8")
+                        help="0 takes the likeliest token, 1 draws by the model's own "
+                        "probabilities; default 0.8")
     parser.add_argument("--top_k", type=number(int, 0), default=50, metavar="K",
-                        help="choose from the K likeliest tokens, 0 from all; default 50")
+                        help="draw from the K likeliest tokens, or from all with 0; default 50")
     parser.add_argument("--seed", type=number(int, 0), default=0, metavar="S",
-                        help="seed of the choices; default 0")
+                        help="seed of the random choices; default 0")
     args = parser.parse_args()
     trained = load_run(args)
     model, hp, script = trained
-    if model.embed.weight.device.type == "cpu":  # few of which are fast in bfloat16
+    if model.embed.weight.device.type == "cpu":  # on which bfloat16 is rarely fast
         model.float()
     try:
         tokenizer = tokenizer_of(hp, args.vocab_dir)
@@ -278,7 +289,7 @@ def main():
         if args.vocab_dir:
             raise
         tokenizer = None
-        note(f"token numbers, for want of a vocabulary: {e}")
+        note(f"showing token numbers, because there is no vocabulary: {e}")
     prompt = encode_prompt(args.prompt, tokenizer, hp.vocab_size)
     eot = hp.vocab_size - 1
     decoder = codecs.getincrementaldecoder("utf-8")("replace")

@@ -6,18 +6,20 @@ the GPU can do.
     python tests/bench_gpu.py --train_files='data/fineweb10B/fineweb_train_*.bin'
     python tests/bench_gpu.py --train_seq_len=8192 --val_seq_len=8192 --micro_batches=48
 
-are: the speedrun on synthetic documents; on real shards; with flags of train_gpt.py.
+The first takes synthetic documents, the second real shards. Flags that are not this program's own
+go to train_gpt.py.
 
-First the GPU's ceilings: matrix products in bfloat16 and FP8, copies. Then train_gpt.py's own
-model, loader, optimizers and step, compiled as it compiles them: steps at three long windows,
-weighted over the schedule; the time by part from the profiler's kernel times; peak memory; what the
-FP8 casts lose. Times are medians after a warmup. A share of the floor is the time that the step's
-FLOPs would take at full rate, over the time it took: at the data sheet's rates, and at the measured
-ones.
+First it measures the GPU's ceilings: the rate of matrix products in bfloat16 and FP8, and of
+copies. Then it takes train_gpt.py's own model, loader, optimizers and step, compiled as the script
+compiles them, and measures: steps at three long windows, weighted over the schedule; the time of
+each part of a step, from the profiler's kernel times; peak memory, beside the estimate that could
+be made in advance; and what the FP8 casts lose. Times are medians after a warmup. "Share of the
+floor" is the time that the step's FLOPs would take at full rate, divided by the time that the step
+took: at the rates of the data sheet, and at the measured ones.
 
 Progress goes to stderr, the table to stdout; --json PATH is written anew after every stage. Exit
-status: 0 done, 2 wrong usage or no CUDA GPU. --cpu goes on without one, for a test of this program
-with small settings: its figures mean nothing.
+status: 0 when done, 2 for wrong usage or where there is no CUDA GPU. --cpu runs without one, as a
+test of this program with small settings. Its figures mean nothing.
 """
 
 import copy
@@ -39,12 +41,14 @@ from torch import Tensor
 from torch.autograd import DeviceType
 
 from data import common
-from train_gpt import (BLOCK, GPT, Hyperparameters, Ranks, UserError, block_sparse,
-                       build_optimizers, check_settings, evaluate, find_shards, flex, fp8_matmul,
-                       load_validation, norm, parse_flags, resolve, start_ranks, steps_of, to_fp8,
-                       train_batches, train_step, warm_up, window_tensor, window_tokens)
+from memory_plan import estimated_peaks, kept_bytes
+from train_gpt import (BLOCK, GPT, Hyperparameters, Shard, UserError, World, block_sparse,
+                       build_optimizers, check_settings, draw_weights, evaluate, find_shards, flex,
+                       fp8_matmul, load_validation, norm, parse_flags, resolve, step_starts, to_fp8,
+                       train_batches, train_step, warm_up, window_tensor, window_tokens,
+                       world_of_this_process)
 
-# Data sheets' dense TFLOP/s in bfloat16 and in FP8, by what a GPU's name holds.
+# The data sheets' dense TFLOP/s in bfloat16 and in FP8, by a part of the GPU's name.
 PEAK_TFLOPS = {
     "H200": (989, 1979),
     "H100 80GB HBM3": (989, 1979),
@@ -54,10 +58,12 @@ PEAK_TFLOPS = {
     "RTX 4090": (165, 330),
 }
 MATMUL = r"gemm|gemv|nvjet|cutlass|splitk|_scaled_mm|aten::(mm|bmm|addmm|baddbmm)$"
-RULES = [  # what was run, pattern of a kernel's name, its part of the step: the first that fits
+# (what was run, pattern of a kernel's name, the part of the step that it belongs to); the first row
+# that fits counts.
+RULES = [
     ("", r"memcpy|memset", "data and copies"),
     ("data", r"", "data and copies"),
-    # Without autotuning Inductor uses templates for nothing else.
+    # Without autotuning, Inductor uses templates for FlexAttention only.
     ("model", r"flex_attention|triton_tem", "attention"),
     ("model", MATMUL, "block matmuls"),
     ("model", r"", "norms, embeddings, elementwise"),
@@ -65,7 +71,7 @@ RULES = [  # what was run, pattern of a kernel's name, its part of the step: the
     ("optimizer", MATMUL, "Newton-Schulz matmuls"),
     ("optimizer", r"", "Muon's elementwise"),
 ]
-# The profiler lists these with the kernels.
+# The profiler lists these among the kernels.
 NO_KERNEL = re.compile(r"(Context|Device|Stream|Event|Unknown) Sync|Stream Wait Event")
 
 
@@ -73,14 +79,14 @@ NO_KERNEL = re.compile(r"(Context|Device|Stream|Event|Unknown) Sync|Stream Wait 
 # Arithmetic
 
 def part_of(region: str, kernel: str) -> str:
-    """The part of a step that a kernel belongs to, of what was run."""
+    """The part of a step that a kernel belongs to."""
     for where, pattern, part in RULES:
         if where in ("", region) and re.search(pattern, kernel, re.I):
             return part
 
 
 def by_part(region: str, kernels: list[tuple[str, float]]) -> Counter:
-    """Seconds by part, from the names and seconds of the kernels of what was run."""
+    """Seconds by part, from the names and the seconds of the kernels."""
     parts = Counter()
     for name, seconds in kernels:
         parts[part_of(region, name)] += seconds
@@ -88,9 +94,9 @@ def by_part(region: str, kernels: list[tuple[str, float]]) -> Counter:
 
 
 def split(wall: float, model: Counter, head: Counter, optimizer: Counter, data: Counter) -> dict:
-    """Seconds of a step by part, from the kernels' seconds by part. head is measured by itself and
-    taken out of model, whose kernels it repeats; the gaps are what the kernels leave of the wall
-    time."""
+    """Seconds of a step by part, from the kernels' seconds by part. The head was measured alone and
+    is subtracted from the model, whose kernels it repeats. The gaps are the wall time without the
+    kernels."""
     parts = Counter({part: 0.0 for _, _, part in RULES})
     for kernels in (model, optimizer, data):
         parts.update(kernels)
@@ -101,44 +107,49 @@ def split(wall: float, model: Counter, head: Counter, optimizer: Counter, data: 
 
 
 def weighted(windows: list[int], seconds: list[float], hp: Hyperparameters) -> float:
-    """The mean over the schedule's steps of what was measured at some windows, linear between
-    them."""
+    """The mean over the steps of the schedule of what was measured at some windows, interpolated
+    between them."""
     steps = [window_tokens(step, hp) for step in range(max(1, hp.num_iterations))]
     return float(np.interp(steps, windows, seconds).mean())
 
 
 def train_flops(model: GPT, hp: Hyperparameters) -> tuple[float, float]:
-    """(FLOPs a token in the blocks, in the head), forward and backward, averaged over the steps'
-    windows. Attention counts what window and diagonal leave visible; document borders, which hide
-    more, are not subtracted."""
+    """FLOPs per token (in the blocks, in the head), forward and backward, averaged over the steps'
+    windows. Attention is counted where the window and the diagonal leave keys visible; the borders
+    of documents, which hide more, are not subtracted."""
     sampled = range(0, max(1, hp.num_iterations), max(1, hp.num_iterations // 50))
     long = np.array([-(-window_tokens(step, hp) // BLOCK) for step in sampled])
     window_blocks = {"L": long, "S": np.maximum(1, long // 2)}
-    # A token in the n-th block sees n blocks, of its own one the half; at most those of the window.
+    # A token in the n-th block sees n blocks, or those of the window if they are fewer, and of its
+    # own block one half.
     blocks_so_far = np.arange(1, hp.train_seq_len // BLOCK + 1)
     keys = 0.0
     for kind, has_attention in zip(hp.windows, hp.attention):
         if has_attention == "x":
             seen = np.minimum.outer(window_blocks[kind], blocks_so_far).mean()
             keys += seen * BLOCK - (BLOCK - 1) / 2
-    in_matrices = 6 * sum(p.numel() for p in model.blocks.parameters())
+    in_matrices = 6 * matrix_elements(model)
     in_attention = 12 * hp.num_heads * hp.head_dim * keys
     return in_matrices + in_attention, 6 * model.lm_head.weight.numel()
 
 
+def matrix_elements(model: GPT) -> int:
+    return sum(p.numel() for p in model.blocks.parameters() if p.ndim == 2)
+
+
 def floor_seconds(tokens: int, flops: tuple[float, float], rates: tuple[float, float]) -> float:
-    """Seconds that (blocks, head) FLOPs a token take at (blocks, head) FLOP/s."""
+    """Seconds that FLOPs per token (in the blocks, in the head) take at FLOP/s of the same two."""
     return tokens * (flops[0] / rates[0] + flops[1] / rates[1])
 
 
 def at_window(hp: Hyperparameters, tokens: int) -> Hyperparameters:
-    """The same settings with that long window in every step."""
+    """The settings with this long window in every step."""
     return dataclasses.replace(hp, window_start=tokens, window_end=tokens)
 
 
 def cast_shares(x: Tensor, scale: float, dtype: torch.dtype) -> tuple[float, float, float]:
-    """Shares of values that a cast to FP8 saturates, that it flushes to zero, and of the absolute
-    sum that the latter held."""
+    """Of a cast to FP8: the share of the values that saturate, the share that is flushed to zero,
+    and their share of the sum of absolute values."""
     x = x.float()
     size = x.abs()
     flushed = (to_fp8(x, scale, dtype).float() == 0) & (x != 0)
@@ -149,7 +160,8 @@ def cast_shares(x: Tensor, scale: float, dtype: torch.dtype) -> tuple[float, flo
 
 
 class Report:
-    """Figures, each with its unit. save writes all that there are and says the stage on stderr."""
+    """Figures with their units. `save` writes those that there are so far, and prints the stage on
+    stderr."""
 
     def __init__(self, path: Path | None, about: dict):
         self.path = path
@@ -200,8 +212,8 @@ def timed(function, device: torch.device, repeat: int, warmup: int = 1) -> float
 
 
 def profiled(function, device: torch.device) -> list[tuple[str, float]]:
-    """(name, seconds) of each kernel that a call runs; on a CPU, of each operator without those
-    that it calls."""
+    """(name, seconds) of each kernel that a call runs; on a CPU, of each operator, without the
+    operators that it calls."""
     cuda = device.type == "cuda"
     activity = getattr(torch.profiler.ProfilerActivity, device.type.upper())
     where = getattr(DeviceType, device.type.upper())
@@ -222,8 +234,7 @@ def profiled(function, device: torch.device) -> list[tuple[str, float]]:
 
 def ceilings(hp: Hyperparameters, device: torch.device, repeat: int,
              report: Report) -> tuple[float, float]:
-    """FLOP/s of matrix products in the activations' type and in FP8 (the former where the head does
-    without)."""
+    """FLOP/s of matrix products in the dtype of the activations and in that of the head."""
     cuda = device.type == "cuda"
     best = {}
     for n in (4096, 8192, 16384) if cuda else (64, 128):
@@ -245,8 +256,9 @@ def ceilings(hp: Hyperparameters, device: torch.device, repeat: int,
 
 
 def write_documents(path: Path, num_tokens: int, vocab_size: int):
-    """A shard of random documents: lengths log-normal with a mean of some 700 tokens, as web pages
-    have; tokens by Zipf's law, since gradients of the same embedding wait for each other."""
+    """Writes a shard of random documents. Their lengths are log-normal with a mean of some 700
+    tokens, as those of web pages. Tokens follow Zipf's law, because gradients of the same embedding
+    wait for each other."""
     chance = np.random.default_rng(0)
     eot = vocab_size - 1
     tokens = (float(eot) ** chance.random(num_tokens)).astype("<u2") - 1
@@ -257,8 +269,8 @@ def write_documents(path: Path, num_tokens: int, vocab_size: int):
 
 
 def find_data(hp: Hyperparameters, real: bool, folder: str,
-              steps: int) -> tuple[dict[str, int], Hyperparameters]:
-    """Shards, and settings by which they hold so many steps, in as many passes as it takes."""
+              steps: int) -> tuple[list[Shard], Hyperparameters]:
+    """Shards, and the settings with enough passes over them for this number of steps."""
     step_tokens = hp.micro_batches * hp.train_seq_len
     if not real:
         hp = dataclasses.replace(hp, train_files=f"{folder}/bench_train_*.bin")
@@ -266,8 +278,8 @@ def find_data(hp: Hyperparameters, real: bool, folder: str,
         write_documents(Path(folder, "bench_train_000001.bin"), num_tokens, hp.vocab_size)
     hp = dataclasses.replace(hp, epochs=steps)
     shards = find_shards(hp.train_files)
-    held = sum(1 for _ in islice(steps_of(shards, hp), steps))
-    if held < steps or sum(shards.values()) <= hp.val_seq_len:
+    available = sum(1 for _ in islice(step_starts(shards, hp), steps))
+    if available < steps or sum(shard.tokens for shard in shards) <= hp.val_seq_len:
         raise UserError(f"--train_files={hp.train_files}: too few tokens for a step of "
                         f"{step_tokens} and for a validation sequence of {hp.val_seq_len}; name "
                         "larger shards")
@@ -275,61 +287,65 @@ def find_data(hp: Hyperparameters, real: bool, folder: str,
 
 
 class HeadAndLoss(GPT):
-    """A model that takes the features for its tokens: what is left of forward is the head and the
-    loss."""
+    """The head and the loss alone, of what the layers would hand to them."""
 
-    def features(self, x_TD: Tensor, window: Tensor) -> Tensor:
-        return x_TD
+    def forward(self, x_TD: Tensor, targets_T: Tensor, window: Tensor) -> Tensor:
+        return self.mean_loss(x_TD, targets_T)
 
 
 class Training:
-    """What train_gpt.train builds, and the parts of its step by themselves."""
+    """What train_gpt.main builds, and the parts of its step, each to be run alone."""
 
-    def __init__(self, hp: Hyperparameters, ranks: Ranks, shards: dict[str, int]):
+    def __init__(self, hp: Hyperparameters, world: World, shards: list[Shard]):
         self.hp = hp
-        self.ranks = ranks
-        self.device = ranks.device
-        self.stream = train_batches(shards, hp, ranks)
+        self.world = world
+        self.device = world.device
+        self.batches_of_steps = train_batches(shards, hp, world, 0)
         self.host_seconds = []  # of each step's data
         cuda = self.device.type == "cuda"
         dtype = getattr(torch, hp.dtype)
-        self.model = GPT(hp, flex if cuda else block_sparse, dtype).to(self.device)
+        self.model = GPT(hp, flex if cuda else block_sparse, dtype)
+        draw_weights(self.model, hp.seed)
+        self.model.to(self.device)
         self.params = list(self.model.parameters())
         self.compiled = self.model
-        self.head = copy.copy(self.model)  # the same parameters
+        self.head = copy.copy(self.model)  # which shares the parameters
         self.head.__class__ = HeadAndLoss
         if cuda:
             self.compiled = torch.compile(self.model, dynamic=False, fullgraph=True)
             self.head = torch.compile(self.head, dynamic=False, fullgraph=True)
-        self.optimizers = build_optimizers(self.model, hp, ranks)
+        self.optimizers = build_optimizers(self.model, hp, world)
         features = norm(torch.randn(hp.train_seq_len, hp.model_dim, device=self.device))
         self.x = features.to(dtype).requires_grad_()
         self.set_window(hp.window_start)
         self.run_data()
-        warm_up(self.compiled, self.optimizers, hp, ranks)
+        with estimated_peaks() as self.training_peaks:
+            self.run_micro_batch()
+        with estimated_peaks() as self.validation_peaks:  # and those of the optimizers, far lower
+            warm_up(self.compiled, self.optimizers, hp, world)
         self.run_head()
         self.clear_gradients()
         if cuda:
             torch.cuda.synchronize()
-            # A recompile among the timed steps is an error, as in a run.
+            # As in a run, a recompile among the timed steps is an error.
             torch.compiler.set_stance("fail_on_recompile")
 
     def set_window(self, tokens: int):
         self.settings = at_window(self.hp, tokens)
-        self.window = window_tensor(0, self.settings, self.ranks)
+        self.window = window_tensor(0, self.settings, self.world)
 
     def clear_gradients(self):
         self.model.zero_grad(set_to_none=True)
 
     def keep_gradients(self):
-        """Have run_optimizer work on the gradients of the batches as they are now."""
+        """Computes the gradients on which run_optimizer works."""
         self.clear_gradients()
         self.run_model()
         self.gradients = [p.grad for p in self.params]
 
     def run_data(self):
         began = time.perf_counter()
-        self.batches = next(self.stream)
+        self.batches = next(self.batches_of_steps)
         self.host_seconds.append(time.perf_counter() - began)
 
     def run_micro_batch(self, index: int = 0):
@@ -348,17 +364,16 @@ class Training:
     def run_optimizer(self):
         for p, gradient in zip(self.params, self.gradients):
             p.grad = gradient
-        # A step without micro-batches
-        train_step(self.compiled, [], self.optimizers, 0, self.settings, self.ranks)
+        train_step(self.compiled, [], self.optimizers, 0, self.settings, self.world)
 
     def run_step(self):
         self.run_data()
         self.loss = train_step(self.compiled, self.batches, self.optimizers, 0, self.settings,
-                               self.ranks)
+                               self.world)
 
 
 def peak_rates(hp: Hyperparameters, device: torch.device) -> tuple[float, float] | None:
-    """The data sheet's FLOP/s of this GPU in bfloat16 and in what the head uses, where known."""
+    """The data sheet's FLOP/s of this GPU in bfloat16 and in the head's dtype, where known."""
     if device.type == "cuda" and hp.dtype == "bfloat16":
         for name, (bf16, fp8) in PEAK_TFLOPS.items():
             if name in torch.cuda.get_device_name(device):
@@ -368,7 +383,7 @@ def peak_rates(hp: Hyperparameters, device: torch.device) -> tuple[float, float]
 
 def measure_steps(training: Training, windows: list[int], repeat: int,
                   measured_rates: tuple[float, float], report: Report):
-    """Steps at each window and over the schedule."""
+    """Measures steps at each window, and their mean over the schedule."""
     hp, device = training.hp, training.device
     tokens = hp.micro_batches * hp.train_seq_len
     rates = {"measured ceilings": measured_rates}
@@ -406,8 +421,8 @@ def measure_steps(training: Training, windows: list[int], repeat: int,
 
 
 def measure_parts(training: Training, window: int, repeat: int, report: Report):
-    """A step's time by part, at a window; and, without the profiler's help, what its regions take
-    by themselves."""
+    """Measures a step's time by part, at one window; and, without the profiler, how long its
+    regions take when they run alone."""
     hp, device = training.hp, training.device
     tokens = hp.micro_batches * hp.train_seq_len
     training.set_window(window)
@@ -417,7 +432,7 @@ def measure_parts(training: Training, window: int, repeat: int, report: Report):
              "head and loss of a micro-batch": training.run_head}
     for name, function in alone.items():
         report.add(f"alone: {name}", 1000 * timed(function, device, repeat), "ms")
-    head = profiled(training.run_head, device)  # adds to a gradient, as all but the first one do
+    head = profiled(training.run_head, device)
     training.clear_gradients()
     data = profiled(training.run_data, device)
     model = profiled(training.run_model, device)
@@ -432,7 +447,7 @@ def measure_parts(training: Training, window: int, repeat: int, report: Report):
         report.add(f"part: {part}", 1000 * seconds, "ms")
     report.add("kernels in a step", len(data + model + optimizer), "launches")
     in_blocks, in_head = train_flops(training.model, at_window(hp, window))
-    in_matrices = 6 * sum(p.numel() for p in training.model.blocks.parameters())
+    in_matrices = 6 * matrix_elements(training.model)
     flops = {"block matmuls": in_matrices, "attention": in_blocks - in_matrices,
              "head and loss": in_head}
     for part, flops_a_token in flops.items():
@@ -442,21 +457,21 @@ def measure_parts(training: Training, window: int, repeat: int, report: Report):
     report.save(f"parts of a step at window {window}")
 
 
-def measure_validation(training: Training, shards: dict[str, int], repeat: int, report: Report):
-    """One validation sequence, at the last window."""
+def measure_validation(training: Training, shards: list[Shard], repeat: int, report: Report):
+    """Measures one validation sequence, at the last window."""
     hp = at_window(training.hp, training.hp.window_end)
     hp = dataclasses.replace(hp, val_tokens=hp.val_seq_len)
-    sequences = load_validation(shards, hp, training.ranks)
+    sequences = load_validation(shards, hp, training.world)
 
     def validate():
-        evaluate(training.compiled, sequences, 0, hp, training.ranks)
+        evaluate(training.compiled, sequences, 0, hp, training.world)
 
     seconds = timed(validate, training.device, min(3, repeat))
     report.add(f"validation sequence, window {hp.window_end}", 1000 * seconds, "ms")
 
 
 def measure_memory(name: str, device: torch.device, function, report: Report):
-    """Peak memory while function runs."""
+    """Measures the peak memory while a function runs."""
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.synchronize()
@@ -470,15 +485,16 @@ def measure_memory(name: str, device: torch.device, function, report: Report):
 
 
 def fp8_scales(hp: Hyperparameters) -> tuple[float, float, float]:
-    """The script's own, for a model of these settings, also where its head does without FP8."""
+    """The script's own scales for a model of these settings, also where its head does not use
+    FP8."""
     hp = dataclasses.replace(hp, use_fp8=True, train_seq_len=BLOCK, val_seq_len=BLOCK)
     with torch.device("meta"):
-        return GPT(hp, block_sparse).lm_head.fp8_scales
+        return GPT(hp, block_sparse, torch.bfloat16).lm_head.fp8_scales
 
 
 def measure_casts(training: Training, report: Report):
-    """What the head's FP8 casts lose at the weights that the steps here have led to, on the first
-    tokens of a sequence."""
+    """Measures what the head's FP8 casts lose, with the weights after the steps before, on the
+    first tokens of a sequence."""
     hp, model = training.hp, training.model
     length = min(32 * BLOCK, hp.train_seq_len)
     seen = {}
@@ -487,17 +503,17 @@ def measure_casts(training: Training, report: Report):
         seen["x"] = inputs[0].detach()
         seen["logits"] = output
 
-    attention = model.attention
-    model.attention = block_sparse  # FlexAttention wants a compiler
+    make_attend = model.make_attend
+    model.make_attend = block_sparse  # FlexAttention would have to be compiled
     hook = model.lm_head.register_forward_hook(watch)
-    model.eval()  # the head in the activations' type
+    model.eval()  # so that the head computes in the dtype of the activations
     inputs, targets = (t[:length] for t in training.batches[0])
-    # As the mean over a whole sequence, of several in a step, scales its gradient.
+    # In a step the loss is a mean over the whole sequence, divided by the number of micro-batches.
     loss = model(inputs, targets, training.window) * length / hp.train_seq_len / hp.micro_batches
     gradient, = torch.autograd.grad(loss, seen["logits"])
     model.train()
     hook.remove()
-    model.attention = attention
+    model.make_attend = make_attend
     operands = (("input", seen["x"], torch.float8_e4m3fn),
                 ("weight", model.lm_head.weight.detach(), torch.float8_e4m3fn),
                 ("gradient", gradient, torch.float8_e5m2))
@@ -509,18 +525,30 @@ def measure_casts(training: Training, report: Report):
     report.save("FP8 casts")
 
 
-def measure(hp: Hyperparameters, ranks: Ranks, real: bool, folder: str, args, report: Report):
-    device, repeat = ranks.device, args.repeat
+def report_estimates(training: Training, report: Report):
+    """Reports the memory that could be told before anything ran: what is kept from step to step,
+    and with it the most that the compiled programs take."""
+    kept = kept_bytes(training.hp, training.world.size)
+    report.add("memory kept between steps, estimate", kept / 2**20, "MiB")
+    for name, peaks in (("training", training.training_peaks),
+                        ("validation", training.validation_peaks)):
+        if peaks:  # there are none on a CPU, where nothing is compiled
+            report.add(f"peak memory, {name}, estimate", (kept + max(peaks)) / 2**20, "MiB")
+
+
+def measure(hp: Hyperparameters, world: World, real: bool, folder: str, args, report: Report):
+    device, repeat = world.device, args.repeat
     # 128, 896 and 1792 in the speedrun
     middle = -(-(hp.window_end // 2) // BLOCK) * BLOCK
     windows = sorted({hp.window_start, middle, hp.window_end})
     rates = ceilings(hp, device, repeat, report)
 
-    steps = (len(windows) + 2) * (repeat + 1) + 2  # as many as run_data is called below
+    steps = (len(windows) + 2) * (repeat + 1) + 2  # run_data is called so often below
     shards, hp = find_data(hp, real, folder, steps)
     began = time.perf_counter()
-    training = Training(hp, ranks, shards)
-    report.add("compile and warmup, head by itself included", time.perf_counter() - began, "s")
+    training = Training(hp, world, shards)
+    report.add("compile and warmup, without a cache", time.perf_counter() - began, "s")
+    report_estimates(training, report)
     report.save("compiled")
 
     measure_memory("training", device,
@@ -542,33 +570,32 @@ def main():
                         help="long window of the time by part (the middle one of the three)")
     parser.add_argument("--cpu", action="store_true", help="go on without a CUDA GPU")
     args, more = parser.parse_known_args()
-    hp, command = parse_flags(more, "speedrun")
+    hp, command = parse_flags(["--preset=speedrun", *more])  # a preset in `more` comes later
     check_settings(hp, 1)
     if args.repeat < 1 or command.check or command.resume:
         raise UserError("--repeat counts from 1; --check and --resume are for runs")
-    if hp.stages or hp.adam_every > 1 or hp.future_tokens:
-        raise UserError("every step is to do the same: give --stages= --adam_every=1 "
-                        "--future_tokens=0 beside a preset that has them")
     if not torch.cuda.is_available() and not args.cpu:
-        raise UserError("there is no CUDA GPU; --cpu goes on without one, with small settings and "
-                        "for a test only")
-    ranks = start_ranks()
-    if ranks.world_size > 1:
+        raise UserError("there is no CUDA GPU; --cpu runs without one, as a test with small "
+                        "settings")
+    world = world_of_this_process()
+    if world.size > 1:
         raise UserError("this measures one GPU; start it without torchrun")
-    hp = resolve(hp, ranks.device)
+    hp = dataclasses.replace(resolve(hp, world.device), seed=0)
     torch.manual_seed(0)
-    real = "train_files" in command.given
-    cuda = ranks.device.type == "cuda"
+    # The compiler estimates the memory of what it compiles, and not of what it finds in its cache.
+    torch.compiler.config.force_disable_caches = True
+    real = "train_files" in command.named
+    cuda = world.device.type == "cuda"
     report = Report(args.json, dict(
-        device=torch.cuda.get_device_name(ranks.device) if cuda else "CPU",
+        device=torch.cuda.get_device_name(world.device) if cuda else "CPU",
         torch=torch.__version__, cuda=torch.version.cuda, flags=" ".join(more),
         data=hp.train_files if real else "synthetic documents", dtype=hp.dtype, fp8_head=hp.use_fp8,
         micro_batches=hp.micro_batches, train_seq_len=hp.train_seq_len, val_seq_len=hp.val_seq_len,
         repeat=args.repeat))
     try:
         with tempfile.TemporaryDirectory() as folder:
-            measure(hp, ranks, real, folder, args, report)
-    finally:  # what was measured before an error is not lost
+            measure(hp, world, real, folder, args, report)
+    finally:  # after an error, too
         print(report.table())
 
 

@@ -3,12 +3,13 @@
 
     python tests/bench_techniques.py --seeds=3 --out=records/techniques/losses.csv
 
-A technique is left out by a flag, or in a copy of the script by a replaced line, which is looked
-for by its text: a technique that cannot be found is an error. Nothing else is tuned anew, so a
-difference also holds what the other settings owe to the technique. Each run is one process of one
-thread; --jobs run at a time. A line of the file is written as a run ends; what is there already is
-not run again. The table that is printed has differences of the final validation loss, in nats a
-byte, and their p-values (Welch). Exit status: 0, or 2 for wrong usage or a run that failed.
+A technique is left out by a flag, or by replacing its text in a temporary copy of the script; a
+text that the script does not have is an error. --script takes another script than train_gpt.py.
+Nothing else is tuned anew, so a difference also contains what the other settings owe to the
+technique. Each run is one process with one thread, and --jobs of them run at a time. A line of the
+file is written when a run ends, and a run whose line is there already is not made again. The table
+at the end has the differences of the final validation loss, in nats per byte, and their p-values
+(Welch). Exit status: 0, or 2 for wrong usage or a run that failed.
 """
 
 import os
@@ -26,33 +27,23 @@ sys.path.insert(0, str(ROOT))
 from data import common
 from train_gpt import PRESETS, UserError, find_shards, require
 
-MUON_ROWS = [f'Muon(named(r".*{name}\\.weight"), hp.muon_lr, hp, ranks'
-             for name in ("attn\\.qkv", "attn\\.proj", "mlp\\.fc", "mlp\\.proj")]
-ROTATED = "x_THK, self.cos[:len(x_THK)], self.sin[:len(x_THK)]"
-ZERO_INIT = "        nn.init.zeros_(self.proj.weight)\n"
-
-# What is left out: the flags, or the replacements (text, what takes its place) in a copy.
+# Each technique, and how to leave it out: flags, or replacements (text, what takes its place).
 WITHOUT = {
     "nothing": [],
-    "Muon (AdamW at 0.003 instead)": [
-        (f"{MUON_ROWS[0]}, 3)", f"{MUON_ROWS[0]})"),
-        *[(row, row.replace("Muon(", "Adam(").replace("hp.muon_lr", "0.003"))
-          for row in MUON_ROWS]],
-    "NorMuon": ["--muon_beta2=0"],
+    "Muon (Adam at 0.003 instead)": [("Muon, hp.muon_lr)", "Adam, 0.003)")],
     "embedding of pairs": ["--pair_rows=0"],
     "value embeddings": ["--value_embeds=...."],
     "smear": ["--smear=false"],
     "key offset": ["--key_offset=false"],
     "U-Net skips": [("+ skip_weights.pop(0) * outputs", "+ 0 * skip_weights.pop(0) * outputs")],
-    "x0 in each layer": [("+ given.residual_mix[1] * given.x0_TD",
-                          "+ 0 * given.residual_mix[1] * given.x0_TD")],
-    "QK norm": [(f"NormAndRotate.apply({ROTATED})", f"rotated({ROTATED}).type_as(x_THK)")],
-    "rotary positions": [(f"NormAndRotate.apply({ROTATED})", "norm(x_THK)")],
-    "ReLU^2 (GELU instead)": [("F.relu(self.fc(x_TD))", "F.gelu(self.fc(x_TD))"),
-                               ("hidden * hidden", "hidden")],
-    "zero initial projections": [(ZERO_INIT, "")],
+    "x0 in each layer": [("+ self.residual_mix[1] * x0_TD", "+ 0 * self.residual_mix[1] * x0_TD")],
+    "QK norm": [("rotary(norm(q))", "rotary(q)"), ("rotary(norm(k))", "rotary(k)")],
+    "rotary positions": [("rotary(norm(q))", "norm(q)"), ("rotary(norm(k))", "norm(k)")],
+    "ReLU^2 (GELU instead)": [("F.relu(self.fc(x_TD)).square()", "F.gelu(self.fc(x_TD))")],
+    "zero initial projections": [("hp.model_dim, zero=True)", "hp.model_dim)"),
+                                 ("4 * dim, dim, zero=True)", "4 * dim, dim)")],
     "softcap of 15 (35 instead)": ["--lm_head_softcap=35"],
-    "document masks": [("(tokens_T == eot).cumsum", "(tokens_T < 0).cumsum")],
+    "document masks": [("(tokens_T == end_of_text).cumsum", "(tokens_T < 0).cumsum")],
     "full window from the start (warmup instead)": ["--window_start=128"],
     "short windows": ["--windows=LLLL"],
     "layer without attention": ["--attention=xxxx"],
@@ -61,40 +52,40 @@ WITHOUT = {
 
 
 def changed(source: str, replacements: list[tuple[str, str]]) -> str:
-    """The script's text with each replacement made, wherever its text stands."""
+    """The script with each text replaced wherever it stands."""
     for text, instead in replacements:
-        require(text in source, f"the script has no {text!r}; this file is for another version")
+        require(text in source, f"the script does not contain {text!r}: adapt WITHOUT to it")
         source = source.replace(text, instead)
     return source
 
 
 def last_loss(script, flags: list[str]) -> float:
-    """At which a run of the script ends, by one thread of the CPU."""
+    """The validation loss at which a run of the script ends, on one thread of the CPU."""
     done = subprocess.run(
         [sys.executable, str(script), *flags], capture_output=True, text=True, check=False,
         cwd=ROOT, env=os.environ | {
             "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
             "MALLOC_MMAP_THRESHOLD_": "1000000000", "MALLOC_TRIM_THRESHOLD_": "2000000000"})
     lines = [line for line in done.stdout.splitlines() if line.startswith("final_val_loss: ")]
-    said = f"{' '.join(flags)}: {done.stderr.strip()[-300:]}"
-    require(done.returncode == 0 and lines, said)
+    require(done.returncode == 0 and lines,
+            f"the run with {' '.join(flags)} failed: {' '.join(done.stderr.split())[-300:]}")
     return float(lines[0].split()[1])
 
 
-def final_loss(name: str, seed: int, flags: list[str]) -> float:
-    """Of the demo without a technique."""
+def final_loss(source: str, name: str, seed: int, flags: list[str]) -> float:
+    """The final loss of the demo without a technique."""
     parts = WITHOUT[name]
     flags = [*flags, f"--seed={seed}", *[part for part in parts if isinstance(part, str)]]
     replacements = [part for part in parts if not isinstance(part, str)]
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "script.py")
-        source = (ROOT / "train_gpt.py").read_text(encoding="utf-8")
         script.write_text(changed(source, replacements), encoding="utf-8")
         return last_loss(script, ["--preset=demo", f"--records={folder}", *flags])
 
 
 def table(losses: dict[str, list[float]], base: str, title: str) -> str:
-    """Markdown: the mean of each, its difference to that of base, and the p-value (Welch)."""
+    """A table in Markdown: the mean of each, its difference from that of base, and the p-value
+    (Welch)."""
     rows = [f"| {title} | runs | val loss, mean (SD) | difference | p |", "|---|---|---|---|---|"]
     for name, found in losses.items():
         if len(found) < 2:
@@ -111,16 +102,18 @@ def table(losses: dict[str, list[float]], base: str, title: str) -> str:
 def main():
     parser = common.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="runs without each technique (3)")
-    parser.add_argument("--steps", type=int, default=100, help="of training in each run (100)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time (a core)")
-    parser.add_argument("--out", type=Path, required=True, metavar="CSV", help="of the losses")
+    parser.add_argument("--steps", type=int, default=100, help="training steps of each run (100)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(),
+                        help="runs at a time (one for each core)")
+    parser.add_argument("--out", type=Path, required=True, metavar="CSV", help="file of the losses")
+    parser.add_argument("--script", type=Path, default=ROOT / "train_gpt.py", metavar="FILE",
+                        help="the training script (train_gpt.py)")
     args, more = parser.parse_known_args()
     if min(args.seeds, args.steps, args.jobs) < 1:
-        raise UserError("--seeds, --steps and --jobs count from 1")
-    hp = PRESETS["demo"]
-    given = any(flag.startswith("--train_files=") for flag in more)
-    if not given:
-        find_shards(str(ROOT / hp.train_files))  # ./run.sh makes them
+        raise UserError("--seeds, --steps and --jobs must be at least 1")
+    source = args.script.read_text(encoding="utf-8")
+    if not any(flag.startswith("--train_files=") for flag in more):
+        find_shards(str(ROOT / PRESETS["demo"].train_files))  # says how to make them
     flags = [f"--num_iterations={args.steps}", "--val_loss_every=0", "--save_every=0",
              "--dtype=float32", *more]
     losses = {}
@@ -135,7 +128,7 @@ def main():
         missing = [(name, seed) for seed in range(1, args.seeds + 1) for name in WITHOUT
                    if (name, seed) not in losses]
         for (name, seed), loss in zip(missing, pool.map(
-                lambda run: final_loss(*run, flags), missing)):
+                lambda run: final_loss(source, *run, flags), missing)):
             out.write(f"{name},{seed},{loss}\n")
             out.flush()
             losses[name, seed] = loss

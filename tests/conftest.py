@@ -1,29 +1,41 @@
+"""Options, fixtures and helpers of all tests.
+
+Every test that imports `train_gpt` gets the script under test: the repository's, or with
+`--script=my_record.py` another one. Then only the tests run that every script must pass: those in
+EVERY_SCRIPT that are not marked `method`, which is for tests that pin what train_gpt.py trains.
+Tests marked `both_scripts` run on train_gpt.py and on the record attempt.
+"""
+
+import importlib.util
 import os
 import signal
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-# A shell lets what it starts in the background ignore these, and so would every run that a test
-# starts and signals.
+# Processes that a shell starts in the background ignore these signals, and so would every run that
+# a test starts and signals.
 for number in (signal.SIGINT, signal.SIGHUP):
     signal.signal(number, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
+ATTEMPT = ROOT / "records" / "speedrun_2026" / "train_gpt.py"
+SCRIPT = ROOT / "train_gpt.py"  # the script under test; --script changes it
+EVERY_SCRIPT = ("test_training.py", "test_reliability.py", "test_prepare.py", "test_loader.py",
+                "test_schedules_flags.py")
 sys.path.insert(0, str(ROOT))
 
-import train_gpt  # noqa: E402
-
+# The demo, made small, in settings that every script is expected to have. Layers, windows and
+# whatever else the script under test has of its own stay as its demo has them.
 TINY = [
-    "--preset=demo", "--vocab_size=257", "--windows=LSSL", "--value_embeds=0..0",
-    "--attention=xx.x", "--model_dim=32", "--num_heads=2", "--head_dim=16", "--train_seq_len=256",
-    "--val_seq_len=512", "--val_tokens=1000", "--window_start=128", "--window_end=384",
-    "--num_iterations=6", "--val_loss_every=3", "--seed=1", "--dtype=float32", "--epochs=100",
-    "--key_offset", "--muon_beta2=0.95",
+    "--preset=demo", "--model_dim=32", "--num_heads=2", "--head_dim=16", "--train_seq_len=256",
+    "--val_seq_len=512", "--val_tokens=1000", "--num_iterations=6", "--val_loss_every=3",
+    "--seed=1", "--dtype=float32", "--epochs=100",
 ]
 ENVIRONMENT = {
     **{k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
@@ -33,19 +45,67 @@ ENVIRONMENT = {
 }
 
 
+def load_script(path: Path, name: str):
+    """Imports a script under this module name."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def pytest_addoption(parser):
+    parser.addoption("--script", metavar="PATH", help="test this copy of train_gpt.py instead, by "
+                     "the tests that every script must pass")
+
+
 def pytest_configure(config):
+    global SCRIPT
+    if config.option.script:
+        SCRIPT = Path(config.option.script).resolve()
+        config.option.script = str(SCRIPT)  # for the workers of xdist, which may start elsewhere
+        if not SCRIPT.is_file():
+            raise pytest.UsageError(f"--script={SCRIPT} is not a file")
+    load_script(SCRIPT, "train_gpt")
     torch.manual_seed(0)
 
 
-def pytest_collection_modifyitems(items):
+def pytest_ignore_collect(collection_path, config):
+    if config.option.script and collection_path.suffix == ".py":
+        return collection_path.name not in EVERY_SCRIPT or None
+
+
+def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+    if config.option.script:
+        pinned = [item for item in items if item.get_closest_marker("method")]
+        config.hook.pytest_deselected(items=pinned)
+        items[:] = [item for item in items if item not in pinned]
 
 
-def write_shard(path, tokens, magic=train_gpt.SHARD_MAGIC, version=train_gpt.SHARD_VERSION,
-                count=None):
-    header = np.zeros(train_gpt.SHARD_HEADER_BYTES // 4, dtype="<i4")
+def pytest_generate_tests(metafunc):
+    if "script" in metafunc.fixturenames:
+        scripts = ["train_gpt"]
+        both = metafunc.definition.get_closest_marker("both_scripts")
+        if both and not metafunc.config.option.script:
+            old = "def main(argv" not in ATTEMPT.read_text()
+            marks = pytest.mark.skipif(old, reason="the record attempt is still an older script")
+            scripts.append(pytest.param("speedrun_2026", marks=marks))
+        metafunc.parametrize("script", scripts, indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
+def script(request):
+    """The script under test, as a module. Tests marked `both_scripts` also get the attempt."""
+    if request.param not in sys.modules:
+        load_script(ATTEMPT, request.param)
+    return sys.modules[request.param]
+
+
+def write_shard(path, tokens, magic=20240520, version=1, count=None):
+    header = np.zeros(256, dtype="<i4")
     header[:3] = magic, version, len(tokens) if count is None else count
     Path(path).write_bytes(header.tobytes() + np.asarray(tokens, dtype="<u2").tobytes())
     return str(path)
@@ -75,29 +135,42 @@ def shards(tmp_path_factory, text):
 
 @pytest.fixture
 def runs_here():
-    """For tests that train in this process: one thread, on whose number sums depend in their last
-    bits; and the signals as they were, since a run ends its process at one."""
+    """For tests that compute in this process: one thread, because the last bits of sums depend on
+    the number of threads."""
     threads = torch.get_num_threads()
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handlers = [signal.getsignal(number) for number in numbers]
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-    for number, handler in zip(numbers, handlers):
-        signal.signal(number, handler)
 
 
-def command(*flags, ranks=None, script=ROOT / "train_gpt.py") -> list[str]:
-    """What starts the script, by torchrun where ranks is given."""
+def train(script, *flags):
+    """Runs the script in this process, on one thread. Afterwards the signals are handled as before
+    and the log is closed, as if the script's process had ended."""
+    threads = torch.get_num_threads()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = [signal.getsignal(number) for number in numbers]
+    torch.set_num_threads(1)
+    try:
+        script.main([str(flag) for flag in flags])
+    except Exception as e:
+        traceback.clear_frames(e.__traceback__)  # they hold the log, which is locked while open
+        raise
+    finally:
+        torch.set_num_threads(threads)
+        for number, handler in zip(numbers, handlers):
+            signal.signal(number, handler)
+
+
+def command(*flags, ranks=None, script=None) -> list[str]:
+    """The command line that starts the script at this path, by torchrun if ranks is given."""
     torchrun = []
     if ranks:
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    return [sys.executable, *torchrun, str(script), *flags]
+    return [sys.executable, *torchrun, str(script or SCRIPT), *map(str, flags)]
 
 
-def launch(*flags, ranks=None, script=ROOT / "train_gpt.py", cwd=None, threads=1, check=True,
-           **env):
-    """Run the script, by torchrun where ranks is given; its CompletedProcess."""
+def launch(*flags, ranks=None, script=None, cwd=None, threads=1, check=True, **env):
+    """Runs the script at this path, by torchrun if ranks is given; its CompletedProcess."""
     environment = ENVIRONMENT | {"OMP_NUM_THREADS": str(threads), **env}
     done = subprocess.run(command(*flags, ranks=ranks, script=script), capture_output=True,
                           text=True, cwd=cwd, env=environment, timeout=280)
@@ -105,15 +178,19 @@ def launch(*flags, ranks=None, script=ROOT / "train_gpt.py", cwd=None, threads=1
     return done
 
 
-def planted(folder: Path, code: str) -> Path:
-    """A copy of the script which runs this code (of ranks and step) before each training step."""
-    text = (ROOT / "train_gpt.py").read_text()
+def planted(folder: Path, code: str, script=None) -> Path:
+    """A copy of the script that runs this code, which may use `world` and `step`, before each
+    training step. (The warmup makes one of step 0.)"""
+    text = Path(script or SCRIPT).read_text()
     end = text.index('if __name__ == "__main__":')
     step = (
+        "import inspect\n"
         "right_train_step = train_step\n\n"
-        "def train_step(model, batches, optimizers, step, hp, ranks):\n"
+        "def train_step(*args):\n"
+        "    named = inspect.signature(right_train_step).bind(*args).arguments\n"
+        "    world, step = named['world'], named['step']\n"
         f"    {code}\n"
-        "    return right_train_step(model, batches, optimizers, step, hp, ranks)\n\n"
+        "    return right_train_step(*args)\n\n"
     )
     path = folder / "planted.py"
     path.write_text(text[:end] + step + text[end:])
@@ -132,7 +209,7 @@ def log_of(folder) -> str:
 
 def newest_checkpoint(folder) -> dict:
     """What the newest checkpoint of the one run in a records folder holds."""
-    newest = train_gpt.checkpoints_in(log_path(folder).with_suffix(""))[0]
+    newest = max(log_path(folder).with_suffix("").glob("step*.pt"))
     return torch.load(newest, weights_only=True)
 
 

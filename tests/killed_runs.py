@@ -1,10 +1,10 @@
-"""Run as a program: train one run that is killed again and again, at given places and at random
+"""Run as a program: trains one run that is killed again and again, at chosen places and at random
 times, and resumed each time.
 
-    python tests/killed_runs.py RECORDS FLAGS...
+    python tests/killed_runs.py SCRIPT RECORDS FLAGS...
 
-Every attempt is a forked child that SIGKILL ends without warning; the first begins the run with
-these flags, the others go on by --resume=PATH alone. Prints a JSON object {place: kills}."""
+Every attempt is a forked child that SIGKILL ends without warning. The first begins the run with
+these flags, the others continue it by --resume alone. Prints a JSON object {place: kills}."""
 
 import json
 import os
@@ -16,12 +16,9 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+from conftest import load_script
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import train_gpt  # noqa: E402
-
-WARMUP_MUON = 4  # calls of the optimizers in the warmup: one for each row of the table
-WARMUP_ADAM = 3
+SCRIPT = load_script(Path(sys.argv[1]), "train_gpt")
 
 
 def die():
@@ -29,7 +26,7 @@ def die():
 
 
 def die_at_call(owner, name: str, number: int, after: bool):
-    """Replace owner.name by a function that kills the process at its call of that number."""
+    """Replaces owner.name by a function that kills the process at its call of that number."""
     original = getattr(owner, name)
     calls = [0]
 
@@ -45,8 +42,27 @@ def die_at_call(owner, name: str, number: int, after: bool):
     setattr(owner, name, deadly)
 
 
+STEPS = 90  # of the run
+RANDOM_KILLS = 12
+# Kills in a step come in the fourth one of an attempt, after its first checkpoint; the warmup makes
+# one step more.
+STEP = 1 + 3 + 1
+
+
+def die_in_optimizer(index: int, phase: str):
+    """Kills in a step, when the optimizer of that index is about to begin this phase."""
+    build = SCRIPT.build_optimizers
+
+    def deadly(*args):
+        optimizers = build(*args)
+        die_at_call(optimizers[index], phase, STEP, after=False)
+        return optimizers
+
+    SCRIPT.build_optimizers = deadly
+
+
 def half_a_checkpoint(number: int):
-    """Kill while the checkpoint of that number is half on the disk."""
+    """Kills while the checkpoint of that number is half on the disk."""
     original = torch.save
     calls = [0]
 
@@ -62,42 +78,39 @@ def half_a_checkpoint(number: int):
 
 
 def half_a_line(begins: str, number: int = 1, share: float = 0.5):
-    """Kill when so much is in the log of the line of that number among those that begin so."""
-    original = train_gpt.RunLog.write
+    """Kills when this share of the lines that wait for the log is written, as soon as the line of
+    that number among those that begin so is one of them."""
+    original = SCRIPT.RunLog.write
     lines = [0]
 
     def deadly(log, text, console=True):
         lines[0] += text.startswith(begins)
-        if lines[0] == number:
-            log.file.write(text[:int(len(text) * share)].encode())
-            log.file.flush()
+        if lines[0] == number and not log.held:
+            waiting = log.waiting + text.encode()
+            log.file.write(waiting[:int(len(waiting) * share)])
             die()
         original(log, text, console)
 
-    train_gpt.RunLog.write = deadly
+    SCRIPT.RunLog.write = deadly
 
 
-STEPS = 90  # of the run
-RANDOM_KILLS = 12
-# In the fourth step of an attempt, so that each saves a checkpoint, which is every third step.
-STEPS_BEFORE = 3
 PLACES = {
     "before the first step":
-        lambda: die_at_call(train_gpt, "warm_up", 1, after=True),
+        lambda: die_at_call(SCRIPT, "warm_up", 1, after=True),
     "in a step, between forward and backward":
-        lambda: die_at_call(torch.Tensor, "backward", 2 + 2 * STEPS_BEFORE + 1, after=False),
+        lambda: die_at_call(torch.Tensor, "backward", 2 * STEP, after=False),
     "in a step, before the updates":
-        lambda: die_at_call(train_gpt.Muon, "compute", WARMUP_MUON * (1 + STEPS_BEFORE) + 1, False),
-    "in a step, between two Muons":
-        lambda: die_at_call(train_gpt.Muon, "apply", WARMUP_MUON * (1 + STEPS_BEFORE) + 2, False),
-    "in a step, between Muon and Adam":
-        lambda: die_at_call(train_gpt.Adam, "apply", WARMUP_ADAM * (1 + STEPS_BEFORE) + 1, False),
+        lambda: die_in_optimizer(0, "begin"),
+    "in a step, between two updates":
+        lambda: die_in_optimizer(1, "update"),
+    "in a step, between two finished optimizers":
+        lambda: die_in_optimizer(-1, "finish"),
     "in a validation":
-        lambda: die_at_call(train_gpt, "evaluate", 3, after=False),
+        lambda: die_at_call(SCRIPT, "evaluate", 3, after=False),
     "after a validation":
-        lambda: die_at_call(train_gpt, "evaluate", 3, after=True),
+        lambda: die_at_call(SCRIPT, "evaluate", 3, after=True),
     "gathering a checkpoint":
-        lambda: die_at_call(train_gpt, "training_state", 3, after=True),
+        lambda: die_at_call(SCRIPT, "training_state", 3, after=True),
     "half a checkpoint written":
         lambda: half_a_checkpoint(2),
     "before the rename":
@@ -109,7 +122,7 @@ PLACES = {
     "half a step's line written":
         lambda: half_a_line("step:", 6),
     "the log cut back, not yet written to":
-        lambda: die_at_call(train_gpt.RunLog, "open", 1, after=True),
+        lambda: die_at_call(SCRIPT.RunLog, "release", 1, after=True),
     "half the line of a resumption written":
         lambda: half_a_line("resumed: "),
 }
@@ -133,7 +146,7 @@ def attempt(flags: list[str], place: str | None, delay: float) -> int:
             if place:
                 (PLACES | AT_RANDOM | LAST)[place]()
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            train_gpt.run(flags)
+            SCRIPT.main(flags)
         except BaseException as e:
             print(repr(e), file=sys.stderr, flush=True)
             os._exit(1)
@@ -149,21 +162,19 @@ def attempt(flags: list[str], place: str | None, delay: float) -> int:
 
 
 def main():
-    records = Path(sys.argv[1])
-    flags = [*sys.argv[2:], f"--records={records}", f"--num_iterations={STEPS}"]
+    records = Path(sys.argv[2])
+    flags = [*sys.argv[3:], f"--records={records}", f"--num_iterations={STEPS}"]
     torch.set_num_threads(1)
     kills = Counter()
     chance = random.Random(7)
 
     def go_on(place: str | None = None, delay: float = 1e9) -> int:
-        """Status of an attempt, which names the run by its log, its folder or its checkpoint."""
+        """Status of an attempt."""
         saved = sorted(records.glob("*/step*.pt"))
         if saved:
-            folder = saved[-1].parent
-            path = chance.choice([folder.with_suffix(".log"), folder, saved[-1]])
-            return attempt([f"--resume={path}"], place, delay)
-        for log in records.glob("*.log"):  # killed before its first checkpoint it starts anew
-            log.unlink()
+            return attempt([f"--resume={saved[-1].parent}.log"], place, delay)
+        for log in records.glob("*.log"):  # a run that is killed before its first checkpoint
+            log.unlink()  # starts anew
         return attempt(flags, place, delay)
 
     for place in [*PLACES, *[*AT_RANDOM] * RANDOM_KILLS, *LAST]:

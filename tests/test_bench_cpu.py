@@ -1,16 +1,23 @@
-"""The CPU benchmark on the tests' text: a target that is reached, one that is not, a model that is
-too large."""
+"""The CPU benchmark on the tests' text: a target that is reached, another that is not, and a model
+that is too large."""
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from bench_cpu import RECIPES, count_parameters
+from bench_cpu import COMMON, RECIPES, count_parameters
 from conftest import ROOT
+from nanogpt_cpu import READ_BY_IT, points_of
+
+from data.common import UserError
+from records.sample import load_script
+
+from records.sample import load_script
 
 SMALL = [
     "--windows=SS", "--value_embeds=0.", "--attention=xx", "--model_dim=32", "--num_heads=2",
-    "--head_dim=16", "--train_seq_len=128", "--val_seq_len=256", "--window_end=128",
+    "--head_dim=16", "--train_seq_len=128", "--val_seq_len=256",
     "--micro_batches=2", "--num_iterations=4", "--val_loss_every=2", "--seed=1",
 ]
 
@@ -41,20 +48,83 @@ def test_reaches_an_easy_target_and_keeps_the_logs(tmp_path):
 
 
 def test_parameters_of_the_recipes():
-    counts = [count_parameters(["--preset=demo", *flags.split()]) for _, flags in RECIPES.values()]
-    assert counts == [686153, 819341]
+    counts = [count_parameters(load_script(script), [*COMMON.split(), *flags.split()])
+              for script, _, flags in RECIPES.values()]
+    assert counts == [686151, 819340]
+
+
+def test_the_script_may_be_a_copy(tmp_path):
+    text = (ROOT / "train_gpt.py").read_text()
+    assert text.count("throughput: ") == 1
+    (tmp_path / "mine.py").write_text(text.replace("throughput: ", "throughput: of mine, "))
+    done = bench("--target=5.8", f"--script={tmp_path}/mine.py", *SMALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "throughput: of mine" in done.stdout and "\nreached 5.8 after" in done.stdout
 
 
 @pytest.mark.parametrize("argv, status, words", [
-    (["--target=0.001", "--processes=1", "--recipe=low"], 1,
+    (["--target=0.001", "--processes=1", "--recipe=low", "--stages=1:1:128",
+      "--windows=SSS", "--value_embeds=0..", "--attention=xxx"], 1,
      "error: 0.001 was not reached in 1 of 1 run(s)"),
-    (["--model_dim=512"], 2, "parameters are more than 850000; --any_size allows them"),
+    (["--model_dim=512"], 2, "parameters, more than 850000; --any_size allows that"),
     (["--recipe=high"], 2, "error: argument --recipe: invalid choice"),
     (["--processes=0"], 2,
-     "error: --repeat, --processes, --threads and --fragment count from 1"),
+     "error: --repeat, --processes, --threads and --fragment must be at least 1"),
     (["--no_such=1"], 2, "unrecognized arguments: --no_such=1"),
 ])
 def test_says_in_one_line_what_is_wrong(argv, status, words):
     done = bench(*SMALL, *argv)
     assert done.returncode == status and done.stderr.count("\n") == 1, done.stderr
     assert words in done.stderr, done.stderr
+
+
+# What nanoGPT needs, in a program that prints as it does: it learns nothing, but the data must be
+# there, and the flags must be those of the documented run.
+NANOGPT = '''import pickle, sys
+import numpy as np
+assert "--n_embd=128" in sys.argv and sys.argv[1] == "config/train_shakespeare_char.py"
+folder = "data/shakespeare_char/"
+train, val = (np.fromfile(folder + name, np.uint16) for name in ("train.bin", "val.bin"))
+vocab = pickle.load(open(folder + "meta.pkl", "rb"))["vocab_size"]
+assert max(train.max(), val.max()) == vocab - 1
+print("tokens per iteration will be: 768")
+print(f"step 0: train loss 5.8000, val loss {len(train) + len(val)}.0")
+print("iter 0: loss 5.8000, time 9000.00ms, mfu -100.00%")
+print("iter 1: loss 5.8000, time 20.00ms, mfu -100.00%")
+print("step 2: train loss 5.7000, val loss 5.7600")
+print("saving checkpoint to out-shakespeare-char")
+print("iter 2: loss 5.7000, time 8000.00ms, mfu 0.01%")
+print("iter 3: loss 5.7000, time 30.00ms, mfu 0.01%")
+print("step 4: train loss 5.7000, val loss 5.7500")
+print("iter 4: loss 5.7000, time 7000.00ms, mfu 0.01%")
+'''
+
+
+def test_nanogpt_is_trained_on_the_same_text_and_compared(tmp_path):
+    checkout = tmp_path / "nanoGPT"
+    (checkout / "config").mkdir(parents=True)
+    for name in READ_BY_IT:
+        (checkout / name).write_text("")
+    (checkout / "train.py").write_text(NANOGPT)
+    done = bench(f"--nanogpt={checkout}", "--repeat=2", f"--keep={tmp_path / 'kept'}", *SMALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    # The iterations with a validation, 0, 2 and 4, count as long as the median of 20 and 30 ms.
+    assert "nanoGPT: reached 5.75 after 0.10 s of training (median of 0.10, 0.10)" in lines
+    assert lines[-1].startswith("reached 5.75 after ") and "median of " in lines[-1]
+    kept = tmp_path / "kept"
+    size = (ROOT / "tests" / "text.txt").stat().st_size
+    rows = [line for line in (kept / "nanogpt.csv").read_text().splitlines() if line[0] != "#"]
+    assert rows[:4] == ["run,step,seconds,val_loss", f"1,0,0.000,{size}.0000",
+                        "1,2,0.045,5.7600", "1,4,0.100,5.7500"]
+    assert len(rows) == 7 and len(list(kept.glob("*.log"))) == 2
+    assert (kept / "compare.png").stat().st_size > 10_000
+    assert sorted(path.name for path in checkout.rglob("*") if path.is_file()) == sorted(
+        Path(name).name for name in READ_BY_IT), "the checkout stays as it is"
+
+
+def test_a_peer_that_is_no_checkout_or_fails_is_an_error_in_one_line(tmp_path):
+    done = bench(f"--nanogpt={tmp_path}", *SMALL)
+    assert done.returncode == 2 and "has no train.py: name a checkout of https" in done.stderr
+    with pytest.raises(UserError, match="lacks its lines"):
+        points_of("step 0: train loss 5.8000, val loss 5.8000\n")

@@ -19,20 +19,20 @@ def test_each_technique_is_found_and_what_is_left_is_python(name):
     assert (copy == SOURCE) == (not replacements)
 
 
-def test_what_the_script_lacks_is_an_error():
-    with pytest.raises(UserError, match="has no 'norm_of'"):
+def test_a_text_that_the_script_does_not_have_is_an_error():
+    with pytest.raises(UserError, match="does not contain 'norm_of'"):
         bench_techniques.changed(SOURCE, [("norm_of", "")])
 
 
 def test_the_table_has_differences_and_p_values():
-    losses = {"nothing": [1.0, 1.2], "smear": [2.0, 2.2], "NorMuon": [3.0]}
+    losses = {"nothing": [1.0, 1.2], "smear": [2.0, 2.2], "key offset": [3.0]}
     rows = bench_techniques.table(losses, "nothing", "without").splitlines()
     assert rows[0].startswith("| without | runs | ")
     assert rows[2:] == ["| nothing | 2 | 1.1000 (0.1414) | | |",
                         "| smear | 2 | 2.1000 (0.1414) | +1.0000 | 0.019 |"]
 
 
-def test_it_runs_what_is_missing_and_keeps_what_is_there(tmp_path, shards, monkeypatch, capsys):
+def test_it_makes_the_runs_that_are_missing_and_no_others(tmp_path, shards, monkeypatch, capsys):
     some = {name: bench_techniques.WITHOUT[name] for name in ("nothing", "smear", "QK norm")}
     monkeypatch.setattr(bench_techniques, "WITHOUT", some)
     out = tmp_path / "losses.csv"

@@ -6,26 +6,40 @@ import sys
 
 import bench_tokens
 import pytest
-from bench_tokens import MINI, SmallVocabulary, steps_for, tokens_of
+from bench_techniques import changed
+from bench_tokens import ABLATIONS, ATTEMPT, MINI, SmallVocabulary, steps_for, tokens_of
 from conftest import losses
 
+from records.sample import load_script
 from train_gpt import UserError
 
-NEW = ["--preset=speedrun_2026", *MINI["speedrun_2026"].split(), *MINI["both"].split()]
+NEW = ["--preset=speedrun", *MINI["speedrun_2026"].split(), *MINI["both"].split()]
 
 
 def some_ranks(vocab_dir):
-    """2,048 merges and more, of letters."""
+    """More than 2,048 merges, of letters."""
     pairs = itertools.product(b"abcdefghijklmnopqrstuvwxyz ,.;:!?()-'0123456789", repeat=2)
     tokens = [bytes([i]) for i in range(256)] + [bytes(pair) for pair in pairs]
     return {token: rank for rank, token in enumerate(tokens)}
 
 
 def test_the_budget_is_used_and_not_exceeded():
+    script = load_script(ATTEMPT)
     for budget in (1024 * 30, 100_000, 1_382_400):
-        steps = steps_for(budget, NEW)
-        assert steps % 2 == 0 and tokens_of(steps, NEW) <= budget < tokens_of(steps + 2, NEW)
-    assert tokens_of(1350, NEW) == 450 * (1 + 2 + 3) * 512
+        steps = steps_for(budget, script, NEW)
+        assert steps % 2 == 0
+        assert tokens_of(steps, script, NEW) <= budget < tokens_of(steps + 2, script, NEW)
+    assert tokens_of(1350, script, NEW) == 450 * (1 + 2 + 3) * 512
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_each_technique_of_the_attempt_can_be_left_out(name):
+    parts = ABLATIONS[name]
+    changed(ATTEMPT.read_text(), [part for part in parts if not isinstance(part, str)])
+    script = load_script(ATTEMPT)
+    hp, _ = script.parse_flags(NEW + [part for part in parts if isinstance(part, str)])
+    script.check_settings(hp, 1)
+    assert (parts == []) == (name == "the attempt")
 
 
 def test_the_small_vocabulary_is_the_first_merges(monkeypatch):
@@ -45,7 +59,7 @@ def documents(tmp_path, text, monkeypatch):
     return path
 
 
-def test_both_presets_train_and_are_compared(documents, tmp_path, monkeypatch, capsys):
+def test_both_scripts_train_and_are_compared(documents, tmp_path, monkeypatch, capsys):
     flags = ["--steps=4", "--seeds=2", "--val_tokens=1000", "--model_dim=16", "--num_heads=1",
              "--head_dim=16", f"--keep={tmp_path}/logs"]
     monkeypatch.setattr(sys, "argv", ["bench_tokens.py", str(documents), *flags])
@@ -62,8 +76,8 @@ def test_both_presets_train_and_are_compared(documents, tmp_path, monkeypatch, c
 
 
 @pytest.mark.parametrize("content, words", [
-    ('{"text": "abc"}\n' * 2, "too few documents"), ("[]\n", "no JSON with a text"),
-    ("\n", "no JSON with a text")])
+    ('{"text": "abc"}\n' * 2, "too few documents"), ("[]\n", "not JSON with a field"),
+    ("\n", "not JSON with a field")])
 def test_unusable_text_is_one_line(documents, monkeypatch, content, words):
     documents.write_text(content)
     monkeypatch.setattr(sys, "argv", ["bench_tokens.py", str(documents)])

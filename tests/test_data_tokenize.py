@@ -409,6 +409,20 @@ def test_odd_files_do_not_stop_a_run(tmp_path, capsys):
     assert "2 document(s) with invalid UTF-8, kept as it is" in said and "latin1.py" in said
 
 
+def test_a_link_to_nothing_and_a_fifo_are_left_out_with_a_note(tmp_path, capsys):
+    folder = tmp_path / "in"
+    (folder / "below").mkdir(parents=True)
+    for name in ("a.txt", "z.txt"):
+        (folder / name).write_text(f"{name} " * 40)
+    (folder / "below" / "b.txt").symlink_to(tmp_path / "nowhere.txt")
+    os.mkfifo(folder / "c.txt")
+    tokenize(tmp_path / "out", folder, "--val_fraction=0")
+    assert documents(read(tmp_path / "out", "train")) == [b"a.txt " * 40, b"z.txt " * 40]
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+    assert len(notes) == 2 and all("is left out" in note for note in notes)
+    assert f"{folder}/below/b.txt" in "".join(notes) and f"{folder}/c.txt" in "".join(notes)
+
+
 def test_odd_lines_of_json(tmp_path, capsys):
     lines = [b'{"text": "a"}', b"", b'{"text": ""}', b'{"text": null}', b'{"text": "\\ud800b"}',
              b'  {"text": "c"}\r', b'{"text": "\xff"}', '{"text": "\\u0000ü \ufffd"}'.encode()]

@@ -1,6 +1,6 @@
-"""What only a CUDA GPU can show: `./run.sh test -m gpu -n 0`, some minutes on one GPU (-n 0: one
-test at a time, since they share its memory). Skipped elsewhere. What was measured is printed where
-a test allows a tolerance."""
+"""What only a CUDA GPU can show: `./run.sh test -m gpu -n 0` takes some minutes on one GPU. (With
+-n 0 the tests run one at a time, because they share its memory.) Elsewhere these tests are skipped.
+Where a test allows a tolerance, it prints what it has measured."""
 
 import dataclasses
 import json
@@ -17,8 +17,8 @@ from test_bench_gpu import SCRIPT, SMALL
 from test_fp8 import SCALES, relative_error
 from test_model import sequence, tiny_model
 
-from train_gpt import (GPT, PRESETS, FP8Linear, Ranks, block_sparse, build_block_masks,
-                       build_optimizers, checkpoints_in, flex, run, train_step)
+from train_gpt import (GPT, PRESETS, FP8Linear, World, block_sparse, build_block_masks,
+                       build_optimizers, checkpoints_of, flex, main, train_step)
 
 pytestmark = pytest.mark.gpu
 NEEDS_FP8 = pytest.mark.skipif(
@@ -40,14 +40,14 @@ def say(capsys, text):
 
 
 def gpu_run(*flags):
-    """A whole run of the script; the one before it has left the compiler refusing to compile."""
+    """A whole run of the script. A run before it has left the compiler refusing to compile."""
     torch.compiler.set_stance("default")
-    run([*flags])
+    main([*flags])
 
 
 def tokens_of(T, layout, eot=9):
-    """T tokens: one document; documents of a number of tokens; borders at both edges of blocks;
-    documents of any length, empty ones too."""
+    """T tokens in one document, in documents of as many tokens as `layout` says, with borders at
+    both edges of blocks, or in documents of any length, among them empty ones."""
     tokens = torch.zeros(T, dtype=torch.int32)
     if layout == "edges":
         tokens[::640] = tokens[127::1280] = tokens[128::1280] = eot
@@ -61,18 +61,21 @@ def tokens_of(T, layout, eot=9):
     return tokens.to("cuda")
 
 
-@pytest.mark.parametrize("T, heads, layouts, windows", [
-    (2048, 6, ("one", 77, "edges", "ragged"), (128, 384, 1024, 1792)),
-    (49152, 6, ("ragged", 5000), (128, 896, 1792)),
-    (262144, 1, ("ragged", "one"), (1792,)),
+@pytest.mark.parametrize("T, heads, kv_heads, layouts, windows", [
+    (2048, 6, 6, ("one", 77, "edges", "ragged"), (128, 384, 1024, 1792)),
+    (2048, 6, 2, (77, "ragged"), (128, 1792)),
+    (49152, 6, 6, ("ragged", 5000), (128, 896, 1792)),
+    (262144, 1, 1, ("ragged", "one"), (1792,)),
 ])
-def test_compiled_flex_attention_equals_the_block_sparse_path(T, heads, layouts, windows, capsys):
-    """Long and short masks, forward and (to 48K) gradients, in bfloat16 against the plain path in
-    float32. An error of the whole could hide a token that sees one key too many; so each query's
-    output is compared by itself."""
+def test_compiled_flex_attention_equals_the_block_sparse_path(T, heads, kv_heads, layouts, windows,
+                                                              capsys):
+    """Long and short masks, forward and (up to 48K tokens) gradients, in bfloat16 against the plain
+    path in float32. An error over all queries could hide a token that sees one key too many, so
+    each query's output is compared by itself as well."""
     generator = torch.Generator("cuda").manual_seed(0)
-    q, k, v, dy = (torch.randn(1, heads, T, 128, device="cuda", dtype=torch.bfloat16,
-                               generator=generator, requires_grad=True) for _ in range(4))
+    q, k, v, dy = (torch.randn(1, n, T, 128, device="cuda", dtype=torch.bfloat16,
+                               generator=generator, requires_grad=True)
+                   for n in (heads, kv_heads, kv_heads, heads))
 
     @torch.compile(dynamic=False, fullgraph=True)
     def compiled(tokens, q, k, v, window):
@@ -96,7 +99,7 @@ def test_compiled_flex_attention_equals_the_block_sparse_path(T, heads, layouts,
                 errors["output"] = max(errors["output"], relative_error(a, b))
                 errors["a query's output"] = max(errors["a query's output"],
                                                  float(of_queries.max()))
-            if with_gradients:  # of both at once: a compiled backward frees what it has read
+            if with_gradients:  # of both at once, because a compiled backward frees what it read
                 dys = (dy, dy.flip(2))
                 ours = torch.autograd.grad(got, (q, k, v), dys)
                 theirs = torch.autograd.grad(want, float32, [x.float() for x in dys])
@@ -104,8 +107,8 @@ def test_compiled_flex_attention_equals_the_block_sparse_path(T, heads, layouts,
             for name, error in errors.items():
                 assert error < near[name], (name, layout, window)
                 worst[name] = max(worst[name], error)
-            torch.compiler.set_stance("fail_on_recompile")  # layouts, windows: no other kernels
-    say(capsys, f"FlexAttention at {T} tokens, {heads} heads: largest relative errors "
+            torch.compiler.set_stance("fail_on_recompile")  # for other layouts and windows
+    say(capsys, f"FlexAttention at {T} tokens, {heads} on {kv_heads} heads: largest errors "
                 f"{', '.join(f'{error:.4f} ({name})' for name, error in worst.items())}")
 
 
@@ -146,11 +149,11 @@ def test_fp8_head_at_full_size_is_close_to_bf16(capsys):
     (torch.float32, dict(loss=1e-4, gradients=2e-3, updates=0.05)),
     (torch.bfloat16, dict(loss=0.02, gradients=0.4, updates=0.8))])
 def test_one_training_step_equals_the_cpus(dtype, near, capsys):
-    """Compiled, FlexAttention and Newton-Schulz in dtype against the plain path in float32 on the
-    CPU: the loss, each parameter's gradient and its update, by relative error. Adam's first step is
-    nearly the gradient's sign, so that noise around zero counts in full. float32 shows that the
-    computation is the same; in bfloat16 gradients of single weights, sums that nearly cancel, are
-    0.2 off."""
+    """Compiled, with FlexAttention and in dtype, against the plain path in float32 on the CPU: the
+    relative errors of the loss, of each parameter's gradient and of its update. Adam's first step
+    is nearly the gradient's sign, so noise around zero counts in full. float32 shows that the
+    computation is the same. In bfloat16 the gradients of single mixing weights, sums that nearly
+    cancel, are wrong by 0.2."""
     plain, hp = tiny_model(num_heads=2, head_dim=32, micro_batches=2, window_start=256,
                            window_end=256)
     ours = GPT(hp, flex, dtype).to("cuda")
@@ -159,18 +162,17 @@ def test_one_training_step_equals_the_cpus(dtype, near, capsys):
     our_hp = dataclasses.replace(hp, dtype=str(dtype).removeprefix("torch."))
     results = []
     for model, called, settings in ((plain, plain, hp), (ours, compiled, our_hp)):
-        ranks = Ranks(0, 1, model.embed.weight.device)
-        optimizers = build_optimizers(model, settings, ranks)
+        world = World(0, 1, model.embed.weight.device)
+        optimizers = build_optimizers(model, settings, world)
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
-        window = torch.tensor(256, dtype=torch.int32, device=ranks.device)
+        window = torch.tensor(256, dtype=torch.int32, device=world.device)
         loss = 0.0
         for batch in (sequence(seed=1), sequence(seed=2, eots=(0, 128, 255))):
-            part = called(*(t.to(ranks.device) for t in batch), window) / 2
+            part = called(*(t.to(world.device) for t in batch), window) / 2
             part.backward()
             loss += part.item()
         gradients = {name: p.grad.cpu().float() for name, p in model.named_parameters()}
-        # What remains of a step after its micro-batches
-        train_step(called, [], optimizers, 0, settings, ranks)
+        train_step(called, [], optimizers, 0, settings, world)  # what follows the micro-batches
         updates = {name: (p.detach() - before[name]).cpu().float()
                    for name, p in model.named_parameters()}
         results.append((loss, gradients, updates))
@@ -186,7 +188,8 @@ def test_one_training_step_equals_the_cpus(dtype, near, capsys):
 
 
 def test_ten_training_steps_equal_the_cpus(tmp_path, shards):
-    """Through the whole script: compiled, FlexAttention, bfloat16 against the CPU's float32."""
+    """By whole runs of the script: compiled, with FlexAttention and in bfloat16, against the CPU's
+    float32."""
     settings = [*TINY, *shards, "--num_iterations=10", "--val_loss_every=5", "--val_tokens=0",
                 "--use_fp8=false"]
     gpu_run(*settings, "--dtype=bfloat16", f"--records={tmp_path}/gpu")
@@ -205,10 +208,10 @@ def test_a_stopped_and_resumed_run_equals_one_that_was_not(tmp_path, shards, cap
                 "--use_fp8=false", "--dtype=bfloat16"]
     for folder in ("whole", "again"):
         gpu_run(*settings, f"--records={tmp_path}/{folder}")
-    # As a run that ended at once after its step 6: the log may be further than the checkpoint.
+    # This is like a run that was ended after its step 6, with more lines in its log.
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     log = log_path(tmp_path / "parts")
-    last, stopped = checkpoints_in(log.with_suffix(""))
+    last, stopped = checkpoints_of(log)
     assert stopped.name == "step00000006.pt"
     last.unlink()
     gpu_run(f"--resume={log}")
@@ -223,8 +226,8 @@ def test_a_stopped_and_resumed_run_equals_one_that_was_not(tmp_path, shards, cap
 
 
 def test_twenty_full_size_steps_without_a_recompile(tmp_path, capsys):
-    """The speedrun preset on random tokens: the stance makes a recompile an error, also at a
-    shard's end."""
+    """The preset speedrun on random tokens, over the ends of shards. The script makes a recompile
+    an error."""
     hp = PRESETS["speedrun"]
     train_tokens = 7 * hp.micro_batches * hp.train_seq_len + 1
     for number in (1, 2, 3):
@@ -244,33 +247,34 @@ def test_twenty_full_size_steps_without_a_recompile(tmp_path, capsys):
 
 @NEEDS_FP8
 def test_a_second_start_finds_the_compiled_program(tmp_path, shards, capsys):
-    """On the disk, for the model with its FP8 head, too: nothing passes the cache by."""
+    """... on the disk, for the model with its FP8 head as well: nothing bypasses the cache."""
     code = """
 import sys
 import torch
 from torch._dynamo.utils import counters
 sys.path.insert(0, sys.argv[1])
 import train_gpt
-train_gpt.run(sys.argv[2:])
+train_gpt.main(sys.argv[2:])
 print("cached:", {name: n for name, n in counters["aot_autograd"].items() if "cache" in name})
 """
     settings = [*TINY, *shards, "--num_iterations=2", "--dtype=bfloat16", "--save_every=0"]
-    said = []
+    counts = []
     for folder in ("first", "second"):
         done = subprocess.run(
             [sys.executable, "-c", code, str(SCRIPT.parent.parent), *settings,
              f"--records={tmp_path}/{folder}"], capture_output=True, text=True, timeout=400)
         assert done.returncode == 0, done.stdout + done.stderr
-        said.append(done.stdout.split("cached: ")[1].strip())
+        counts.append(done.stdout.split("cached: ")[1].strip())
     warmups = [log_of(tmp_path / folder).split("\nwarmup: ")[1].split(",")[0]
                for folder in ("first", "second")]
-    say(capsys, f"warmup: {warmups[0]}, then {warmups[1]}; {said[1]}")
-    assert "autograd_cache_hit" in said[1]
-    assert "bypass" not in said[1] and "miss" not in said[1]
+    say(capsys, f"warmup: {warmups[0]}, then {warmups[1]}; {counts[1]}")
+    assert "autograd_cache_hit" in counts[1]
+    assert "bypass" not in counts[1] and "miss" not in counts[1]
 
 
 def test_window_growth_does_not_recompile_the_full_model():
-    hp = dataclasses.replace(PRESETS["speedrun"], train_seq_len=8192, val_seq_len=8192)
+    hp = dataclasses.replace(PRESETS["speedrun"], num_kv_heads=6, train_seq_len=8192,
+                             val_seq_len=8192)
     model = GPT(hp, flex, torch.bfloat16).cuda()
     compiled = torch.compile(model, dynamic=False, fullgraph=True)
     tokens = tokens_of(8192, 700, hp.vocab_size - 1)
@@ -281,7 +285,8 @@ def test_window_growth_does_not_recompile_the_full_model():
 
 
 def test_the_benchmark_sees_the_kernels(tmp_path):
-    """Small settings: each part of the step has kernels of its own, and they leave a gap."""
+    """At small settings each part of the step has kernels of its own, and there are gaps between
+    them."""
     path = tmp_path / "bench.json"
     done = subprocess.run([sys.executable, SCRIPT, "--repeat=2", f"--json={path}", *SMALL],
                           capture_output=True, text=True, timeout=400)

@@ -152,19 +152,29 @@ def test_bfloat16_runs_are_scored_in_float32_with_the_final_window(tmp_path, run
     assert hellaswag.ending_losses(rounded, [item])[0].tolist() != summed.tolist()
 
 
+def angles_of(model):
+    """The cosines that all layers use."""
+    tables = {id(module): module.cos for module in model.modules()
+              if isinstance(module, train_gpt.Rotary)}
+    table, = tables.values()
+    return table
+
+
 def test_features_of_any_length_have_the_angles_of_their_positions():
-    hp, _ = train_gpt.parse_flags(["--train_seq_len=256", "--val_seq_len=512"], "demo")
+    hp, _ = train_gpt.parse_flags(["--preset=demo", "--train_seq_len=256",
+                                   "--val_seq_len=512"])
     hp = train_gpt.resolve(hp, torch.device("cpu"))
-    model = train_gpt.GPT(hp, train_gpt.block_sparse)
+    model = train_gpt.GPT(hp, train_gpt.block_sparse, torch.float32)
     run = Trained(model, hp, train_gpt)
-    before = model.rotary.cos
+    before = angles_of(model)
     with torch.no_grad():
         short = features(run, list(range(200)))
         assert len(short) == 256
         features(run, [65] * 512)
-        assert model.rotary.cos is before
+        assert angles_of(model) is before
         assert len(features(run, [65] * 513)) == 640
-        assert len(model.rotary.cos) == 640 and torch.equal(model.rotary.cos[:512], before)
+        longer = angles_of(model)
+        assert len(longer) == 640 and torch.equal(longer[:512], before)
         assert torch.equal(features(run, list(range(200))), short)
 
 

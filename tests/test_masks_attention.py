@@ -2,6 +2,7 @@
 attention."""
 
 import random
+import re
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ EOT = 9
 
 
 def dense_mask(tokens, window_blocks):
-    """The definition: same document, not in the future, a key block among the window's last."""
+    """By definition: a key in the same document, not in the future, in a block of the window."""
     position = torch.arange(len(tokens))
     document = (tokens == EOT).cumsum(0)
     query, key = position[:, None], position[None, :]
@@ -22,16 +23,17 @@ def dense_mask(tokens, window_blocks):
 
 
 def blocks_of(counts, indices):
-    """A list of blocks as a set of (row, column)."""
+    """The blocks of a list of indices as a set of (row, column)."""
     named = []
     for i, (count, row) in enumerate(zip(counts[0, 0].tolist(), indices[0, 0].tolist())):
         named += [(i, j) for j in row[:count]]
-    assert len(named) == len(set(named)), "a block is named twice"
+    assert len(named) == len(set(named)), "a list has a block twice"
     return set(named)
 
 
 def as_dense(mask, T):
-    """What a BlockMask lets through, and its two lists as sets of (query block, key block)."""
+    """What a BlockMask makes visible [T, T], and its partial and its full blocks as sets of (query
+    block, key block)."""
     position = torch.arange(T)
     inside = mask.mask_mod(0, 0, position[:, None], position[None, :])
     seen = torch.zeros(T, T, dtype=torch.bool)
@@ -41,7 +43,7 @@ def as_dense(mask, T):
     backward = [blocks_of(mask.q_num_blocks, mask.q_indices),
                 blocks_of(mask.full_q_num_blocks, mask.full_q_indices)]
     for blocks, transposed in zip(lists, backward):
-        assert {(i, j) for j, i in transposed} == blocks, "backward lists are not forward's, turned"
+        assert {(i, j) for j, i in transposed} == blocks, "backward lists differ from forward ones"
     for blocks, full in zip(lists, (False, True)):
         for i, j in blocks:
             tile = slice(i * BLOCK, (i + 1) * BLOCK), slice(j * BLOCK, (j + 1) * BLOCK)
@@ -50,8 +52,8 @@ def as_dense(mask, T):
 
 
 def layouts():
-    """Tokens with documents of many lengths: shorter than a block, on block borders, one that spans
-    everything."""
+    """Sequences with documents of many lengths: shorter than a block, with borders on those of
+    blocks, one document that fills the sequence."""
     rng = random.Random(0)
     for T in (128, 512):
         yield torch.zeros(T, dtype=torch.int32)
@@ -87,22 +89,31 @@ def test_masks_equal_the_dense_reference_and_split_exactly():
 
 
 def test_index_lists_have_the_form_that_flex_attention_kernels_need():
-    """Contiguous above all: the kernels step through a row by one, whatever its strides are."""
+    """Contiguous above all: the kernels step through a row by one element, whatever its strides."""
     mask, _ = build_block_masks(torch.zeros(1024, dtype=torch.int32), EOT, torch.tensor(300))
     for name in ("kv_indices", "full_kv_indices", "q_indices", "full_q_indices"):
         indices = getattr(mask, name)
         assert indices.shape == (1, 1, 8, 8) and indices.dtype == torch.int32, name
         assert indices.is_contiguous(), name
-        assert 0 <= indices.min() and indices.max() < 8, name  # a list is read past its end, too
+        assert 0 <= indices.min() and indices.max() < 8, name  # the kernels read past its end
     for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
         counts = getattr(mask, name)
         assert counts.shape == (1, 1, 8) and counts.dtype == torch.int32, name
         assert counts.is_contiguous(), name
 
 
-def test_masks_refuse_broken_blocks():
-    with pytest.raises(AssertionError, match="whole blocks"):
-        build_block_masks(torch.zeros(200, dtype=torch.int32), EOT, torch.tensor(128))
+def test_the_example_in_the_docstring_is_true():
+    """Its row `2    . p p .    why` says that query block 2 reads the key blocks 1 and 2 in
+    part."""
+    rows = re.findall(r"^ +(\d)  +([pf.](?: [pf.]){3})  ", build_block_masks.__doc__, re.M)
+    assert [row for row, _ in rows] == ["0", "1", "2", "3"]
+    tokens = torch.zeros(4 * BLOCK, dtype=torch.int32)
+    tokens[[0, BLOCK + 60]] = EOT  # the second document begins inside block 1
+    mask, _ = build_block_masks(tokens, EOT, torch.tensor(3 * BLOCK))
+    _, (partial_blocks, full_blocks) = as_dense(mask, 4 * BLOCK)
+    marks = dict.fromkeys(partial_blocks, "p") | dict.fromkeys(full_blocks, "f")
+    for query, (_, row) in enumerate(rows):
+        assert row.split() == [marks.get((query, key), ".") for key in range(4)], query
 
 
 def test_a_growing_window_is_one_graph():
@@ -123,22 +134,24 @@ def test_a_growing_window_is_one_graph():
 
 
 def dense_attention(q, k, v, seen, scale):
+    """Plain attention, in which kv heads are repeated for the query heads that share them."""
+    k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
     return torch.where(seen, q @ k.mT * scale, -torch.inf).softmax(-1) @ v
 
 
-@pytest.mark.parametrize("heads", [1, 2, 3])
-def test_block_sparse_attention_equals_dense_attention_forward_and_backward(heads):
+@pytest.mark.parametrize("heads, kv_heads", [(1, 1), (2, 2), (3, 3), (4, 2), (3, 1)])
+def test_block_sparse_attention_equals_dense_attention_forward_and_backward(heads, kv_heads):
     generator = torch.Generator().manual_seed(1)
 
-    def random(T):
+    def random(heads, T):
         return torch.randn(1, heads, T, 16, dtype=torch.float64, generator=generator)
 
     for tokens in list(layouts())[25::3]:
         T = len(tokens)
         for window in (1, 300, 100000):
             mask = build_block_masks(tokens, EOT, torch.tensor(window))[0]
-            qkv = [random(T).requires_grad_() for _ in range(3)]
-            dy = random(T)
+            qkv = [random(n, T).requires_grad_() for n in (heads, kv_heads, kv_heads)]
+            dy = random(heads, T)
             got = block_sparse(mask, 0.12)(*qkv)
             want = dense_attention(*qkv, dense_mask(tokens, -(-window // BLOCK)), 0.12)
             torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
@@ -148,7 +161,7 @@ def test_block_sparse_attention_equals_dense_attention_forward_and_backward(head
 
 
 class LargestTensor(TorchDispatchMode):
-    """The most elements that any operation's result has."""
+    """Notes the largest number of elements that the result of any operation has."""
 
     elements = 0
 
@@ -156,8 +169,8 @@ class LargestTensor(TorchDispatchMode):
         out = function(*args, **(kwargs or {}))
         for tensor in torch.utils._pytree.tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
-                held = tensor.untyped_storage().nbytes() // tensor.element_size()
-                self.elements = max(self.elements, held)
+                elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+                self.elements = max(self.elements, elements)
         return out
 
 

@@ -7,29 +7,34 @@ import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
-from conftest import ROOT
+from conftest import ROOT, TINY, launch, log_path, losses
 from test_model import ALONE, WINDOW, sequence, tiny_model
+from torch import nn
 
 import train_gpt
-from train_gpt import (PRESETS, Adam, Muon, Optimizer, Ranks, UserError, build_optimizers,
-                       load_training_state, newton_schulz, orthogonalize, train_step,
+from train_gpt import (PRESETS, Adam, CastedLinear, MatrixOptimizer, Muon, Optimizer, UserError,
+                       World, build_optimizers, load_training_state, newton_schulz, train_step,
                        training_state)
 
-HP = dataclasses.replace(PRESETS["demo"], dtype="float32", cooldown_frac=0.0, muon_beta2=0.0)
+HP = dataclasses.replace(PRESETS["demo"], dtype="float32", cooldown_frac=0.0)
 
 
-def update(optimizer, step=0):
+def take_step(optimizer, step=0):
     """One step of one optimizer, on the gradients that its parameters have."""
     with torch.no_grad():
-        optimizer.send_gradients()
-        optimizer.compute(step)
-        optimizer.apply(step)
+        optimizer.begin()
+        optimizer.update(step)
+        optimizer.finish(step)
 
 
 def with_momentum(momentum, **changes):
     return dataclasses.replace(HP, muon_momentum_start=momentum, muon_momentum_end=momentum,
                                **changes)
+
+
+def plain(x, steps=5):
+    """In place of newton_schulz: changes nothing."""
+    return x
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -48,10 +53,11 @@ def test_singular_values_of_an_update_lie_in_the_band(rows, cols, dtype):
 
 
 def test_zero_matrices_stay_zero():
+    """Those that fill up a stack, among others."""
     assert not newton_schulz(torch.zeros(2, 8, 8)).any()
 
 
-def test_a_batch_is_its_matrices_one_by_one():
+def test_each_matrix_of_a_stack_is_orthogonalized_as_if_it_were_alone():
     x = torch.randn(12, 32, 16)
     together = newton_schulz(x)
     for i in range(12):
@@ -60,17 +66,67 @@ def test_a_batch_is_its_matrices_one_by_one():
 
 
 @pytest.mark.parametrize("parts, cols", [(1, 32), (3, 32), (3, 16), (2, 64)])
-def test_parts_of_a_merged_matrix_are_orthogonalized_by_themselves(parts, cols):
-    x = torch.randn(2, 96, cols)
-    got = orthogonalize(x, parts)
-    assert got.shape == x.shape
-    for part, want in zip(got.chunk(parts, dim=1), x.chunk(parts, dim=1)):
-        scale = max(1, part.size(1) / cols) ** 0.5
-        torch.testing.assert_close(part, newton_schulz(want) * scale, rtol=1e-4, atol=1e-5)
+def test_the_parts_of_a_stacked_matrix_are_orthogonalized_one_by_one(parts, cols):
+    torch.manual_seed(0)
+    layer = CastedLinear(cols, 96, zero=True, parts=parts)
+    muon = Muon({"p": layer.weight}, 1.0, with_momentum(0.0), ALONE)
+    layer.weight.grad = torch.randn(96, cols)
+    take_step(muon)
+    chunks = layer.weight.detach().chunk(parts), layer.weight.grad.chunk(parts)
+    for part, gradient in zip(*chunks, strict=True):
+        scale = max(1, len(part) / cols) ** 0.5
+        want = -scale * newton_schulz(gradient[None])[0]
+        torch.testing.assert_close(part, want, rtol=1e-4, atol=1e-5)
+
+
+class SwiGLU(nn.Module):
+    """A gated MLP whose two input matrices are one stacked weight, as a user would write it."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.fc = CastedLinear(dim, 8 * dim, parts=2)
+        self.proj = CastedLinear(4 * dim, dim, zero=True)
+
+    def forward(self, x_TD):
+        gate, x = self.fc(x_TD).chunk(2, dim=-1)
+        return self.proj(nn.functional.silu(gate) * x)
+
+
+def test_parts_that_a_layer_declares_reach_muon_through_the_models_table(monkeypatch):
+    """The table needs no change for a stacked SwiGLU matrix: its halves are orthogonalized one by
+    one, each of them tall, where Q, K and V are three."""
+    monkeypatch.setattr(train_gpt, "MLP", SwiGLU)
+    model, hp = tiny_model()
+    seen = []
+
+    def watch(x, steps=5):
+        seen.append(tuple(x.shape))
+        return newton_schulz(x, steps)
+
+    monkeypatch.setattr(train_gpt, "newton_schulz", watch)
+    optimizers = build_optimizers(model, hp, ALONE)
+    before = model.blocks[0].mlp.fc.weight.detach().clone()
+    model(*sequence(), WINDOW).backward()
+    gradient = model.blocks[0].mlp.fc.weight.grad.clone()
+    hp_at_start = dataclasses.replace(hp, muon_momentum_start=0.0, muon_momentum_end=0.0)
+    for optimizer in optimizers:
+        optimizer.hp = hp_at_start
+        take_step(optimizer)
+    # Of 3 layers Q, K, V [64, 32] each and projections [32, 64]; of 4 layers both halves of fc.
+    assert sorted(seen) == sorted([(9, 64, 32), (3, 32, 64), (8, 128, 32), (4, 32, 128)])
+    update = (model.blocks[0].mlp.fc.weight.detach() - before) / -hp.muon_lr
+    for part, want in zip(update.chunk(2), gradient.chunk(2)):
+        torch.testing.assert_close(part, 2 * newton_schulz(want[None])[0], rtol=1e-3, atol=1e-4)
+
+
+def test_a_class_of_matrices_that_differ_in_parts_is_refused():
+    params = {"stacked": CastedLinear(8, 6, parts=2).weight, "single": CastedLinear(8, 6).weight}
+    with pytest.raises(UserError, match="matrices of one shape"):
+        Muon(params, 0.1, HP, ALONE)
 
 
 def test_agrees_with_the_muon_of_torch():
-    """Same gradients for several steps; torch's own takes one 2-D tensor at a time and works in
+    """On the same gradients for several steps; torch's own takes one matrix at a time and works in
     bfloat16."""
     torch.manual_seed(0)
     ours = [torch.nn.Parameter(torch.randn(s)) for s in ((32, 16), (16, 32), (32, 16), (16, 16))]
@@ -86,7 +142,7 @@ def test_agrees_with_the_muon_of_torch():
             q.grad = p.grad.clone()
         before = [p.detach().clone() for p in ours]
         for muon in table:
-            update(muon)
+            take_step(muon)
         oracle.step()
     for p, q, old in zip(ours, theirs, before):
         assert not torch.equal(p, old)
@@ -95,7 +151,7 @@ def test_agrees_with_the_muon_of_torch():
 
 
 def test_nesterov_momentum_by_hand(monkeypatch):
-    monkeypatch.setattr(train_gpt, "orthogonalize", lambda x, parts: x)
+    monkeypatch.setattr(train_gpt, "newton_schulz", plain)
     p = torch.nn.Parameter(torch.zeros(2, 2))
     hp = dataclasses.replace(HP, muon_momentum_start=0.85, muon_momentum_end=0.95,
                              muon_momentum_steps=2)
@@ -104,63 +160,14 @@ def test_nesterov_momentum_by_hand(monkeypatch):
     for step, g in enumerate([1.0, -2.0, 3.0]):
         momentum = 0.85 + 0.05 * step
         p.grad = torch.full((2, 2), g)
-        update(muon, step)
+        take_step(muon, step)
         average = momentum * average + (1 - momentum) * g
         want -= 0.1 * (momentum * average + (1 - momentum) * g)
     torch.testing.assert_close(p.detach(), torch.full((2, 2), want))
 
 
-def test_normuon_evens_out_rows_and_keeps_norms():
-    x = torch.randn(2, 6, 40, generator=torch.Generator().manual_seed(0))
-    x *= torch.tensor([1, 2, 4, 0.1, 1, 0])[:, None]
-    squares = torch.zeros(2, 6, 1)
-    even = train_gpt.even_rows(x, squares, 0.9)
-    rows = even.norm(dim=2)
-    torch.testing.assert_close(rows[:, :5], rows[:, :1].expand(2, 5))
-    assert not rows[:, 5].any()  # no gradient, no update
-    torch.testing.assert_close(even.norm(dim=(1, 2)), x.norm(dim=(1, 2)))
-    torch.testing.assert_close(F.normalize(even[:, :5], dim=2), F.normalize(x[:, :5], dim=2))
-    assert not train_gpt.even_rows(torch.zeros(2, 6, 40), torch.zeros(2, 6, 1), 0.9).any()
-
-
-def test_normuon_takes_q_k_and_v_as_one():
-    torch.manual_seed(0)
-    p = torch.nn.Parameter(torch.zeros(48, 16))
-    muon = Muon({"p": p}, 1.0, with_momentum(0.0, muon_beta2=0.9), ALONE, 3)
-    p.grad = torch.randn(48, 16)
-    p.grad[16:32, 2:] = 0  # a K whose update has two directions only
-    plain = orthogonalize(p.grad[None].clone(), 3)[0]
-    update(muon)
-    torch.testing.assert_close(p.detach().norm(), plain.norm())
-    torch.testing.assert_close(p.detach().norm(dim=1), (plain.norm() / 48**0.5).expand(48))
-
-
-def test_normuon_by_the_papers_formulas(monkeypatch):
-    """Algorithm 1 of arXiv:2510.05491 for one matrix, with the norm of the orthogonalized update in
-    place of 0.2 sqrt(rows x cols)."""
-    torch.manual_seed(0)
-    p = torch.nn.Parameter(torch.zeros(16, 8))
-    muon = Muon({"p": p}, 0.1, with_momentum(0.9, muon_beta2=0.8), ALONE)
-    plain = []
-
-    def seen(x, parts):
-        plain.append(orthogonalize(x, parts))
-        return plain[-1]
-
-    monkeypatch.setattr(train_gpt, "orthogonalize", seen)
-    v, want = torch.zeros(16), torch.zeros(16, 8)
-    for _ in range(5):
-        p.grad = torch.randn(16, 8) * torch.arange(1, 17)[:, None]
-        update(muon)
-        o = plain[-1][0]
-        v = 0.8 * v + 0.2 * o.square().mean(1)
-        even = o / v.sqrt()[:, None]
-        want -= 0.1 * o.norm() * even / even.norm()
-    torch.testing.assert_close(p.detach(), want)
-
-
 @pytest.mark.parametrize("shapes", [((4, 8), (8, 4)), ((4,), (4,)), ((2, 4, 8),)],
-                         ids=["two shapes", "vectors", "a batch"])
+                         ids=["two shapes", "vectors", "a stack"])
 def test_muon_refuses_what_is_not_matrices_of_one_shape(shapes):
     params = {f"p{i}": torch.nn.Parameter(torch.zeros(shape)) for i, shape in enumerate(shapes)}
     with pytest.raises(UserError, match="matrices of one shape") as caught:
@@ -176,7 +183,8 @@ def test_adam_is_torchs(dtype, monkeypatch):
     values = [torch.randn(shape, dtype=dtype) for shape in ((30, 8), (5,), (2, 2))]
     ours = [torch.nn.Parameter(value.clone()) for value in values]
     theirs = [torch.nn.Parameter(value.clone()) for value in values]
-    hp = dataclasses.replace(HP, adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-7)
+    hp = dataclasses.replace(HP, dtype=str(dtype).removeprefix("torch."), adam_beta1=0.8,
+                             adam_beta2=0.95, adam_eps=1e-7)
     table = [Adam({"0": ours[0], "1": ours[1]}, 0.1, hp, ALONE),
              Adam({"2": ours[2]}, 0.02, hp, ALONE)]
     groups = [dict(params=theirs[:2], lr=0.1), dict(params=theirs[2:], lr=0.02)]
@@ -188,21 +196,27 @@ def test_adam_is_torchs(dtype, monkeypatch):
             p.grad = torch.randn(p.shape).to(dtype)
             q.grad = p.grad.clone()
         for adam in table:
-            update(adam, step)
+            take_step(adam, step)
         reference.step()
         assert all(torch.equal(p, q) for p, q in zip(ours, theirs))
-    state = training_state(torch.nn.Module(), table)
-    for kind in ("exp_avg", "exp_avg_sq"):
+    state = training_state(torch.nn.Module(), table)["optimizers"]
+    for ours_is, theirs_is in (("mean", "exp_avg"), ("mean_square", "exp_avg_sq")):
         for i, q in enumerate(theirs):
-            assert torch.equal(state[kind][str(i)], reference.state[q][kind]), kind
+            assert torch.equal(state[ours_is][str(i)], reference.state[q][theirs_is]), ours_is
 
 
 class Descent(Optimizer):
-    """Plain gradient descent: no state, and not one line for ranks."""
+    """Plain gradient descent on whole parameters, without state."""
 
-    def update(self, grads, step):
-        for p, grad in zip(self.mine, grads):
-            p.sub_(self.lr * grad)
+    def begin(self):
+        self.gradients = [self.world.sum_all(p.grad) for p in self.params.values()]
+
+    def update(self, step):
+        for p, gradient in zip(self.params.values(), self.gradients):
+            p.sub_(self.lr * gradient.result())
+
+    def finish(self, step):
+        pass
 
 
 def test_a_step_follows_the_mean_gradient_of_its_micro_batches():
@@ -221,30 +235,31 @@ def test_a_step_follows_the_mean_gradient_of_its_micro_batches():
         assert p.grad is None and not torch.equal(p, before[name]), name
 
 
-def test_the_models_table_has_a_batch_for_each_shape_of_matrices():
+def test_the_models_table_has_a_stack_for_each_shape_of_matrices():
     model, hp = tiny_model()
     table = build_optimizers(model, hp, ALONE)
     muons = [row for row in table if isinstance(row, Muon)]
     assert [(len(row.params), row.parts) for row in muons] == [(3, 3), (3, 1), (4, 1), (4, 1)]
     assert {row.lr for row in muons} == {hp.muon_lr}
     adams = {frozenset(row.params): row.lr for row in table if isinstance(row, Adam)}
+    mixes = {f"blocks.{layer}.residual_mix" for layer in range(4)}
+    mixes |= {f"blocks.{layer}.attn.value_mix" for layer in (0, 1, 3)}
     assert adams == {
         frozenset({"lm_head.weight"}): hp.head_lr,
         frozenset({"embed.weight", "pair_embed.weight", "value_embeds.0.weight"}): hp.embed_lr,
-        frozenset({"smear", "residual_mix", "value_mix", "skip_weights"}): hp.scalar_lr}
+        frozenset({"smear", "skip_weights"} | mixes): hp.scalar_lr}
 
 
-def test_a_state_that_is_restored_goes_on_to_the_same_bits():
-    """From one model's table to another's, which has gone elsewhere."""
+def test_training_goes_on_to_the_same_bits_from_a_state_that_is_loaded():
+    """From one model and its optimizers to others, which have been trained elsewhere."""
     (ours, hp), (theirs, _) = tiny_model(seed=1), tiny_model(seed=2)
     a, b = build_optimizers(ours, hp, ALONE), build_optimizers(theirs, hp, ALONE)
     for step in range(2):
         train_step(ours, [sequence(seed=step)], a, step, hp, ALONE)
         train_step(theirs, [sequence(seed=9)], b, step, hp, ALONE)
     state = training_state(ours, a)
-    names = set(state["model"])
-    assert set(state["exp_avg"]) | set(state["momentum"]) == names
-    assert not set(state["exp_avg"]) & set(state["momentum"])
+    means, momenta = set(state["optimizers"]["mean"]), set(state["optimizers"]["momentum"])
+    assert means | momenta == set(state["model"]) and not means & momenta
     load_training_state(state, theirs, b, ALONE)
     for step in range(2, 4):
         for model, table in ((ours, a), (theirs, b)):
@@ -257,31 +272,61 @@ def test_a_state_that_lacks_a_tensor_is_refused_by_its_name():
     model, hp = tiny_model()
     table = build_optimizers(model, hp, ALONE)
     for kind, name, found in (("momentum", "blocks.0.mlp.fc.weight", None),
-                              ("exp_avg", "lm_head.weight", torch.zeros(3, 2))):
+                              ("mean", "lm_head.weight", torch.zeros(3, 2))):
         state = training_state(model, table)
         if found is None:
-            del state[kind][name]
+            del state["optimizers"][kind][name]
         else:
-            state[kind][name] = found
+            state["optimizers"][kind][name] = found
         with pytest.raises(UserError, match=f"{kind} of {name}") as caught:
             load_training_state(state, model, table, ALONE)
         assert "\n" not in str(caught.value)
 
 
+class Named(MatrixOptimizer):
+    """Its state has the names that a checkpoint uses for other things."""
+
+    def __init__(self, params, lr, hp, world):
+        super().__init__(params, lr, hp, world)
+        for name in ("step", "model", "optimizers", "facts"):
+            self.state[name] = torch.zeros(self.shape, device=world.device)
+
+    def direction(self, gradients, step):
+        for name in self.state:
+            self.world.rows(self.state[name]).add_(gradients)
+        return self.world.rows(self.state["step"])
+
+
+def test_a_state_may_have_any_name():
+    model = nn.ParameterDict({"p": torch.ones(4, 4)})
+    optimizer = Named(dict(model.named_parameters()), 0.1, HP, ALONE)
+    model.p.grad = torch.ones(4, 4)
+    take_step(optimizer)
+    saved = {name: {key: tensor.clone() for key, tensor in tensors.items()}
+             for name, tensors in training_state(model, [optimizer])["optimizers"].items()}
+    saved = dict(model={"p": torch.full((4, 4), 5.0)}, optimizers=saved)
+    assert set(saved["optimizers"]) == {"step", "model", "optimizers", "facts"}
+    model.p.grad = torch.full((4, 4), 7.0)
+    take_step(optimizer)
+    load_training_state(saved, model, [optimizer], ALONE)
+    assert torch.equal(model.p, torch.full((4, 4), 5.0))
+    assert all(torch.equal(stack[0], torch.ones(4, 4)) for stack in optimizer.state.values())
+
+
 class Traced:
-    """A collective's handle that writes down when it is awaited."""
+    """A collective's handle that notes when it is waited for."""
 
     def __init__(self, events, name):
         self.events = events
         self.name = name
 
     def wait(self):
-        self.events.append(f"await {self.name}")
+        self.events.append(f"wait {self.name}")
 
 
-def test_what_one_row_sends_travels_while_another_computes(monkeypatch):
-    """All gradients are on their way before the first update; what a row has updated is on its way
-    before the next row computes, and awaited after the last one has."""
+def test_what_one_optimizer_sends_travels_while_another_computes(monkeypatch):
+    """All gradients are on their way before the first update. What an optimizer has updated is on
+    its way before the next one computes, and is waited for after the last one has."""
     events = []
 
     def traced(kind):
@@ -295,44 +340,96 @@ def test_what_one_row_sends_travels_while_another_computes(monkeypatch):
     monkeypatch.setattr(train_gpt.dist, "reduce_scatter_single", traced("scatter"))
     monkeypatch.setattr(train_gpt.dist, "all_reduce", traced("reduce"))
     model, hp = tiny_model()
-    ranks = Ranks(1, 4, torch.device("cpu"))
-    optimizers = build_optimizers(model, hp, ranks)
+    world = World(1, 4, torch.device("cpu"))
+    optimizers = build_optimizers(model, hp, world)
     for i, optimizer in enumerate(optimizers):
-        compute = optimizer.compute
-
-        def traced_compute(step, i=i, compute=compute):
+        def traced_update(step, i=i, update=optimizer.update):
             events.append(f"begin {i}")
-            compute(step)
+            update(step)
             events.append(f"end {i}")
-        monkeypatch.setattr(optimizer, "compute", traced_compute)
+        monkeypatch.setattr(optimizer, "update", traced_update)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    train_step(model, [], optimizers, 0, hp, ranks)  # what follows the micro-batches
-    assert len(set(events)) == len(events), "something is launched or awaited twice"
+    train_step(model, [], optimizers, 0, hp, world)  # what follows the micro-batches
+    assert len(set(events)) == len(events), "something is launched or waited for twice"
     launches = [event for event in events if event.startswith("launch")]
-    assert {f"await{event[6:]}" for event in launches} <= set(events)
+    assert {f"wait{event[6:]}" for event in launches} <= set(events)
     first = events.index("begin 0")
     last = events.index(f"end {len(optimizers) - 1}")
-    divided = {name for row in optimizers if not isinstance(row, Muon)
+    divided = {name for row in optimizers if isinstance(row, Adam)
                for name, p in row.params.items() if len(p) % 4 == 0}
     assert "lm_head.weight" in divided and "skip_weights" not in divided
     muons = sum(isinstance(row, Muon) for row in optimizers)
     for kind in ("scatter", "gather"):
         assert sum(f"launch {kind}" in event for event in events) == muons + len(divided)
     for i, event in enumerate(events[:-2]):  # the last two are the loss, once all is launched
-        if event.startswith(("launch scatter", "launch reduce", "await gather")):
+        if event.startswith(("launch scatter", "launch reduce", "wait gather")):
             assert i < first if "launch" in event else i > last
-        elif event.startswith(("await scatter", "await reduce", "launch gather")):
+        elif event.startswith(("wait scatter", "wait reduce", "launch gather")):
             assert first < i < last
-    assert events[-1].startswith("await reduce")
+    assert events[-1].startswith("wait reduce")
 
 
 @pytest.mark.parametrize("ranks, dtype", [(3, "float32"), (8, "float32"), (2, "bfloat16")])
 def test_distributed_optimizers_equal_a_single_process(ranks, dtype):
-    """5, 2 and 1 parameters of a shape: on 3 ranks a share is not full, on 8 most ranks own nothing
-    of a shape. Saved in the middle, restored, and with an optimizer of another kind."""
+    """With 5, 2 and 1 parameters of a shape: on 3 processes the stack is filled up, on 8 most
+    processes have none of the matrices. The state is saved in the middle and restored; two
+    optimizers are a user's own."""
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
          str(ROOT / "tests" / "optimizer_worker.py"), dtype], capture_output=True, text=True,
         timeout=200)
     assert done.returncode == 0 and done.stdout.count("equal") == ranks, done.stdout + done.stderr
+
+
+SOAP = """class Soap(MatrixOptimizer):
+    def __init__(self, params, lr, hp, world):
+        super().__init__(params, lr, hp, world)
+        n, rows, cols = self.shape
+        self.state["left"] = torch.zeros(n, rows, rows, device=world.device)
+        self.state["step"] = torch.zeros(self.shape, device=world.device)
+
+    def direction(self, gradients, step):
+        left = self.world.rows(self.state["left"])
+        squares = self.world.rows(self.state["step"])
+        left.lerp_(gradients @ gradients.mT, 0.1)
+        basis = torch.linalg.eigh(left).eigenvectors
+        rotated = basis.mT @ gradients
+        squares.lerp_(rotated.square(), 0.1)
+        return basis @ (rotated / (squares.sqrt() + 1e-6))
+
+
+class Muon(MatrixOptimizer):
+"""
+
+
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_a_users_optimizer_trains_saves_and_resumes(tmp_path, shards, ranks):
+    """A class with one method and its own state, and one row of the table: in a copy of the script,
+    on one process and on two. One of its states is called "step"."""
+    text = (ROOT / "train_gpt.py").read_text()
+    row = '(r"blocks\\.\\d+\\.mlp\\.fc\\.weight",      Muon, hp.muon_lr)'
+    assert text.count(row) == text.count("class Muon(MatrixOptimizer):\n") == 1
+    text = text.replace(row, row.replace("Muon, hp.muon_lr", "Soap, 0.003"))
+    script = tmp_path / "soap.py"
+    script.write_text(text.replace("class Muon(MatrixOptimizer):\n", SOAP))
+    launch(*TINY, *shards, "--save_every=3", f"--records={tmp_path}/records", script=script,
+           ranks=ranks)
+    log = log_path(tmp_path / "records")
+    whole = log.read_text()
+    curve = losses(whole, "train_loss")
+    assert len(curve) == 6 and curve[-1] < curve[0] - 0.1
+    last, middle = train_gpt.checkpoints_of(log)
+    saved = torch.load(middle, weights_only=True)
+    trained_by_soap = {f"blocks.{layer}.mlp.fc.weight" for layer in range(4)}
+    assert set(saved["optimizers"]["left"]) == set(saved["optimizers"]["step"]) == trained_by_soap
+    assert saved["optimizers"]["left"]["blocks.0.mlp.fc.weight"].any()
+    end = torch.load(last, weights_only=True)
+    last.unlink()
+    launch(f"--resume={log}", script=script, ranks=ranks)
+    again = torch.load(last, weights_only=True)
+    for name, p in end["model"].items():
+        assert torch.equal(p, again["model"][name]), name
+    for kind, tensors in end["optimizers"].items():
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, again["optimizers"][kind][name]), (kind, name)

@@ -1,21 +1,43 @@
-"""What `prepare` refuses beyond settings: a machine without a compiler, data on both sides."""
+"""What is refused before a run begins, in one line: settings, data, a machine without a compiler,
+parameters that nothing trains. And what is not refused: whatever a script may do."""
+
 import dataclasses
 import os
+import shutil
+import signal
 import sys
 import sysconfig
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import SCRIPT, TINY, launch, load_script, log_of, losses, train, write_shard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import train_gpt
+from train_gpt import UserError
 
 
-def prepare(*flags, device="cpu"):
-    hp, command = train_gpt.parse_flags([*TINY, "--use_fp8=false", *flags], "demo")
-    return train_gpt.prepare(hp, command, "", train_gpt.Ranks(0, 1, torch.device(device)))
+def prepare(*flags, script=train_gpt, device="cpu"):
+    hp, command = script.parse_flags([*TINY, "--use_fp8=false", *map(str, flags)])
+    return script.prepare(hp, command, "", script.World(0, 1, torch.device(device)))
+
+
+@contextmanager
+def time_limit(seconds: int):
+    """Ends what hangs, by a TimeoutError."""
+    def give_up(number, frame):
+        raise TimeoutError(f"no answer after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_triton_gets_a_compiler_and_headers_or_one_line(tmp_path, shards, monkeypatch):
@@ -25,7 +47,7 @@ def test_triton_gets_a_compiler_and_headers_or_one_line(tmp_path, shards, monkey
     monkeypatch.delenv("CC", raising=False)
     for name in ("clang", "mycc"):
         (tmp_path / name).symlink_to(sys.executable)
-    with pytest.raises(train_gpt.UserError, match=rf"Triton .* {tmp_path}/Python\.h: install"):
+    with pytest.raises(UserError, match=rf"Triton .* {tmp_path}/Python\.h: install"):
         prepare(*shards, device="cuda")
     prepare(*shards)  # on a CPU there is no Triton
     (tmp_path / "Python.h").touch()
@@ -36,57 +58,163 @@ def test_triton_gets_a_compiler_and_headers_or_one_line(tmp_path, shards, monkey
         prepare(*shards, device="cuda")
     for compiler in ("gcc", "no-such-compiler"):
         monkeypatch.setenv("CC", compiler)
-        with pytest.raises(train_gpt.UserError, match=r"C compiler \(gcc, clang or \$CC\)"):
+        with pytest.raises(UserError, match=r"C compiler \(gcc, clang or \$CC\)"):
             prepare(*shards, device="cuda")
 
 
-def test_a_shard_of_both_sides_is_refused(tmp_path, shards):
-    train = next(flag for flag in shards if flag.startswith("--train_files"))
-    folder = os.path.dirname(train.partition("=")[2])
-    (tmp_path / "val.bin").symlink_to(f"{folder}/t_train_000002.bin")
-    for val in (f"{folder}/t_*.bin", f"{tmp_path}/val.bin"):
-        with pytest.raises(train_gpt.UserError, match=r"share \S+/t_train_00000\d\.bin"):
-            prepare(train, f"--val_files={val}", "--val_tokens=0")
+# --------------------------------------------------------------------------------------------------
+# Data
+
+LINKS = {"a copy": shutil.copy, "a hard link": os.link, "a link": os.symlink}
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_validation_on_training_data_is_refused(tmp_path, shards, link):
+    """However the shard got there, and where a glob finds one shard twice."""
+    train_files, val_files = (flag.partition("=")[2] for flag in shards)
+    shard = Path(train_files).parent / "t_train_000002.bin"
+    LINKS[link](shard, tmp_path / "copy.bin")
+    tokens = "has the same tokens as .*name each shard once"
+    with pytest.raises(UserError, match=tokens):
+        prepare(shards[0], f"--val_files={tmp_path}/copy.bin", "--val_tokens=0")
+    with pytest.raises(UserError, match=tokens):
+        prepare(shards[0], f"--val_files={shard.parent}/t_*.bin", "--val_tokens=0")
+    shutil.copy(shard, tmp_path / "a.bin")
+    with pytest.raises(UserError, match=tokens):
+        prepare(f"--train_files={tmp_path}/*.bin", shards[1])
+
+
+def test_a_fifo_or_a_folder_as_a_shard_is_refused(tmp_path, shards):
+    os.mkfifo(tmp_path / "fifo.bin")
+    (tmp_path / "folder.bin").mkdir()
+    for name in ("fifo.bin", "folder.bin"):
+        with time_limit(60), pytest.raises(UserError, match=f"{name} is not "):
+            prepare(f"--train_files={tmp_path}/{name}", shards[1])
+
+
+def test_huge_numbers_get_an_answer(tmp_path, shards):
+    """--check counts steps, but no more than it needs, and keeps none in memory."""
+    for flags in (["--num_iterations=99999999999", "--epochs=100000"],
+                  ["--num_iterations=10000000", "--epochs=10000"],
+                  ["--train_seq_len=1000000000", "--epochs=10000"]):
+        with time_limit(120), pytest.raises(UserError):
+            prepare(*shards, *flags)
+    path = write_shard(tmp_path / "large.bin", [256, *range(250)] * 4000)
+    with time_limit(120):
+        prepare(f"--train_files={path}", shards[1], "--train_seq_len=128", "--micro_batches=1",
+                "--epochs=10000", "--num_iterations=1000000")
 
 
 def test_records_must_be_writable_before_anything_is_there(tmp_path, shards, monkeypatch):
     prepare(*shards, f"--records={tmp_path}/new/folder")
     assert not (tmp_path / "new").exists()
     (tmp_path / "file").touch()
-    with pytest.raises(train_gpt.UserError, match=f"{tmp_path}/file is not writable"):
+    with pytest.raises(UserError, match=f"--records.* {tmp_path}/file is no"):
         prepare(*shards, f"--records={tmp_path}/file/x")
     locked = tmp_path / "locked"
     locked.mkdir()
     real = os.access
 
     def access(path, mode):  # root may write anywhere
-        return real(path, mode) and path != f"{locked}/."
+        return real(path, mode) and Path(path) != locked
 
     monkeypatch.setattr(os, "access", access)
-    with pytest.raises(train_gpt.UserError, match=f"{locked} is not writable"):
+    with pytest.raises(UserError, match=f"--records.* {locked} is no"):
         prepare(*shards, f"--records={locked}/runs")
 
 
-NAMES = [field.name for field in dataclasses.fields(train_gpt.Hyperparameters)]
+# --------------------------------------------------------------------------------------------------
+# A user's own parameters
+
+# Lines of the script at which a tweak is made.
+TWEAK_MODEL = "        self.skip_weights = "
+TWEAK_TABLE = "    table = [\n"
+TWEAK_STREAM = "        x_TD = norm(x_TD)\n"
+
+
+def tweaked(folder: Path, parameter: str, use: str = "{}", row: str = ""):
+    """A copy of the script whose model has one more parameter, `own`, and its path. What enters
+    the layers is multiplied by `use`, and `row` is put in front of the optimizers' table."""
+    text = SCRIPT.read_text()
+    for place in (TWEAK_MODEL, TWEAK_TABLE, TWEAK_STREAM):
+        assert text.count(place) == 1, f"the script has no single line {place!r} any more"
+    own = f"        self.own = nn.Parameter({parameter})\n"
+    text = text.replace(TWEAK_MODEL, own + TWEAK_MODEL)
+    text = text.replace(TWEAK_TABLE, f"{TWEAK_TABLE}        {row}\n")
+    if use:
+        text = text.replace(TWEAK_STREAM, f"        x_TD = norm(x_TD) * ({use})\n")
+    path = folder / "tweaked.py"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.method
+def test_a_number_a_vector_and_a_row_of_a_users_own_train(tmp_path, shards):
+    """A parameter without a dimension needs no row, and one with a row has its learning rate."""
+    for name, parameter, use, row in (
+            ("number", "torch.tensor(1.0)", "self.own", ""),
+            ("vector", "torch.ones(2)", "self.own[0]", ""),
+            ("row", "torch.tensor(1.0)", "self.own", '(r"own", Adam, 0.0),')):
+        path = tweaked(tmp_path, parameter, use, row)
+        script = load_script(path, "tweaked")
+        train(script, *TINY, *shards, f"--records={tmp_path}/{name}")
+        assert len(losses(log_of(tmp_path / name), "train_loss")) == 6
+    launch(*TINY, *shards, f"--records={tmp_path}/two", script=path, ranks=2)
+    curves = [losses(log_of(tmp_path / name), "train_loss") for name in ("row", "two")]
+    assert curves[0] == pytest.approx(curves[1], abs=0.002)
+
+
+@pytest.mark.method
+@pytest.mark.parametrize("parameter, use, message", [
+    ("torch.ones(2, 3)", "self.own.sum()", "no row of the table in build_optimizers takes own"),
+    ("torch.ones(2, dtype=torch.float64)", "self.own[0]", "float64"),
+], ids=["a forgotten matrix", "a parameter in float64"])
+def test_check_finds_parameters_that_no_optimizer_can_train(tmp_path, shards, parameter, use,
+                                                            message):
+    script = load_script(tweaked(tmp_path, parameter, use), "tweaked")
+    with pytest.raises(script.UserError, match=message) as raised:
+        train(script, *TINY, *shards, "--check")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.method
+def test_a_parameter_that_nothing_uses_is_named(tmp_path, shards):
+    script = load_script(tweaked(tmp_path, "torch.ones(2)", ""), "tweaked")
+    with pytest.raises(script.UserError, match="no gradient reaches own"):
+        train(script, *TINY, *shards, f"--records={tmp_path}")
+
+
+# --------------------------------------------------------------------------------------------------
+# Strange settings
+
 TEXT = st.text(st.characters(exclude_characters="\0/", exclude_categories=["Cs"]), max_size=12)
 VALUES = st.one_of(
     st.integers(-2, 600), st.integers(), st.floats(), TEXT,
     st.sampled_from(["true", "inf", "-0", "1e400", "0x10", "1_000", "LSSL", "x", "01.0", "*", "",
-                     "1:1:128,3:1.5:256", "..10", ",1:1:1", "9:0.0:1"]))
+                     "LLL", "..10", "xxxx", "9999999999", "1e9", "128", "65536", "-1", "**"]))
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.dictionaries(st.sampled_from(NAMES), VALUES, min_size=1, max_size=3))
-def test_strange_settings_make_a_plan_or_one_line(shards, changes):
+@pytest.mark.both_scripts
+@settings(max_examples=int(os.environ.get("STRANGE_SETTINGS", 100)), deadline=None,
+          suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_strange_settings_make_a_plan_or_one_line(shards, tmp_path, script, monkeypatch, data):
+    """STRANGE_SETTINGS=2000 ./run.sh test tests/test_prepare.py -k strange tries more of them."""
+    monkeypatch.chdir(tmp_path)
+    names = [field.name for field in dataclasses.fields(script.Hyperparameters)]
+    names += ["preset", "resume", "no_such_flag"]
+    changes = data.draw(st.dictionaries(st.sampled_from(names), VALUES, min_size=1, max_size=3))
     flags = [f"--{name}={value}" for name, value in changes.items()]
     try:
-        plan = prepare(*shards, *flags)
-    except train_gpt.UserError as e:
+        with time_limit(120):
+            plan = prepare(*shards, *flags, script=script)
+    except script.UserError as e:
         assert str(e).isprintable() or any(not str(value).isprintable()
                                            for value in changes.values())
     else:
         hp = plan.hp
-        assert 0 <= train_gpt.lr_scale(0, hp) <= (100 if hp.stages else 1)
-        assert len(train_gpt.tokens_before(hp)) == hp.num_iterations + 1
-        assert train_gpt.window_tokens(hp.num_iterations, hp) > 0
-        assert all(0 <= train_gpt.muon_momentum(step, hp) <= 1 for step in (0, 5, 10**6))
+        last = hp.num_iterations
+        assert 0 <= script.lr_scale(0, hp) <= 100 and 0 <= script.lr_scale(last, hp) <= 100
+        assert script.window_tokens(0, hp) > 0 and script.window_tokens(last, hp) > 0
+        assert script.tokens_seen(0, hp) == 0 <= script.tokens_seen(last, hp)
+        assert all(0 <= script.muon_momentum(step, hp) <= 1 for step in (0, 5, 10**6))

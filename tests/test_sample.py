@@ -1,4 +1,4 @@
-"""Samples from saved runs: by bytes, by GPT-2's tokens, by token numbers; runs of other scripts;
+"""Samples from saved runs: as bytes, as GPT-2's tokens and as token numbers; runs of other scripts;
 the command line and its errors."""
 
 import dataclasses
@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import ROOT, TINY, launch
 from test_data_vocab import write_vocabulary
+from test_model import features
 
 import train_gpt
 from data import vocab
@@ -33,20 +34,21 @@ def trained(tmp_path_factory, shards):
 
 
 def save_random_model(folder, *flags, **facts):
-    """A model of random weights, where a fresh one has zeros too, so that every token counts."""
-    torch.manual_seed(3)
-    hp, _ = train_gpt.parse_flags([*TINY, *flags], "demo")
+    """Saves a model of random weights, also where a fresh one has zeros, so that every token
+    counts."""
+    hp, _ = train_gpt.parse_flags([*TINY, *flags])
     hp = train_gpt.resolve(hp, torch.device("cpu"))
     model = train_gpt.GPT(hp, train_gpt.block_sparse, getattr(torch, hp.dtype))
+    train_gpt.draw_weights(model, 3)
     for p in model.parameters():
         if not p.any():
             torch.nn.init.normal_(p, std=0.5)
     folder.mkdir(exist_ok=True)
-    checkpoint = {"step": 0, "seconds": 0.0, "log_bytes": 0, "data": [],
-                  "script": hashlib.sha256(SCRIPT.read_bytes()).hexdigest(),
-                  "script_path": "train_gpt.py", "hyperparameters": dataclasses.asdict(hp),
-                  "model": model.state_dict()}
-    torch.save({**checkpoint, **facts}, folder / "step00000000.pt")
+    weights = facts.pop("model", model.state_dict())
+    script = hashlib.sha256(SCRIPT.read_bytes()).hexdigest()
+    torch.save(dict(progress=train_gpt.Progress()._asdict(), model=weights, optimizers={},
+                    facts=dataclasses.asdict(hp) | {"script": script} | facts),
+               folder / "step00000000.pt")
     return folder
 
 
@@ -88,7 +90,7 @@ def offline(monkeypatch):
 
 
 def says(monkeypatch, tokens):
-    """Have the model say these tokens."""
+    """Makes the model generate these tokens."""
     monkeypatch.setattr(sample, "generate", lambda *args: iter(tokens))
 
 
@@ -103,7 +105,7 @@ def generated(folder, prompt: list[int], num_tokens: int, seed: int) -> list[int
     for _ in range(num_tokens):
         padded = tokens + [eot] * (128 - len(tokens))
         with torch.no_grad():
-            logits = model.logits(model.features(torch.tensor(padded, dtype=torch.int32), window))
+            logits = model.logits(features(model, torch.tensor(padded, dtype=torch.int32), window))
         order = logits[len(tokens) - 1, :eot + 1].sort(descending=True)
         odds = (order.values[:50] / 0.8).exp()
         token = int(order.indices[torch.multinomial(odds, 1, generator=generator)])
@@ -123,7 +125,8 @@ def test_text_is_drawn_from_the_models_odds(trained, run_sample):
 
 @pytest.mark.parametrize("temperature, top_k", [(0.5, 3), (2.0, 0), (1.0, 99)])
 def test_the_odds_follow_temperature_and_top_k(monkeypatch, temperature, top_k):
-    """Over 4,000 tokens, of a model whose odds are always the same; its padding is never drawn."""
+    """Over 4,000 tokens from a model whose odds are always the same. The padding of its vocabulary
+    is never drawn."""
     logits = torch.tensor([3.0, 1.0, 2.0, 0.0, 1.5, -99.0, 30.0, 30.0])
     model = SimpleNamespace(logits=lambda x_D: logits)
     run = sample.Trained(model, SimpleNamespace(vocab_size=6), train_gpt)
@@ -140,7 +143,7 @@ def test_the_odds_follow_temperature_and_top_k(monkeypatch, temperature, top_k):
 
 
 def test_the_likeliest_token_is_that_of_the_training_loss(trained, run_sample):
-    """By GPT.forward, which has the loss of any token that could come next."""
+    """According to GPT.forward, which tells the loss of any token that could come next."""
     run = sample.load_model(trained)
     window = torch.tensor(train_gpt.window_tokens(20, run.hp))
     tokens = [256, *b"The harbour"]
@@ -164,7 +167,7 @@ def test_one_seed_one_text(trained, run_sample):
 
 
 def test_folder_checkpoint_and_log_name_the_same_run(trained, run_sample):
-    """Of its two checkpoints the newer one counts, unless the other is named."""
+    """The newer one of its two checkpoints is taken, unless the other one is named."""
     names = (trained, trained / "step00000020.pt", f"{trained}.log", f"{trained}/")
     texts = {run_sample(run, "--tokens=9").out for run in names}
     assert len(texts) == 1 and len(texts.pop()) > 1
@@ -173,7 +176,7 @@ def test_folder_checkpoint_and_log_name_the_same_run(trained, run_sample):
 
 
 def test_of_several_runs_the_newest_is_taken(tmp_path, trained, run_sample):
-    """As a shell lists them: logs, folders, checkpoints, in any order and of any folder."""
+    """... of logs, folders or checkpoints as a shell lists them, in any order."""
     for name in ("2025-12-31T23-59-59Z_z", "2026-01-02T00-00-00Z_a"):
         save_random_model(tmp_path / name)
         (tmp_path / f"{name}.log").touch()
@@ -184,7 +187,7 @@ def test_of_several_runs_the_newest_is_taken(tmp_path, trained, run_sample):
         for order in (runs, runs[::-1]):
             done = run_sample(*order, "--tokens=9")
             assert done.status == 0 and done.out == want, done.err
-            assert done.err.startswith(f"note: the newest of {len(runs)}: {newest}")
+            assert done.err.startswith(f"note: the newest of {len(runs)} runs: {newest}")
     steps = sorted(trained.glob("*.pt"))
     assert f": {trained}/step00000020.pt\n" in run_sample(*steps, "--tokens=1").err
 
@@ -225,15 +228,15 @@ def test_generating_ends_with_an_end_of_text(monkeypatch):
 
 
 def test_a_long_prompt_counts_from_its_first_token(tmp_path, run_sample, monkeypatch):
-    """A prompt longer than any sequence in training (512 tokens) gives what it does to the same
-    weights in a model built for longer ones, and the first token reaches the last."""
+    """With a prompt longer than any sequence in training (512 tokens) a model gives what the same
+    weights give in a model that was built for longer ones, and the first token reaches the last."""
     flags = ["--window_end=2048", "--num_iterations=1"]  # windows of 2048 and 1024 tokens
     prompt = "".join(chr(97 + i * i % 23) for i in range(700))
     heads = []
-    features = sample.features
+    plain_features = sample.features
 
     def watch(run, tokens):
-        x_TD = features(run, tokens)
+        x_TD = plain_features(run, tokens)
         heads.append(x_TD[len(tokens) - 1])
         return x_TD
 
@@ -262,11 +265,11 @@ def test_token_numbers_without_a_vocabulary(gpt2_run, run_sample, monkeypatch):
     done = run_sample(gpt2_run, "--prompt=464, 3290", "--tokens=4", "--seed=3")
     continued = generated(gpt2_run, [464, 3290], 4, 3)
     assert done.status == 0 and [int(n) for n in done.out.split()] == [464, 3290, *continued]
-    assert done.err.startswith("note: token numbers, for want of a vocabulary: GPT-2's vocabulary "
-                               "could not be downloaded")
+    assert done.err.startswith("note: showing token numbers, because there is no vocabulary: "
+                               "GPT-2's vocabulary could not be downloaded")
     for prompt in ("The dog", "464 50257", "-1"):
         done = run_sample(gpt2_run, f"--prompt={prompt}")
-        assert done.status == 2 and "error: --prompt: without its vocabulary" in done.err
+        assert done.status == 2 and "error: --prompt: without the vocabulary" in done.err
         assert done.out == ""
 
 
@@ -321,29 +324,32 @@ def test_models_that_cannot_be_used_are_one_line(tmp_path, trained, run_sample):
         assert "there is no such run" in complaint(run_sample(tmp_path / name))
     (tmp_path / "unsaved.log").touch()
     assert "(--save_every=0)" in complaint(run_sample(tmp_path / "unsaved.log"))
-    payload = torch.load(trained / "step00000020.pt", weights_only=True)
-    settings = payload["hyperparameters"]
-    weights = payload["model"]
+    saved = torch.load(trained / "step00000020.pt", weights_only=True)
+    facts = saved["facts"]
+    weights = saved["model"]
+    fewer = {name: value for name, value in facts.items() if name != "model_dim"}
     for name, content, reason in [
             ("numbers", [1, 2], ""),
-            ("names", list(payload), "is no checkpoint"),
-            ("flag", {**payload, "hyperparameters": {**settings, "num_experts": 8}}, "num_experts"),
-            ("shape", {**payload, "hyperparameters": {**settings, "model_dim": 48}}, "mismatch"),
-            ("bare", {**payload, "model": {}}, "does not fit"),
-            ("escape", {**payload, "model": {**weights, "a\x1b[2J\n\x07": weights["smear"]}},
+            ("names", list(saved), ""),
+            ("facts", {**saved, "facts": 3}, "is not a checkpoint"),
+            ("setting", {**saved, "facts": fewer}, "model_dim"),
+            ("shape", {**saved, "facts": {**facts, "model_dim": 48}}, "mismatch"),
+            ("bare", {**saved, "model": {}}, "does not fit"),
+            ("escape", {**saved, "model": {**weights, "a\x1b[2J\n\x07": weights["smear"]}},
              r"\x1b[2J")]:
         (tmp_path / name).mkdir()
         torch.save(content, tmp_path / name / "step00000001.pt")
         message = complaint(run_sample(tmp_path / name))
-        assert f"{name}/step00000001.pt: " in message and reason in message
+        assert f"{name}/step00000001.pt" in message and reason in message
     whole = (trained / "step00000020.pt").read_bytes()
     (tmp_path / "bare" / "step00000001.pt").write_bytes(whole[:-500])
-    assert "bare/step00000001.pt: " in complaint(run_sample(tmp_path / "bare"))
+    assert "bare/step00000001.pt cannot be used" in complaint(run_sample(tmp_path / "bare"))
 
 
 @pytest.fixture
 def tweak(tmp_path, shards, monkeypatch):
-    """A run by my_record.py, whose model no other script has, and the folder of both."""
+    """The folder of a run by my_record.py, which lies beside it and whose model no other script
+    has."""
     monkeypatch.chdir(tmp_path)
     text = SCRIPT.read_text()
     assert text.count("x_TD = norm(x_TD)\n") == 1
@@ -354,19 +360,20 @@ def tweak(tmp_path, shards, monkeypatch):
     (tmp_path / "my_record.py").write_text(text)
     folder = tmp_path / "2026-01-01T00-00-00Z_mine"
     script = sample.load_script(tmp_path / "my_record.py")
-    hp, _ = script.parse_flags(TINY, "demo")
+    hp, _ = script.parse_flags(TINY)
     hp = script.resolve(hp, torch.device("cpu"))
-    torch.manual_seed(1)
-    model = script.GPT(hp, script.block_sparse)
+    model = script.GPT(hp, script.block_sparse, torch.float32)
+    script.draw_weights(model, 1)
     torch.nn.init.normal_(model.lm_head.weight)
     return save_random_model(folder, script=hashlib.sha256(text.encode()).hexdigest(),
-                             script_path="my_record.py", model=model.state_dict())
+                             model=model.state_dict())
 
 
 def test_a_run_of_another_script_is_refused_with_the_flag_to_give(tweak, run_sample):
-    """The script is looked for where it was and among those of this folder; it is never run."""
+    """The script is looked for among those of this folder, of the repository and its records. It is
+    never run."""
     message = complaint(run_sample(tweak))
-    assert f"trained by my_record.py, which is not {SCRIPT}" in message
+    assert f"was trained by another script than {SCRIPT}" in message
     assert message.endswith("; add --script my_record.py\n")
     folder = tweak.parent
     (folder / "my_record.py").rename(folder / "it's mine.py")
@@ -395,7 +402,7 @@ def test_a_script_that_is_asked_for_is_tried(tweak, trained, run_sample):
     same_model.write_text(SCRIPT.read_text() + "# the same in other words\n")
     done = run_sample(trained, "--script", same_model, "--tokens=5")
     assert done.status == 0 and done.out == run_sample(trained, "--tokens=5").out
-    assert f"trained by {SCRIPT}, which is not {same_model} as it is now\n" in done.err
+    assert f"was trained by another script than {same_model} as it is now\n" in done.err
 
 
 def test_a_script_that_was_edited_since_is_another_one(trained, tmp_path, run_sample, monkeypatch):
@@ -406,21 +413,27 @@ def test_a_script_that_was_edited_since_is_another_one(trained, tmp_path, run_sa
     with open(tmp_path / "train_gpt.py", "a") as f:
         f.write("# edited\n")
     message = complaint(run_sample(trained))
-    assert f"is not {tmp_path}/train_gpt.py as it is now; add --script {SCRIPT}" in message
+    assert f"than {tmp_path}/train_gpt.py as it is now; add --script FILE" in message
+    shutil.copy(SCRIPT, tmp_path / "before.py")
+    message = complaint(run_sample(trained))
+    assert f"than {tmp_path}/train_gpt.py as it is now; add --script before.py\n" in message
 
 
-@pytest.mark.parametrize("path", ["\x1b[2J\x07.py", "a\nb.py", "/dev/zero", "x" * 5000, "\0", "."])
-def test_no_path_in_a_checkpoint_does_harm(tmp_path, run_sample, path):
-    folder = save_random_model(tmp_path / "run", script="0" * 64, script_path=path)
-    message = complaint(run_sample(folder))
-    assert "trained by " in message and len(message) < 1000
+def test_a_run_of_a_script_in_records_is_found(trained, tmp_path, run_sample, monkeypatch):
+    monkeypatch.setattr(sample, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    attempt = tmp_path / "records" / "attempt" / "train_gpt.py"
+    attempt.parent.mkdir(parents=True)
+    shutil.copy(SCRIPT, attempt)
+    (tmp_path / "train_gpt.py").write_text(SCRIPT.read_text() + "# edited\n")
+    assert complaint(run_sample(trained)).endswith(f"; add --script {attempt}\n")
 
 
 @pytest.mark.parametrize("source, reason", [
     (None, "cannot be loaded (FileNotFoundError: "),
     ("x = (1,\n", "cannot be loaded (SyntaxError: '(' was never closed"),
     ("raise SystemExit(3)\n", "cannot be loaded (SystemExit: 3"),
-    ("BLOCK = 128\n", "is no training script, it has no GPT"),
+    ("BLOCK = 128\n", "is not a training script, because it has no GPT"),
 ])
 def test_scripts_that_cannot_be_used_are_one_line(tmp_path, trained, run_sample, source, reason):
     if source:
@@ -437,7 +450,7 @@ def test_a_device_that_is_not_there_is_one_line(trained, device):
 
 
 def test_the_command_itself(trained):
-    """From another folder, into a terminal that knows ASCII only."""
+    """Started in another folder, and with a terminal that knows ASCII only."""
     command = [sys.executable, ROOT / "records" / "sample.py", trained.name]
     done = subprocess.run([*command, "--prompt=é", "--tokens=2", "--device=cpu"],
                           cwd=trained.parent, capture_output=True, timeout=200, check=True,

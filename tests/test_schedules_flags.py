@@ -13,7 +13,7 @@ import torch
 from conftest import TINY, write_shard
 
 import train_gpt
-from train_gpt import (PRESETS, Hyperparameters, Ranks, UserError, lr_scale, muon_momentum,
+from train_gpt import (PRESETS, Hyperparameters, UserError, World, lr_scale, muon_momentum,
                        parse_flags, prepare, resolve, window_tokens)
 
 HP = PRESETS["speedrun"]
@@ -21,15 +21,16 @@ CPU = torch.device("cpu")
 
 
 def preflight(hp, world_size):
-    _, command = parse_flags([], "demo")
-    return prepare(hp, command, "the script\n", Ranks(0, world_size, CPU))
+    _, command = parse_flags([])
+    return prepare(hp, command, "the script\n", World(0, world_size, CPU))
 
 
 def with_(**changes):
     return dataclasses.replace(HP, **changes)
 
 
-def test_window_grows_from_start_to_end_in_quanta():
+@pytest.mark.method
+def test_the_window_grows_from_start_to_end_in_whole_blocks():
     windows = [window_tokens(step, HP) for step in range(HP.num_iterations + 1)]
     assert windows[0] == windows[1] == 128 and windows[-1] == 1792
     assert sorted(set(windows)) == list(range(128, 1793, 128)) and windows == sorted(windows)
@@ -37,6 +38,7 @@ def test_window_grows_from_start_to_end_in_quanta():
     assert windows[885] == -(-1728 * 885 // (1770 * 128)) * 128
 
 
+@pytest.mark.method
 def test_window_corners():
     fixed = with_(window_start=1024, window_end=1024)
     assert {window_tokens(step, fixed) for step in (0, 1, 900, 1770)} == {1024}
@@ -46,6 +48,7 @@ def test_window_corners():
     assert max(window_tokens(step, with_(window_end=500)) for step in range(1771)) == 500
 
 
+@pytest.mark.method
 def test_learning_rate_is_flat_then_falls_to_the_floor():
     scales = [lr_scale(step, HP) for step in range(HP.num_iterations + 1)]
     start = HP.num_iterations * 6 // 10
@@ -59,6 +62,7 @@ def test_learning_rate_is_flat_then_falls_to_the_floor():
     assert lr_scale(1770, with_(cooldown_frac=1.0, lr_floor=0.0)) == 0.0
 
 
+@pytest.mark.method
 def test_momentum_warms_up_and_stays():
     momenta = [muon_momentum(step, HP) for step in (0, 150, 300, 1770)]
     assert momenta == pytest.approx([0.85, 0.9, 0.95, 0.95])
@@ -68,48 +72,57 @@ def test_momentum_warms_up_and_stays():
 def test_every_field_is_a_flag_of_its_name():
     for f in dataclasses.fields(Hyperparameters):
         value = getattr(PRESETS["demo"], f.name)
-        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        hp, command = parse_flags(["--preset=speedrun", f"--{f.name}={text}"], "demo")
-        assert hp == dataclasses.replace(PRESETS["speedrun"], **{f.name: value}), f.name
-        assert command.given == {f.name: value}
+        hp, command = parse_flags(["--preset=speedrun", f"--{f.name}={value}"])
+        assert hp == dataclasses.replace(HP, **{f.name: value}), f.name
+        assert command.named == {f.name: value}
 
 
-def test_flag_forms():
-    seed, _ = parse_flags(["--seed", "3", "--seed=4", "--use_fp8=false"], "speedrun")
-    assert seed == with_(seed=4, use_fp8=False)
-    assert parse_flags(["--smear=false", "--smear"], "speedrun")[0].smear
-    assert parse_flags(["--adam_beta1=0.7"], "speedrun")[0].adam_beta1 == 0.7
-    hp, command = parse_flags([], "demo")
-    assert hp == PRESETS["demo"]
-    assert (command.preset, command.check, command.resume) == ("demo", False, None)
-    assert parse_flags(["--check"], "demo")[1].check
-    assert parse_flags(["--resume=a/b"], "demo")[1].resume == "a/b"
+@pytest.mark.method
+def test_forms_of_flags():
+    hp, _ = parse_flags(["--preset=speedrun", "--seed", "3", "--seed=4", "--use_fp8=false"])
+    assert hp == with_(seed=4, use_fp8=False)
+    assert parse_flags(["--preset=speedrun", "--smear=True"])[0] == with_(smear=True)
+    assert parse_flags(["--preset=speedrun", "--adam_beta1=0.7"])[0] == with_(adam_beta1=0.7)
+    hp, command = parse_flags(["--check"])
+    assert (command.check, command.resume, command.named) == (True, None, {})
+    assert not parse_flags([])[1].check
+    assert parse_flags(["--resume=a/b.log"])[1].resume == Path("a/b.log")
 
 
-@pytest.mark.parametrize("flag, words", [
-    ("--num_iteration=3", "unrecognized arguments: --num_iteration=3"),
-    ("--seed=x", "--seed: invalid int value: 'x'"),
-    ("--preset=big", "choose from '?speedrun'?, '?speedrun_2026'?, '?demo"),
-    ("--adam_beta1=0.8,0.9", "invalid float value"),
-    ("--use_fp8=maybe", "invalid boolean"),
-    ("stray", "unrecognized arguments: stray"),
-    ("--seed", "expected one argument"),
-    ("--resume", "--resume: expected one argument"),
+@pytest.mark.parametrize("has_gpu, preset", [(True, "speedrun"), (False, "demo")])
+def test_the_default_preset_is_the_hardwares(monkeypatch, has_gpu, preset):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    hp, command = parse_flags([])
+    assert (hp, command.preset) == (PRESETS[preset], preset)
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--num_iteration=3"], "unrecognized arguments: --num_iteration=3"),
+    (["--seed=x"], "--seed: invalid int value: 'x'"),
+    (["--preset=big"], "choose from '?speedrun'?, '?demo"),
+    (["--adam_beta1=0.8,0.9"], "invalid float value"),
+    (["--use_fp8=maybe"], "invalid true_or_false value: 'maybe'"),
+    (["--use_fp8"], "expected one argument"),
+    (["stray"], "unrecognized arguments: stray"),
+    (["--seed"], "expected one argument"),
+    (["--resume"], "--resume: expected one argument"),
+    (["--resume=a.log", "--preset=demo"], "--preset: not allowed with argument --resume"),
 ])
-def test_wrong_flags_are_one_line(flag, words):
+def test_wrong_flags_are_one_line(flags, words):
     with pytest.raises(UserError, match=words) as caught:
-        parse_flags([flag], "demo")
+        parse_flags(flags)
     assert "\n" not in str(caught.value)
 
 
-def test_help_names_every_flag_with_its_default(capsys):
+def test_help_names_every_flag_with_its_value_in_each_preset(capsys):
     with pytest.raises(SystemExit) as caught:
-        parse_flags(["--help"], "demo")
-    text = capsys.readouterr().out
+        parse_flags(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
     assert caught.value.code == 0
     for f in dataclasses.fields(Hyperparameters):
         assert f"--{f.name}" in text
-    assert "(default: 1770, speedrun_2026: 1284, demo: 450)" in " ".join(text.split())
+    steps = ", ".join(f"{name}: {hp.num_iterations}" for name, hp in PRESETS.items())
+    assert f"({steps})" in text
 
 
 @pytest.fixture
@@ -122,27 +135,30 @@ def tiny(tmp_path):
         val_tokens=2000, train_seq_len=256, val_seq_len=512, num_iterations=9)
 
 
-def test_preflight_accepts_and_reports(tiny):
+def test_a_plan_has_the_shards_and_the_settings(tiny):
     plan = preflight(tiny, 2)
-    assert list(plan.train.values()) == [10050] and list(plan.val.values()) == [2010]
-    assert [line.split()[1:] for line in plan.data] == [["10050", "tokens"], ["2010", "tokens"]]
-    assert plan.checkpoint is None and plan.log is None and not plan.facts
+    assert [shard.tokens for shard in plan.train_shards] == [10050]
+    assert [shard.tokens for shard in plan.val_shards] == [2010]
+    assert plan.checkpoint is None and plan.start.step == 0 and not plan.changes
     assert preflight(dataclasses.replace(tiny, val_tokens=0), 2).hp.val_tokens == 2009
     # 9 steps a pass; the second begins at another offset, and fewer fit behind it.
     assert preflight(dataclasses.replace(tiny, num_iterations=18, epochs=2), 1).hp.epochs == 2
 
 
+@pytest.mark.method
 @pytest.mark.parametrize("changes, words", [
-    (dict(num_iterations=10), "holds 9 steps.* raise --epochs"),
+    (dict(num_iterations=10), "suffices for 9 steps.* raise --epochs"),
     (dict(val_tokens=2010), "2009 tokens to predict"),
-    (dict(micro_batches=3), "2 ranks do not divide 3 micro-batches: start .*1, 3"),
+    (dict(micro_batches=3), r"2 processes cannot share 3 micro-batches equally: start .*\[1, 3\]"),
     (dict(train_seq_len=200), "--train_seq_len=200.*128"),
-    (dict(windows="LL"), "--windows.* layers"),
+    (dict(windows="LL"), "--attention=.* --windows=LL"),
     (dict(windows="LSLSSX"), "--windows=LSLSSX"),
-    (dict(windows="L", value_embeds=".", attention="x"), "--windows=L"),
-    (dict(attention="......"), r"--attention=\.\.\.\.\.\."),
+    (dict(windows="L", value_embeds=".", attention="x"), "--windows=L .*two or more layers"),
+    (dict(attention="......"), r"--value_embeds=01\.\.01 marks a layer without --attention"),
     (dict(value_embeds="01..0x"), r"--value_embeds=01\.\.0x"),
+    (dict(value_embeds="01234."), r"--value_embeds=01234\."),
     (dict(num_heads=0), "--num_heads=0"),
+    (dict(num_kv_heads=3), "--num_kv_heads=3 does not divide --num_heads=2"),
     (dict(head_dim=72), "--head_dim=72.*16"),
     (dict(model_dim=200), "--model_dim=200.*16"),
     (dict(seed=2**70), "--seed=1180591620717411303424"),
@@ -150,7 +166,8 @@ def test_preflight_accepts_and_reports(tiny):
     (dict(adam_eps=0.0), "--adam_eps=0.0"),
     (dict(embed_lr=-0.1), "--embed_lr=-0.1"),
     (dict(window_start=0), "--window_start=0"),
-    (dict(train_seq_len=256 * 30), "holds 0 steps"),
+    (dict(window_start=512), "--window_start=512 is above --window_end=256"),
+    (dict(train_seq_len=256 * 30), "suffices for 0 steps"),
     (dict(vocab_size=70000), "--vocab_size=70000.* 65536"),
     (dict(train_files="nowhere/*.bin"), "no file matches .*nowhere"),
     (dict(name="a/b"), "--name=a/b"),
@@ -158,12 +175,13 @@ def test_preflight_accepts_and_reports(tiny):
     (dict(dtype="half"), "--dtype=half.*float32"),
     (dict(cooldown_frac=1.5), "--cooldown_frac=1.5"),
     (dict(adam_beta2=1.0), "--adam_beta2=1.0"),
-    (dict(muon_lr=float("inf")), "--muon_lr=inf"),
+    (dict(muon_lr=float("inf")), "--muon_lr=inf is not from 0 to 1000000000"),
+    (dict(muon_lr=1e308), "--muon_lr=1e.308"),
     (dict(epochs=0), "--epochs=0"),
     (dict(epochs=10**400), "--epochs=1000"),
     (dict(save_every=-1), "--save_every=-1"),
 ])
-def test_preflight_refuses_in_one_line(tiny, changes, words):
+def test_what_cannot_start_is_refused_in_one_line(tiny, changes, words):
     with pytest.raises(UserError, match=words) as caught:
         preflight(dataclasses.replace(tiny, **changes), 2)
     assert "\n" not in str(caught.value)
@@ -178,7 +196,7 @@ def test_preflight_refuses_in_one_line(tiny, changes, words):
 def test_damaged_shards_are_named(tiny, damage):
     path = Path(glob.glob(tiny.train_files)[0])
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(UserError, match="no token shard") as caught:
+    with pytest.raises(UserError, match="is not a whole token shard") as caught:
         preflight(tiny, 1)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
@@ -190,7 +208,7 @@ def test_shards_without_a_whole_step_are_refused_however_many_passes(tiny):
     before = signal.signal(signal.SIGALRM, give_up)
     signal.alarm(5)
     try:
-        with pytest.raises(UserError, match="holds 0 steps"):
+        with pytest.raises(UserError, match="suffices for 0 steps"):
             preflight(dataclasses.replace(tiny, train_seq_len=256 * 30, epochs=10**5), 1)
     finally:
         signal.alarm(0)
@@ -199,14 +217,15 @@ def test_shards_without_a_whole_step_are_refused_however_many_passes(tiny):
 
 @pytest.mark.parametrize("capabilities, dtype", [
     ({"amx_bf16": True, "avx512_bf16": True}, "bfloat16"),
-    ({"amx_bf16": False, "avx512_bf16": True}, "float32"),
+    ({"amx_bf16": False, "avx512_bf16": True}, "bfloat16"),
+    ({"amx_bf16": False, "avx512_bf16": False}, "float32"),
     ({"neon": True}, "float32")])
-def test_a_cpu_has_no_fp8_and_bfloat16_with_matrix_units_or_when_told(monkeypatch, capabilities,
-                                                                      dtype):
+def test_a_cpu_has_no_fp8_and_takes_fast_or_chosen_bfloat16(monkeypatch, capabilities, dtype):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    assert resolve(HP, CPU) == dataclasses.replace(HP, use_fp8=False, dtype=dtype)
-    for told in ("bfloat16", "float32"):
-        hp = dataclasses.replace(HP, dtype=told)
+    hp = with_(seed=1, num_kv_heads=3)
+    assert resolve(hp, CPU) == dataclasses.replace(hp, use_fp8=False, dtype=dtype)
+    for chosen in ("bfloat16", "float32"):
+        hp = with_(dtype=chosen, seed=1, num_kv_heads=3)
         assert resolve(hp, CPU) == dataclasses.replace(hp, use_fp8=False)
 
 
@@ -229,6 +248,12 @@ def test_a_seed_is_drawn_where_none_is_given(tiny):
     assert preflight(dataclasses.replace(tiny, seed=5), 1).hp.seed == 5
 
 
+@pytest.mark.method
+def test_there_are_as_many_kv_heads_as_heads_unless_fewer_are_set(tiny):
+    assert preflight(tiny, 1).hp.num_kv_heads == 2
+    assert preflight(dataclasses.replace(tiny, num_kv_heads=1), 1).hp.num_kv_heads == 1
+
+
 def test_importing_has_no_side_effect_and_a_cpu_never_loads_the_compiler(tmp_path, shards):
     """The compiler takes seconds to import; constructing a torch.optim optimizer would do it, or
     arithmetic on meta tensors."""
@@ -237,7 +262,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import train_gpt, torch
 print("after import:", torch.cuda.is_initialized(), torch.distributed.is_initialized())
-train_gpt.run(sys.argv[2:])
+train_gpt.main(sys.argv[2:])
 print("compiler:", "torch._dynamo" in sys.modules)
 """
     folder = Path(train_gpt.__file__).parent
@@ -245,6 +270,6 @@ print("compiler:", "torch._dynamo" in sys.modules)
     out = subprocess.run([sys.executable, "-W", "error", "-c", code, str(folder), *flags],
                          capture_output=True, text=True,
                          env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
-    said = out.stdout + out.stderr
-    assert "after import: False False\n" in out.stdout and "\ncompiler: False\n" in out.stdout, said
+    assert "after import: False False\n" in out.stdout, out.stdout + out.stderr
+    assert "\ncompiler: False\n" in out.stdout, out.stdout + out.stderr
     assert "\nfinal_val_loss: " in out.stdout

@@ -1,0 +1,111 @@
+"""Run by torchrun: some training steps whose collectives behave as NCCL's may, against plain gloo.
+
+gloo reads its input and writes its output right away, so with it a program that touches a tensor on
+its way looks right. NCCL does both at any time between the start of a collective and the wait for
+it. Here each collective runs either at its start or, in the order of their starts, not before one
+is waited for; meanwhile what it will write is NaN. NCCL's rules on layouts are checked as well."""
+
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+from test_model import sequence, tiny_model
+
+import train_gpt
+from train_gpt import (build_optimizers, connect, train_step, training_state,
+                       world_of_this_process)
+
+torch.set_num_threads(1)
+
+
+class Collectives:
+    """Stands in for torch.distributed in the script."""
+
+    def __init__(self, world, late):
+        self.world = world
+        self.late = late
+        self.pending = []  # collectives that have been started, in their order
+        self.started = 0
+
+    def start(self, run, poison):
+        self.started += 1
+        if not self.late:
+            run()
+            return SimpleNamespace(wait=lambda: None)
+        poison()
+        self.pending.append(run)
+
+        def wait():
+            while run in self.pending:
+                self.pending.pop(0)()
+        return SimpleNamespace(wait=wait)
+
+    def check(self, whole, local):
+        """NCCL's rules: the tensors are contiguous, of one dtype, and the parts are equal. If the
+        part lies inside the whole, it lies where this process's part is."""
+        assert whole.is_contiguous() and local.is_contiguous() and whole.dtype == local.dtype
+        assert whole.numel() == local.numel() * self.world.size
+        if whole.untyped_storage().data_ptr() == local.untyped_storage().data_ptr():
+            offset = local.data_ptr() - whole.data_ptr()
+            assert offset == self.world.rank * local.numel() * local.element_size(), "another part"
+
+    def reduce_scatter_single(self, local, whole, async_op):
+        self.check(whole, local)
+        return self.start(lambda: dist.reduce_scatter_single(local, whole),
+                          lambda: local.fill_(torch.nan))
+
+    def all_gather_single(self, whole, local, async_op):
+        self.check(whole, local)
+        mine = local.clone()
+
+        def poison():
+            whole.fill_(torch.nan)
+            local.copy_(mine)  # which may be a part of it
+
+        return self.start(lambda: dist.all_gather_single(whole, local), poison)
+
+    def all_reduce(self, whole, async_op):
+        assert whole.is_contiguous()
+        mine = whole.clone()
+
+        def run():
+            whole.copy_(mine)
+            dist.all_reduce(whole)
+
+        return self.start(run, lambda: whole.fill_(torch.nan))
+
+
+def trained(world, dtype, collectives):
+    """What three steps make of a tiny model and of its optimizers' state."""
+    train_gpt.dist = collectives
+    model, hp = tiny_model(seed=1, micro_batches=world.size, window_start=256, dtype=dtype)
+    optimizers = build_optimizers(model, hp, world)
+    for step in range(3):
+        loss = train_step(model, [sequence(seed=10 * step + world.rank)], optimizers, step, hp,
+                          world)
+        assert loss.isfinite()
+    train_gpt.dist = dist
+    state = training_state(model, optimizers)
+    groups = {"model": state["model"]} | state["optimizers"]
+    return {(kind, name): tensor.clone() for kind, tensors in groups.items()
+            for name, tensor in tensors.items()}
+
+
+world = world_of_this_process()
+connect(world, "the same on all processes")
+for dtype in (torch.float32, torch.bfloat16):
+    want = trained(world, dtype, dist)
+    for late in (False, True):
+        collectives = Collectives(world, late)
+        got = trained(world, dtype, collectives)
+        assert collectives.started > 30 and not collectives.pending, "one was never waited for"
+        for key, tensor in want.items():
+            assert torch.equal(got[key], tensor), (dtype, late, key)
+print(f"rank {world.rank}: equal", flush=True)
+dist.barrier()
+os._exit(0)

@@ -1,0 +1,51 @@
+"""The memory of a run on GPUs, told before it runs: what is kept from step to step, and the most
+that a compiled program takes, as Inductor estimates it when it generates the program."""
+
+import contextlib
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch._inductor.codegen import wrapper
+from torch.utils._pytree import tree_leaves
+
+from train_gpt import GPT, Hyperparameters, World, build_optimizers, flex
+
+
+def kept_bytes(hp: Hyperparameters, processes: int) -> int:
+    """What one process keeps from step to step: weights, tables, optimizers, and the gradients,
+    which accumulate where it has several micro-batches. (With one, they come and go within what is
+    estimated for the backward pass.)"""
+    nowhere = torch.device("meta")
+    with nowhere:
+        model = GPT(replace(hp, num_kv_heads=hp.num_kv_heads or hp.num_heads), flex,
+                    getattr(torch, hp.dtype))
+    optimizers = build_optimizers(model, hp, World(0, processes, nowhere))
+    parameters = list(model.parameters())
+    tensors = [*parameters, *model.buffers()]
+    for optimizer in optimizers:
+        tensors += [x for x in tree_leaves(list(vars(optimizer).values())) if isinstance(x, Tensor)]
+        tensors += [x for x in tree_leaves(optimizer.state) if isinstance(x, Tensor)]
+    storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}
+    total = sum(storages.values())
+    if hp.micro_batches > processes:
+        total += sum(p.nbytes for p in parameters)
+    return total
+
+
+@contextlib.contextmanager
+def estimated_peaks():
+    """A list to which Inductor's estimate is added, in bytes, for each program that it generates
+    meanwhile: its inputs and outputs, without the weights, and what it allocates."""
+    peaks = []
+    plain = wrapper.EfficientPeakEstimate.__init__
+
+    def noted(self):
+        plain(self)
+        peaks.append(self.overall_peak_memory)
+
+    wrapper.EfficientPeakEstimate.__init__ = noted
+    try:
+        yield peaks
+    finally:
+        wrapper.EfficientPeakEstimate.__init__ = plain
