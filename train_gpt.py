@@ -1294,11 +1294,11 @@ def read_checkpoint(path: Path) -> dict:
         with zipfile.ZipFile(path) as archive:
             require(archive.testzip() is None, "a checksum is wrong")
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        require("progress" in saved, "it was saved by another version of this script")
+        return saved
     except Exception as e:  # a damaged archive leads to many kinds of exception
-        raise UserError(f"{path} cannot be read ({first_line(e)}): if it is damaged, delete it to "
+        raise UserError(f"{path} cannot be used ({first_line(e)}): if it is damaged, delete it to "
                         "continue from the one before it") from None
-    require("progress" in saved, f"{path} was saved by another version of this script: use that")
-    return saved
 
 # ---- 13. Flags and checks -----------------------------------------------------------------------
 
@@ -1338,8 +1338,8 @@ def check_settings(hp: Hyperparameters, world_size: int):
         marks = f.metadata["marks"]
         if marks:
             require(set(value) <= set(marks), f"--{f.name}={value} has marks other than {marks}")
-            require(len(value) == len(hp.windows) > 1, f"--{f.name}={value} must have one mark for "
-                    f"each layer, two or more, as must --windows={hp.windows}")
+            require(len(value) == len(hp.windows) > 1, f"--{f.name}={value} and --windows="
+                    f"{hp.windows} need one mark for each of the same two or more layers")
         elif not isinstance(value, str):
             require(low <= value <= high, f"--{f.name}={value} is not from {low} to {high}")
             require(unit == 1 or value % unit == 0,

@@ -57,7 +57,8 @@ def test_batched_scores_are_those_of_one_example_a_forward(tmp_path, batch_size)
     """Documents up to five blocks, with windows of three blocks and of one. Were a document to
     begin within a block, those longer than a window would see more or less of themselves than
     alone."""
-    folder = save_random_model(tmp_path / "run", "--num_iterations=1", "--val_seq_len=1024")
+    folder = save_random_model(tmp_path / "run", "--num_iterations=1", "--val_seq_len=1024",
+                               "--window_end=384")
     run, window = load(folder)
     items = hellaswag.read_items(TINY_FILE, load_tokenizer("bytes"), None)
     longest = max(len(item.context) + len(ending) for item in items for ending in item.endings)
@@ -137,7 +138,7 @@ def test_the_two_accuracies_differ_by_the_length(trained, run_sample, monkeypatc
 
 
 def test_bfloat16_runs_are_scored_in_float32_with_the_final_window(tmp_path, run_sample):
-    folder = save_random_model(tmp_path / "run", "--dtype=bfloat16")
+    folder = save_random_model(tmp_path / "run", "--dtype=bfloat16", "--window_end=384")
     run, window = load(folder)
     assert run.model.embed.weight.dtype == torch.float32 and window == 384
     (item,) = hellaswag.read_items(TINY_FILE, load_tokenizer("bytes"), 1)

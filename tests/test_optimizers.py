@@ -121,7 +121,7 @@ def test_parts_that_a_layer_declares_reach_muon_through_the_models_table(monkeyp
 
 def test_a_class_of_matrices_that_differ_in_parts_is_refused():
     params = {"stacked": CastedLinear(8, 6, parts=2).weight, "single": CastedLinear(8, 6).weight}
-    with pytest.raises(UserError, match="matrices of one shape"):
+    with pytest.raises(UserError, match="one height, one width"):
         Muon(params, 0.1, HP, ALONE)
 
 
@@ -170,7 +170,7 @@ def test_nesterov_momentum_by_hand(monkeypatch):
                          ids=["two shapes", "vectors", "a stack"])
 def test_muon_refuses_what_is_not_matrices_of_one_shape(shapes):
     params = {f"p{i}": torch.nn.Parameter(torch.zeros(shape)) for i, shape in enumerate(shapes)}
-    with pytest.raises(UserError, match="matrices of one shape") as caught:
+    with pytest.raises(UserError, match="one height, one width") as caught:
         Muon(params, 0.1, HP, ALONE)
     assert all(name in str(caught.value) for name in params) and "\n" not in str(caught.value)
 
