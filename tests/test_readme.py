@@ -190,7 +190,8 @@ def test_commands_for_when_something_goes_wrong(copy, text):
 def started(script: str) -> list[list[str]]:
     """The words of each program that a shell script starts, as the shell sees them."""
     shell = "set -fu\n"  # f: patterns stay as they are
-    for name in ("./run.sh", "python", "torchrun", "tests/gpu_day.sh", "cp", "cd", "git", "diff"):
+    for name in ("./run.sh", "python", "torchrun", "tests/gpu_day.sh", "cp", "cd", "git", "diff",
+                 "patch"):
         shell += f"{name}() {{ printf '%s\\n' '{name}' \"$@\" ''; }}\n"
     done = subprocess.run(["bash", "-c", shell + script], capture_output=True, text=True,
                           check=True)
