@@ -576,21 +576,21 @@ class World:
         """This process's rows of a tensor, as a view."""
         return whole.chunk(self.size)[self.rank] if self.divides(whole) else whole
 
-    def sum_rows(self, whole: Tensor) -> Exchange:
+    def reduce_scatter(self, whole: Tensor) -> Exchange:
         """Starts to sum a tensor over the processes. The result is this process's rows of the sum,
         in new memory if the tensor is divided, else in the tensor itself."""
         if not self.divides(whole):
-            return self.sum_all(whole)
+            return self.all_reduce(whole)
         local = torch.empty_like(self.rows(whole))
         return Exchange(local, dist.reduce_scatter_single(local, whole, async_op=True))
 
-    def gather_rows(self, whole: Tensor) -> Exchange:
+    def all_gather(self, whole: Tensor) -> Exchange:
         """Starts to fill in, in place, the rows of a tensor that other processes have computed."""
         if not self.divides(whole):
             return Exchange(whole)
         return Exchange(whole, dist.all_gather_single(whole, self.rows(whole), async_op=True))
 
-    def sum_all(self, whole: Tensor) -> Exchange:
+    def all_reduce(self, whole: Tensor) -> Exchange:
         """Starts to sum a tensor over the processes, in place."""
         if self.size == 1:
             return Exchange(whole)
@@ -655,7 +655,7 @@ class Optimizer:
         """Fetches the rows of the state that other processes work on."""
         for tensors in self.state.values():
             for tensor in tensors if isinstance(tensors, list) else [tensors]:
-                self.world.gather_rows(tensor).result()
+                self.world.all_gather(tensor).result()
 
 class Adam(Optimizer):
     """Adam (arXiv:1412.6980) by PyTorch's fused kernel, which decays weights as AdamW does
@@ -669,7 +669,7 @@ class Adam(Optimizer):
         self.state["mean_square"] = [torch.zeros_like(p) for p in params.values()]
 
     def begin(self):
-        self.exchanges = [self.world.sum_rows(p.grad) for p in self.params.values()]
+        self.exchanges = [self.world.reduce_scatter(p.grad) for p in self.params.values()]
 
     def update(self, step: int):
         gradients = [exchange.result() for exchange in self.exchanges]
@@ -681,7 +681,7 @@ class Adam(Optimizer):
                             lr=self.lr * lr_scale(step, self.hp), beta1=self.hp.adam_beta1,
                             beta2=self.hp.adam_beta2, eps=self.hp.adam_eps,
                             weight_decay=self.weight_decay, amsgrad=False, maximize=False)
-        self.exchanges = [self.world.gather_rows(p.detach()) for p in self.params.values()]
+        self.exchanges = [self.world.all_gather(p.detach()) for p in self.params.values()]
 
     def finish(self, step: int):
         for exchange in self.exchanges:
@@ -693,15 +693,14 @@ class MatrixOptimizer(Optimizer):
 
         begin   every process copies its gradients of the 11 matrices into a stack of 12
                 and starts to sum the stacks; process 0 receives matrices 0 to 5 of the sum
-        update  process 0 turns these into updates, writes them to 0 to 5 of its stack,
-                and starts to exchange; process 1 does so with 6 to 10 and the zeros
-        finish  every process subtracts the 11 updates, times the learning rate
+        update  process 0 makes the updates of matrices 0 to 5, process 1 those of 6 to 10
+                and of the zeros, and they start to send them to each other
+        finish  every process subtracts all 11 updates, times the learning rate
 
-    A subclass defines direction(gradients, step): it makes the updates of this process's matrices
-    from their gradients, [n / processes, height, width] in float32, and returns zeros for zeros. It
-    must not write into the gradients, which may be the stack itself. What it remembers are stacks
-    in `state`, [n, ...], of which it uses world.rows(stack). `parts` is how many matrices of equal
-    height each parameter stacks."""
+    A subclass defines direction(gradients, step), which makes the updates of this process's
+    matrices from their gradients, [n / processes, height, width] in float32, and returns zeros for
+    zeros. What it remembers are stacks in `state`, [n, ...], of which it uses world.rows(stack).
+    `parts` is how many matrices of equal height each parameter stacks."""
 
     def __init__(self, params, lr, hp, world):
         super().__init__(params, lr, hp, world)
@@ -710,19 +709,20 @@ class MatrixOptimizer(Optimizer):
                 f"the table need one height, one width and one number of parts, not {forms}")
         height, width, self.parts = min(forms)
         self.shape = (math.ceil(len(params) / world.size) * world.size, height, width)
-        # One stack for gradients and then for updates. Both travel in the dtype of the activations,
-        # so gradients are rounded to it before they are summed over processes.
-        self.stack = torch.zeros(self.shape, dtype=getattr(torch, hp.dtype), device=world.device)
+        # Both travel in the dtype of the activations, so gradients are rounded to it before they
+        # are summed over the processes.
+        self.updates = torch.zeros(self.shape, dtype=getattr(torch, hp.dtype), device=world.device)
+        self.gradients = torch.zeros_like(self.updates)
 
     def begin(self):
-        for gradient, p in zip(self.stack, self.params.values()):
+        for gradient, p in zip(self.gradients, self.params.values()):
             gradient.copy_(p.grad)
-        self.exchange = self.world.sum_rows(self.stack)
+        self.exchange = self.world.reduce_scatter(self.gradients)
 
     def update(self, step: int):
         gradients = self.exchange.result().float()
-        self.world.rows(self.stack).copy_(self.direction(gradients, step))
-        self.exchange = self.world.gather_rows(self.stack)
+        self.world.rows(self.updates).copy_(self.direction(gradients, step))
+        self.exchange = self.world.all_gather(self.updates)
 
     def finish(self, step: int):
         lr = self.lr * lr_scale(step, self.hp)
@@ -743,7 +743,7 @@ class Muon(MatrixOptimizer):
         beta = muon_momentum(step, self.hp)
         momentum = self.world.rows(self.state["momentum"])
         momentum.lerp_(gradients, 1 - beta)
-        update = gradients.lerp(momentum, beta).to(self.stack.dtype)  # Nesterov: one step ahead
+        update = gradients.lerp(momentum, beta).to(self.updates.dtype)  # Nesterov: one step ahead
         matrices = update.unflatten(1, (self.parts, -1)).flatten(0, 1)
         # Matrices with more rows than columns are scaled up, so that outputs change as much.
         scale = max(1, matrices.size(1) / matrices.size(2)) ** 0.5
@@ -755,8 +755,7 @@ def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
     #3)."""
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = x.size(1) > x.size(2)
-    if tall:
-        x = x.mT
+    x = x.mT if tall else x
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(steps):
         gram = x @ x.mT
@@ -873,7 +872,7 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
         for optimizer in optimizers:
             optimizer.finish(step)
     model.zero_grad(set_to_none=True)
-    return world.sum_all(loss).result()
+    return world.all_reduce(loss).result()
 
 @torch.no_grad()
 def evaluate(model, sequences: list, step: int, hp: Hyperparameters, world: World) -> float:
@@ -883,7 +882,7 @@ def evaluate(model, sequences: list, step: int, hp: Hyperparameters, world: Worl
     for inputs_T, targets_T in sequences:
         total += model(inputs_T, targets_T, window_tensor(step, hp, world)).double() * len(inputs_T)
     model.train()
-    total = world.sum_all(total).result()
+    total = world.all_reduce(total).result()
     wait_for(record_event(world.device))
     return float(total) / hp.val_tokens
 

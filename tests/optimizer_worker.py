@@ -32,7 +32,7 @@ class Momentum(Optimizer):
         self.state["velocity"] = [torch.zeros_like(p) for p in params.values()]
 
     def begin(self):
-        self.gradients = [self.world.sum_rows(p.grad) for p in self.params.values()]
+        self.gradients = [self.world.reduce_scatter(p.grad) for p in self.params.values()]
 
     def update(self, step):
         self.updated = []
@@ -41,7 +41,7 @@ class Momentum(Optimizer):
             velocity = self.world.rows(velocity)
             velocity.mul_(0.9).add_(gradient.result())
             self.world.rows(p.detach()).sub_(self.lr * lr_scale(step, self.hp) * velocity)
-            self.updated.append(self.world.gather_rows(p.detach()))
+            self.updated.append(self.world.all_gather(p.detach()))
 
     def finish(self, step):
         for exchange in self.updated:
@@ -49,7 +49,7 @@ class Momentum(Optimizer):
 
     def gather_state(self):
         for velocity in self.state["velocity"]:
-            self.world.gather_rows(velocity).result()
+            self.world.all_gather(velocity).result()
 
 
 class Shampoo(MatrixOptimizer):

@@ -209,7 +209,7 @@ class Descent(Optimizer):
     """Plain gradient descent on whole parameters, without state."""
 
     def begin(self):
-        self.gradients = [self.world.sum_all(p.grad) for p in self.params.values()]
+        self.gradients = [self.world.all_reduce(p.grad) for p in self.params.values()]
 
     def update(self, step):
         for p, gradient in zip(self.params.values(), self.gradients):

@@ -45,7 +45,7 @@ separator = "=" * 100
 print(*head, separator, "ranks: 1", f"script: sha256 {sha256} {source.count(chr(10))} lines",
       separator, source.removesuffix("\\n"), separator, sep="\\n", file=log)
 N = args.num_iterations
-ns = time.time_ns() % 90  # no two runs take the same time
+ns = Path(os.environ["STARTS"]).read_text().count("\\n")  # no two runs take the same time
 hold = Path(os.environ["STARTS"] + ".hold")  # while it is there, the second pair does not end
 for step in range(N + 1):
     while step == 3 and args.seed == 2 and hold.exists():
