@@ -88,9 +88,10 @@ def start(*command, shown=None, **options) -> str:
         program.wait()
     except KeyboardInterrupt as e:
         number = e.args[0] if e.args else signal.SIGINT
-        if number != signal.SIGINT:  # the terminal has sent that to the program as well
+        try:  # Ctrl+C sends SIGINT to the program as well, which then ends within seconds
+            program.communicate(timeout=5 if number == signal.SIGINT else 0)
+        except subprocess.TimeoutExpired:
             program.terminate()
-        try:
             program.communicate(timeout=40)
         finally:  # it hangs, or somebody is impatient
             program.terminate()

@@ -199,13 +199,18 @@ FOREVER = [*TINY[1:], "--num_iterations=4000", "--epochs=10000", "--save_every=2
            "--val_loss_every=0"]
 
 
+def hear_ctrl_c():
+    """What a shell starts in the background would ignore it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Started:
     """A run.sh in the middle of its training, and in a session of its own, as in a terminal."""
 
     def __init__(self, *argv, until, **env):
         self.process = subprocess.Popen([str(ROOT / "run.sh"), *argv], stdout=subprocess.PIPE,
                                         stderr=subprocess.STDOUT, text=True,
-                                        start_new_session=True,
+                                        start_new_session=True, preexec_fn=hear_ctrl_c,
                                         env={**os.environ, **ENVIRONMENT, **env})
         self.output = []
         for line in self.process.stdout:
@@ -231,20 +236,19 @@ def processes_of(folder) -> list[str]:
     return [line for line in lines if str(folder) in line]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT],
-                         ids=lambda number: number.name)
-@pytest.mark.parametrize("ranks", ["1", "2"])
-def test_a_signal_ends_the_run_whose_last_line_helps(tmp_path, shards, number, ranks):
+@pytest.mark.parametrize("number, to_all, ranks", [
+    (signal.SIGTERM, False, "1"), (signal.SIGTERM, False, "2"), (signal.SIGHUP, False, "1"),
+    (signal.SIGHUP, False, "2"), (signal.SIGINT, True, "1"), (signal.SIGINT, True, "2"),
+    (signal.SIGINT, False, "2")])
+def test_a_signal_ends_the_run_whose_last_line_helps(tmp_path, shards, number, to_all, ranks):
     """SIGTERM to run.sh alone, as from a scheduler, SIGHUP as from a terminal that closes, and
-    Ctrl+C, which a terminal sends to all. Nothing goes on in the background."""
+    Ctrl+C, which a terminal sends to all, or `kill -INT` to run.sh alone. Nothing goes on in the
+    background."""
     run = Started("demo", *FOREVER, *shards, f"--records={tmp_path}", until="step:50/", NPROC=ranks)
-    if number == signal.SIGINT:
-        os.killpg(run.process.pid, number)
-    else:
-        run.process.send_signal(number)
+    (os.killpg if to_all else os.kill)(run.process.pid, number)
     assert run.end() == 128 + number, "".join(run.output)
     steps = [line for line in run.output if line.startswith("step:")]
-    assert 50 <= len(steps) < 2000, "".join(run.output)
+    assert len(steps) >= 50, "".join(run.output)
     last = run.output[-1]
     assert last.startswith("error: stopped by SIG"), "".join(run.output)
     assert f"--resume={log_path(tmp_path)} continues from it" in last
