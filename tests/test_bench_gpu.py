@@ -125,12 +125,12 @@ def test_memory_that_is_kept_is_that_worked_out_by_hand():
     head = 50304 * 768
     weights = 2 * embeddings + 4 * (matrices + head)
     tables = 2 * 4 * hp.val_seq_len * 32
-    for processes, gradients in ((8, 0), (1, weights)):
+    for processes, accumulated in ((8, 0), (1, weights)):
         # Muon fills 11 and 12 matrices of a shape up to a multiple of the processes, here 16.
         filled = 16 * (4 + 8) * 768**2 if processes == 8 else matrices
-        momentum, stacks = 4 * filled, 2 * filled
+        momentum, gradients_and_updates = 4 * filled, 2 * (2 * filled)
         adam = 2 * (2 * embeddings + 4 * head)
-        by_hand = weights + tables + momentum + stacks + adam + gradients
+        by_hand = weights + tables + momentum + gradients_and_updates + adam + accumulated
         assert kept_bytes(hp, processes) == pytest.approx(by_hand, rel=0.01)
 
 
