@@ -103,7 +103,8 @@ def draw(path: Path, theirs: list[list[Point]], ours: list[list[Point]], target:
     from matplotlib.ticker import LogLocator, NullFormatter
 
     figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
-    axes.axhline(target, color="black", linewidth=0.8, linestyle=":", label=f"a loss of {target:g}")
+    axes.axhline(target, color="black", linewidth=0.8, linestyle=":",
+                 label=f"nanoGPT's final loss, {target:g}")
     for runs, color, label in ((theirs, "tab:gray", "nanoGPT's documented run on a CPU"),
                                (ours, "tab:blue", "train_gpt.py")):
         reached = []
