@@ -113,7 +113,7 @@ def environment(threads: int) -> dict[str, str]:
 def train(script: Path, flags: list[str], processes: int, threads: int) -> list[Point]:
     """The validations of one run. Prints a table as it goes."""
     launch = [sys.executable, "-u", "-m", "torch.distributed.run", "--standalone",
-              f"--nproc_per_node={processes}", str(script)]
+              f"--nproc_per_node={processes}", os.path.relpath(script, ROOT)]
     points = []
     output = []
     with subprocess.Popen([*launch, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

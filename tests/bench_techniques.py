@@ -62,8 +62,8 @@ def changed(source: str, replacements: list[tuple[str, str]]) -> str:
 def last_loss(script, flags: list[str]) -> float:
     """The validation loss at which a run of the script ends, on one thread of the CPU."""
     done = subprocess.run(
-        [sys.executable, str(script), *flags], capture_output=True, text=True, check=False,
-        cwd=ROOT, env=os.environ | {
+        [sys.executable, os.path.relpath(script, ROOT), *flags],
+        capture_output=True, text=True, check=False, cwd=ROOT, env=os.environ | {
             "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
             "MALLOC_MMAP_THRESHOLD_": "1000000000", "MALLOC_TRIM_THRESHOLD_": "2000000000"})
     lines = [line for line in done.stdout.splitlines() if line.startswith("final_val_loss: ")]
