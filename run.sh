@@ -153,7 +153,8 @@ def train():
             start("data/fineweb.py", f"--num_chunks={chunks}")
         elif hp.train_files.startswith("data/demo/") and not glob.glob(hp.train_files):
             options = ("--out data/demo --name demo --tokenizer bytes --shuffle --glob *.py "
-                       "--exclude *-packages --exclude test --exclude tests --exclude idle_test")
+                       "--exclude *-packages --exclude test --exclude tests --exclude idle_test "
+                       "--exclude encodings --exclude entities.py")  # tables of characters
             start("data/tokenize_text.py", sysconfig.get_path("stdlib"), *options.split())
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -175,7 +176,8 @@ def train():
     if own.repeat:
         start("records/compare.py", *logs)
     elif command.preset == "demo" and hp.save_every and hp.num_iterations and not command.resume:
-        start("records/sample.py", *logs, f"--script={script}", "--tokens=300")
+        start("records/sample.py", *logs, f"--script={script}", "--tokens=300",
+              "--temperature=0.9")
 
 sys.exit(run(main))
 PY

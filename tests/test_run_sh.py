@@ -51,7 +51,8 @@ def test_trains_on_two_processes_says_each_decision_and_ends_with_a_sample(tmp_p
     assert len(lines) == 5 and lines[0].startswith(f"run.sh: using {python} (Python 3.")
     assert "preset demo: 2 rank(s)" in lines[1] and "train_gpt.py --check" in lines[2]
     assert "torchrun --standalone --nproc_per_node=2 train_gpt.py" in lines[3]
-    assert f"records/sample.py {log} --script=train_gpt.py --tokens=300" in lines[4]
+    assert (f"records/sample.py {log} --script=train_gpt.py --tokens=300 --temperature=0.9"
+            in lines[4])
     trained, sample = done.stdout.split(lines[4])
     assert len(losses(trained)) == 2 and len(sample) > 2
     assert len(sample) > 200 or "note: end of text after" in done.stderr
@@ -290,7 +291,7 @@ def test_a_copy_is_checked_trained_and_sampled_from(tmp_path, shards):
     lines = [line for line in done.stdout.splitlines() if line.startswith("run.sh: ")]
     assert "preset demo: 1 rank(s)" in lines[1] and f"'{copy}' --check" in lines[2]
     log = log_path(tmp_path / "r")
-    assert f"records/sample.py {log} '--script={copy}' --tokens=300" in lines[4]
+    assert f"records/sample.py {log} '--script={copy}' --tokens=300 --temperature=0.9" in lines[4]
     assert "F.silu" in log.read_text() and "note: " not in done.stderr.replace("note: end of", "")
 
 
