@@ -68,8 +68,8 @@ BLOCK = 128  # tokens in a block of attention
 # ---- 1. Settings --------------------------------------------------------------------------------
 
 def flag(default, help: str, low=0, high=10**9, unit=1, marks=None):
-    """A setting with its help text, its range (inclusive) and the unit it is a multiple of; for
-    a string with one mark per layer, the marks that may stand in it."""
+    """A setting with its help text, its range (inclusive) and the unit that it is a multiple of.
+    `marks` is for a string with one character per layer: the characters that it may have."""
     return field(default=default, metadata=dict(help=help, range=(low, high, unit), marks=marks))
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Hyperparameters:
     # The layers: strings with one character per layer
     windows: str = flag("LSSSLSSLSSSL", "L: long window, S: half of its blocks", marks="LS")
     attention: str = flag("xxxxxxx.xxxx", "x: with attention, .: without", marks="x.")
-    value_embeds: str = flag("012......012", "a value embedding, .: none", marks="0123456789.")
+    value_embeds: str = flag("012......012", "which value embedding, .: none", marks="0123456789.")
     # The model
     model_dim: int = flag(768, "width of the residual stream", 16, 2**16, unit=16)
     num_heads: int = flag(6, "number of query heads", 1, 2**10)
@@ -127,8 +127,8 @@ class Hyperparameters:
 
 PRESETS = {
     "speedrun": Hyperparameters(),
-    # Small enough for a laptop, with three later finds that pay at every size: smear, key offset
-    # and the embedding of pairs.
+    # Small enough for a laptop, with three later finds: smear, key offset and the embedding of
+    # pairs. The speedrun stays what the record of its day was.
     "demo": Hyperparameters(
         name="demo", save_every=100, val_loss_every=50, train_files="data/demo/demo_train_*.bin",
         val_files="data/demo/demo_val_*.bin", vocab_size=257, train_seq_len=1024, val_seq_len=2048,
@@ -140,14 +140,16 @@ PRESETS = {
     ),
 }
 
-BF16_UNITS = ("amx_bf16", "avx512_bf16")  # of a CPU, with which bfloat16 is faster than float32
+# A CPU with one of these is faster in bfloat16 than in float32.
+BF16_UNITS = ("amx_bf16", "avx512_bf16")
 
-# A resumed run cannot change these: they name the run, or decide which tokens come next.
+# A resumed run cannot change these: they name the run, say how it began, or decide which tokens
+# come next.
 KEPT = ("name", "records", "seed", "train_seq_len", "micro_batches", "training_data")
 
 def check_method(hp: Hyperparameters):
-    """Refuses settings of the method that contradict each other. Each one alone is already known to
-    be in its range, and the layers' strings to have one length."""
+    """Refuses settings of the method that contradict each other. check_settings, which calls it,
+    has checked the ranges, and that the strings of the layers are equally long."""
     idle = [mark for mark, has in zip(hp.value_embeds, hp.attention) if has == "." and mark != "."]
     require(not idle, f"--value_embeds={hp.value_embeds} marks a layer without --attention")
     require(hp.window_start <= hp.window_end,
@@ -171,9 +173,9 @@ def resolve(hp: Hyperparameters, device: torch.device) -> Hyperparameters:
 # ---- 2. Schedules: pure functions of the step ---------------------------------------------------
 
 def batch_size(step: int, hp: Hyperparameters) -> int:
-    """The number of sequences in a step, on all processes together. To schedule it, change
-    tokens_seen as well, let the number of processes divide every size, and mind FP8_SCALES, which
-    GPT adapts to micro_batches."""
+    """The number of sequences in a step, on all processes together. If you let it grow during the
+    run, change tokens_seen as well, and use sizes that the number of processes divides. (FP8's
+    factor on the head's gradients stays that of micro_batches.)"""
     return hp.micro_batches
 
 def tokens_seen(step: int, hp: Hyperparameters) -> int:
@@ -215,12 +217,15 @@ class CastedLinear(nn.Linear):
 
     zero: the weight starts at zero, so that the layer adds nothing until it has learned something.
     parts: how many matrices of equal height the weight stacks, as 3 for Q, K and V. Muon treats
-    them one by one; without it, Muon would treat the stack as one matrix, which trains worse.
+    them one by one. If a layer does not say so, Muon treats its stack as one matrix, and it trains
+    worse.
     fp8_scales: factors of input, weight and gradient, with which the layer trains in FP8; section 5
     explains them."""
 
     def __init__(self, in_features, out_features, *, zero=False, parts=1, fp8_scales=None):
-        self.zero = zero  # before nn.Linear's constructor, which calls reset_parameters
+        # This comes before nn.Linear's constructor, which calls reset_parameters. So does
+        # draw_weights, which overwrites what a constructor does to a weight: set it there.
+        self.zero = zero
         super().__init__(in_features, out_features, bias=False)
         self.weight.parts = parts  # for the optimizer, which sees the parameter but not the layer
         self.fp8_scales = fp8_scales
@@ -262,7 +267,8 @@ class CausalSelfAttention(nn.Module):
         self.hp = hp
         self.rotary = rotary
         self.heads = (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads)  # of q, k, v
-        # 6 heads with 2 kv heads make Q as high as 3 K's, so 5 matrices of equal height.
+        # Muon takes the stack apart into matrices as high as K. With 6 heads and 2 kv heads, Q is
+        # three of them, and with K and V there are 5 parts.
         self.qkv = CastedLinear(hp.model_dim, sum(self.heads) * hp.head_dim,
                                 parts=hp.num_heads // hp.num_kv_heads + 2)
         self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim, zero=True)
@@ -387,8 +393,8 @@ class GPT(nn.Module):
         return 2 * c * torch.sigmoid(self.lm_head(x_TD).float() * (2 / c))
 
     def mean_loss(self, x_TD: Tensor, targets_T: Tensor) -> Tensor:
-        """F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum") / T, in nats: log sum
-        exp(logits) minus the target's logit."""
+        """The cross-entropy in nats, which is log sum exp(logits) minus the target's logit, summed
+        over the tokens and divided by T. Targets of -1 add nothing to the sum."""
         total = 0
         for x, targets in zip(x_TD.split(self.LOGITS_TOKENS), targets_T.split(self.LOGITS_TOKENS)):
             logits_TV = self.logits(x)
@@ -403,8 +409,9 @@ class GPT(nn.Module):
 def draw_weights(model: nn.Module, seed: int):
     """Calls every module's reset_parameters again, each with a seed of its own that depends on
     `seed` and on the module's name. Two scripts then start from equal weights in every layer that
-    they share, and their runs can be compared in pairs. What a constructor has done to such weights
-    is lost; parameters of modules without reset_parameters stay as they are.
+    they share, and their runs can be compared in pairs. Parameters of modules without
+    reset_parameters stay as their constructor made them; what a constructor does to the weights of
+    an nn.Linear or an nn.Embedding is overwritten here.
 
     Weights are drawn in float32 and then cast, because what torch draws in bfloat16 depends on its
     version."""
@@ -484,7 +491,8 @@ def block_sparse(mask: BlockMask, scale: float) -> Callable:
     M = int(visible_NN.sum(1).max())
     blocks_NM = visible_NN.to(torch.int32).argsort(descending=True, stable=True)[:, :M]
     visible_NM = visible_NN.gather(1, blocks_NM)
-    # The same by tokens, every query of a block against every key of its M: [N, BLOCK, M * BLOCK].
+    # Now by token: may a query of block n see a key of the M blocks that n gathers? `seen` is
+    # [N, BLOCK, M * BLOCK].
     token = torch.arange(BLOCK, device=blocks_NM.device)
     query = torch.arange(N * BLOCK, device=blocks_NM.device).view(N, BLOCK, 1, 1)
     key = (blocks_NM[:, :, None] * BLOCK + token).view(N, 1, M, BLOCK)
@@ -600,8 +608,9 @@ class World:
 
 def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> list["Optimizer"]:
     """Which optimizer trains which parameters, and how fast. A new parameter, learning rate or
-    optimizer is one row. A parameter belongs to the first row whose pattern fits its whole name;
-    vectors and scalars that fit no row are trained by Adam with scalar_lr. Muon stacks its
+    optimizer is one row. A parameter belongs to the first row whose pattern fits its whole name,
+    and a row that no parameter is left for is an error. Vectors and scalars that fit no row are
+    trained by Adam with scalar_lr. Muon stacks its
     matrices, so those of one row have one shape."""
     table = [
         # names of the parameters         optimizer  peak learning rate   shape in `speedrun`
@@ -616,9 +625,9 @@ def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> lis
     remaining = dict(model.named_parameters())
     for pattern, optimizer, lr in table:
         names = [name for name in remaining if re.fullmatch(pattern, name)]
-        if names:
-            params = {name: remaining.pop(name) for name in names}
-            optimizers.append(optimizer(params, lr, hp, world))
+        require(names, f"no parameter fits the row {pattern} of the table in build_optimizers")
+        params = {name: remaining.pop(name) for name in names}
+        optimizers.append(optimizer(params, lr, hp, world))
     matrices = [name for name, p in remaining.items() if p.ndim > 1]
     require(not matrices, f"no row of the table in build_optimizers takes {', '.join(matrices)}")
     if remaining:
@@ -904,7 +913,7 @@ def main(argv: list[str]):
     script = Path(__file__).read_text(encoding="utf-8")  # now, before anyone edits it
     hp, command = parse_flags(argv)
     world = world_of_this_process()
-    plans = [None]
+    plans = [None]  # a list, as broadcast_object_list wants it
     if world.rank == 0 or command.check:  # the first process decides, the others follow its plan
         plans = [prepare(hp, command, script, world)]  # with every check that needs no training
     if command.check:
@@ -923,7 +932,8 @@ def main(argv: list[str]):
 
     # Build the model and the optimizers.
     cuda = world.device.type == "cuda"
-    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True  # FP8Linear
+    # Without this, compiled programs with FP8Linear in them would not be kept on the disk.
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     torch.manual_seed(hp.seed)
     plain_model = GPT(hp, flex if cuda else block_sparse, getattr(torch, hp.dtype))
     draw_weights(plain_model, hp.seed)
@@ -958,18 +968,18 @@ def main(argv: list[str]):
     for step in range(first_step, hp.num_iterations + 1):
         last = step == hp.num_iterations
         validates = last or (hp.val_loss_every and step % hp.val_loss_every == 0)
-        saves = hp.save_every and step > 0 and (last or step % hp.save_every == 0)
+        saves = hp.save_every and step > first_step and (last or step % hp.save_every == 0)
         if plan.checkpoint and step == first_step:
-            # The run that saved the checkpoint has done both. Only the end is validated again, if
-            # it was not, or if something has changed since then.
-            validates, saves = last and (math.isnan(val_loss) or len(plan.changes) > 0), False
+            # The step of the checkpoint has been validated if it was due. It is validated again
+            # only at the end of the run, and only if its loss is unknown or something has changed.
+            validates = last and (math.isnan(val_loss) or len(plan.changes) > 0)
         if validates or saves:
             clock.stop()
             if validates:
                 val_loss = evaluate(model, val_sequences, step, hp, world)
                 log.write_loss("val_loss", val_loss, step, step, clock.elapsed)
             if saves:
-                state = training_state(plain_model, optimizers)
+                state = training_state(plain_model, optimizers)  # all processes take part
                 if world.rank == 0:
                     now = Progress(step, clock.elapsed, val_loss if validates else math.nan)
                     saved = save_checkpoint(now, state, plan, log)
@@ -1009,6 +1019,7 @@ def world_of_this_process() -> World:
     if not torch.cuda.is_available():
         return World(rank, size, torch.device("cpu"))
     require(local_rank < torch.cuda.device_count(), "start at most one process per GPU")
+    # torch reads this when it first allocates memory on a GPU.
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     torch.cuda.set_device(local_rank)
@@ -1023,9 +1034,8 @@ def connect(world: World, script_hash: str):
         store.set(f"script of {world.rank}", script_hash)
         hashes = {store.get(f"script of {rank}") for rank in range(world.size)}
         require(len(hashes) == 1, "this script differs between machines: copy one to all")
-        backend = "nccl" if device_id else "gloo"
-        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size,
-                                timeout=TIMEOUT, device_id=device_id)
+        dist.init_process_group("nccl" if device_id else "gloo", store=store, rank=world.rank,
+                                world_size=world.size, timeout=TIMEOUT, device_id=device_id)
     except (RuntimeError, ValueError) as e:
         raise UserError(f"the processes do not reach each other ({first_line(e)}); choose the "
                         "interface by NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME") from None
@@ -1120,8 +1130,8 @@ class RunLog:
 
     def write_loss(self, kind: str, loss: float, step: int, scheduled: int, seconds: float):
         """Writes the loss after so many steps: the train_loss of the last one, before its update,
-        or the val_loss. `scheduled` is the step, counted from 0, whose window and factor on the
-        learning rates it was computed with. A loss that is not finite ends the run."""
+        or the val_loss. `scheduled` is the step, counted from 0, whose window and learning rates
+        applied. A loss that is not finite ends the run."""
         if math.isfinite(loss):
             self.release()
         average = f"{1000 * seconds / step:.2f}" if step else "nan"
@@ -1132,8 +1142,8 @@ class RunLog:
         require(math.isfinite(loss), f"step {step}: {kind} is {loss}; try lower learning rates")
 
     def release(self):
-        """Cuts the log of a resumed run at the position where it goes on. From the next line on,
-        nothing is held back any more."""
+        """Cuts the log of a resumed run at the position of its file, where the run goes on. From
+        the next line on, nothing is held back any more."""
         if self.file and self.held:
             self.file.truncate()
             self.held = False
@@ -1189,7 +1199,7 @@ class StepClock:
         self.elapsed += time.perf_counter() - self.started
 
     def add_loss(self, step: int, loss: Tensor):
-        loss = loss.to("cpu", non_blocking=True)
+        loss = loss.to("cpu", non_blocking=True)  # into pinned memory, to be read after the event
         self.losses.append((step, loss, record_event(self.device)))
         self.read_losses(keep=2 if self.device.type == "cuda" else 0)
 
@@ -1250,15 +1260,15 @@ def training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict:
 @torch.no_grad()
 def load_training_state(saved: dict, model: nn.Module, optimizers: list[Optimizer], world: World):
     """Copies what the first process has in `saved` to the model and the optimizers of every
-    process."""
+    process. All processes take part."""
     state = training_state(model, optimizers)
-    saved_groups = {None: saved["model"], **saved["optimizers"]}
-    for group, tensors in {None: state["model"], **state["optimizers"]}.items():
+    saved_groups = {"weight": saved["model"], **saved["optimizers"]}
+    for group, tensors in {"weight": state["model"], **state["optimizers"]}.items():
         for name, tensor in tensors.items():
             if world.rank == 0:
                 source = saved_groups.get(group, {}).get(name)
                 require(source is not None and source.shape == tensor.shape, "the checkpoint "
-                        f"lacks {group or 'weight'} of {name} in the shape {list(tensor.shape)}")
+                        f"lacks {group} of {name} in the shape {list(tensor.shape)}")
                 tensor.copy_(source)
             if world.size > 1:
                 dist.broadcast(tensor, src=0)
@@ -1270,6 +1280,7 @@ def save_checkpoint(now: Progress, state: dict, plan: "Plan", log: RunLog) -> bo
     path = log.path.with_suffix("") / f"step{now.step:08}.pt"
     try:
         require(not log.waiting, f"{log.path} cannot be written")
+        require(all(p.isfinite().all() for p in state["model"].values()), "weights are not finite")
         path.parent.mkdir(exist_ok=True)
         with open(path.with_name("unfinished"), "wb") as f:
             torch.save(dict(progress=now._asdict(), facts=plan.facts(), **state), f)

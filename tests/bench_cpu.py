@@ -55,8 +55,6 @@ RECIPES = {  # script, bytes in a fragment, flags
         --val_loss_every=0 --cooldown_frac=0.7 --embed_lr=0.4 --head_lr=0.012 --scalar_lr=0.1
         --muon_lr=0.05 --muon_momentum_steps=0 --muon_momentum_end=0.9 --adam_beta1=0.9
         --dtype=float32"""),
-    # The number of steps is for bfloat16, the default where the processor has AMX; in float32 1,200
-    # suffice.
     "low": (ATTEMPT, 2048, """
         --windows=LLL --value_embeds=.01 --attention=.xx --skips=..0 --late_input=2 --backout=0
         --stages=1:1:256 --softcap_height=30 --softcap_shift=0 --muon_decay=0 --embed_decay=0

@@ -268,6 +268,16 @@ def test_training_goes_on_to_the_same_bits_from_a_state_that_is_loaded():
         assert torch.equal(p, q), name
 
 
+def test_a_row_of_the_table_that_no_parameter_fits_is_refused():
+    """It may have a mistake in its pattern; what it was meant for would train at another rate."""
+    hp = dataclasses.replace(PRESETS["demo"], attention="....", value_embeds="....",
+                             dtype="float32", num_kv_heads=4)
+    model = train_gpt.GPT(hp, train_gpt.block_sparse, torch.float32)
+    with pytest.raises(UserError, match=r"no parameter fits the row blocks.*attn.*qkv") as caught:
+        build_optimizers(model, hp, ALONE)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_state_that_lacks_a_tensor_is_refused_by_its_name():
     model, hp = tiny_model()
     table = build_optimizers(model, hp, ALONE)

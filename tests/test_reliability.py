@@ -973,6 +973,24 @@ def test_a_loss_that_is_not_finite_keeps_the_checkpoint_before_it(tmp_path, shar
     assert_same_run(tmp_path, whole)
 
 
+@pytest.mark.both_scripts
+def test_weights_that_are_not_finite_are_not_saved(tmp_path, shards, script, monkeypatch):
+    """Here the last step before a save makes them; its loss was computed before."""
+    train_step = script.train_step
+
+    def poisoned(model, batches, optimizers, step, hp, world):
+        loss = train_step(model, batches, optimizers, step, hp, world)
+        if step == 5:
+            next(model.parameters()).data[0] = float("inf")
+        return loss
+
+    monkeypatch.setattr(script, "train_step", poisoned)
+    with pytest.raises(script.UserError, match=r"^step [67]: .*loss is "):
+        train(script, *RUN, *shards, f"--records={tmp_path}", "--val_loss_every=0")
+    assert checkpoints(tmp_path) == ["step00000003.pt"]
+    assert "step00000006.pt not saved (weights are not finite)" in log_of(tmp_path)
+
+
 @pytest.mark.parametrize("damage, message", [
     (lambda path: path.unlink(), "x_train_2.bin cannot be opened: No such file"),
     (lambda path: os.truncate(path, 1500), "x_train_2.bin .*shorter"),
