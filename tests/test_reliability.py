@@ -834,11 +834,11 @@ class SmallDisk:
         self.mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
 
     def fill(self, room: int):
-        """Leaves this many bytes."""
+        """Leaves this many bytes; for 0, not even the rest of the log's last page of memory."""
         if self.mounted:
             free = os.statvfs(self.folder).f_bavail * os.statvfs(self.folder).f_frsize
             (self.folder / "ballast").write_bytes(bytes(free - room))
-        else:
+        if room == 0 or not self.mounted:
             limit = max(path.stat().st_size for path in self.folder.glob("*.log")) + room
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
