@@ -552,11 +552,12 @@ def about_power(comparison):
     p = test_that_speaks(comparison, "loss")["p"]
     if p is None or p < ALPHA or not found["detectable"]:
         return None
-    what = "pairs" if comparison["speaks"] == "paired" else "runs a side"
-    text = (f"Runs of this number and spread would show a difference of "
-            f"{found['detectable']:.2g} in 4 cases of 5")
+    paired = comparison["speaks"] == "paired"
+    runs = f"{len(comparison['paired']['seeds'])} such pairs" if paired else "Such runs"
+    text = f"{runs} would detect a difference of {found['detectable']:.2g} in 4 cases of 5"
     if found["needed"]:
-        return f"{text}; the one seen would take some {found['needed']} {what}."
+        what = "pairs" if paired else "runs a side"
+        return f"{text}; to detect the one seen would take some {found['needed']} {what}."
     return f"{text}; the one seen is too small for any number of runs that one could make."
 
 def about_time(a, b, comparison):

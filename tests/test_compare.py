@@ -735,7 +735,7 @@ def test_pairs_of_one_seed_speak(tmp_path):
     found = compare.compare(side_of("A", a), side_of("B", other), 3.28)
     assert found["speaks"] == "welch" and found["paired"]["seeds"] == ["4"]
     assert found["why"].startswith("the sides share only 1 of their seeds")
-    assert "by Welch's t-test of 4 runs against 4. Runs of this number and spread would show" in (
+    assert "by Welch's t-test of 4 runs against 4. Such runs would detect a difference of" in (
         found["verdict"])
 
 
@@ -759,8 +759,8 @@ def test_hopeless_runs_are_called_so(tmp_path):
     b = write(tmp_path / "b", [x + d for x, d in zip(spread, (0.02, -0.02, 0.02, -0.018))])
     found = compare.compare(side_of("A", a), side_of("B", b), 3.28)
     power = found["power"]
-    assert (f"would show a difference of {power['detectable']:.2g} in 4 cases of 5; the one seen "
-            f"would take some {power['needed']} pairs.") in found["verdict"]
+    assert (f"4 such pairs would detect a difference of {power['detectable']:.2g} in 4 cases of 5; "
+            f"to detect the one seen would take some {power['needed']} pairs.") in found["verdict"]
     assert power["detectable"] > 0.05 and power["needed"] > 1000
 
 
