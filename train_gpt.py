@@ -38,6 +38,7 @@ import sysconfig
 import threading
 import time
 import zipfile
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timedelta, timezone
 from functools import partial
@@ -1068,11 +1069,10 @@ SEPARATOR = "=" * 100
 
 def say(text: str, stream=None):
     """Prints on the console, as long as there is one: a run needs none."""
-    stream = stream or sys.stdout
     try:
         print(text, file=stream, flush=True)
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), (stream or sys.stdout).fileno())
 
 def first_line(e: Exception) -> str:
     return str(e).partition("\n")[0] or type(e).__name__
@@ -1121,8 +1121,8 @@ class RunLog:
             say(text)
         if not self.held:
             try:
-                written = self.file.write(self.waiting)
-                self.waiting = self.waiting[written:]
+                # A disk that is almost full may take only the first of these bytes.
+                self.waiting = self.waiting[self.file.write(self.waiting):]
             except OSError as e:
                 if not self.warned:
                     say(f"warning: {self.path} cannot be written ({e.strerror}); training goes on")
@@ -1291,7 +1291,8 @@ def save_checkpoint(now: Progress, state: dict, plan: "Plan", log: RunLog) -> bo
         for old in checkpoints_of(log.path)[2:]:
             old.unlink()
     except (UserError, OSError, RuntimeError) as e:
-        path.with_name("unfinished").unlink(missing_ok=True)  # it may be what fills the disk
+        with suppress(OSError):  # which a disk that has become read-only raises
+            path.with_name("unfinished").unlink()  # it may be what fills the disk
         # torch.save raises a RuntimeError while it handles the OSError that says why.
         log.write(f"warning: {path} not saved ({first_line(e.__context__ or e)}); training goes on")
         return False

@@ -920,6 +920,21 @@ def test_a_records_folder_that_vanishes_does_not_end_a_run(tmp_path, shards, who
     assert "step00000006.pt not saved (" in log_of(records)
 
 
+@pytest.mark.both_scripts
+def test_what_cannot_be_saved_nor_cleared_away_does_not_end_a_run(tmp_path, shards, whole, script):
+    """Here a file is in the place of the folder for checkpoints. A disk that has become read-only
+    fails alike: nothing can be written there, and nothing removed."""
+    def block():
+        log_path(tmp_path).with_suffix("").write_text("no folder")
+
+    with (before_step(script, 2, block),
+          before_step(script, 8, lambda: log_path(tmp_path).with_suffix("").unlink())):
+        train(script, *RUN, *shards, f"--records={tmp_path}")
+    assert_same_run(tmp_path, whole)
+    assert checkpoints(tmp_path) == ["step00000009.pt", "step00000012.pt"]
+    assert "step00000006.pt not saved (" in log_of(tmp_path)
+
+
 CONSOLES = {
     "a pipe that closes": "| head -3 > {0}/seen",
     "full": "> /dev/full 2> {0}/errors",
