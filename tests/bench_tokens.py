@@ -47,7 +47,7 @@ MINI = {
         --save_every=0 --dtype=bfloat16""",
     "speedrun": "--micro_batches=3 --window_end=512 --muon_lr=0.025",
     "speedrun_2026": """--micro_batches=1 --stages=1:1:128,2:1.52:256,3:1.73:384
-        --pair_rows=10240 --muon_lr=0.012 --head_lr=0.024 --embed_lr=1.2 --scalar_lr=0.08""",
+        --pair_rows=15360 --muon_lr=0.01 --head_lr=0.024 --embed_lr=0.7 --scalar_lr=0.03""",
 }
 ABLATIONS = {
     # Flags, or replacements (text, what takes its place) in a temporary copy of the script.
@@ -56,12 +56,15 @@ ABLATIONS = {
     "Adam on every step": ["--adam_every=1"],
     "without cautious weight decay": ["--muon_decay=0", "--embed_decay=0"],
     "without the shifted softcap": ["--softcap_height=30", "--softcap_shift=0"],
-    "without further tokens in the loss": ["--future_tokens=0"],
-    "a U-Net's skips": ["--skips=......43210"],
+    "with further tokens in the loss": ["--future_tokens=2"],
+    "one skip for a U-Net's": ["--skips=......3...."],
+    "without exclusive self-attention": [("y = y - share *", "y = y - 0 * share *")],
     "without late input and backout": [
         "--late_input=10", ("x_TD = x_TD - self.backout *", "x_TD = x_TD - 0 * self.backout *")],
     "without smear": [("+ self.smear.type_as(x_TD) *", "+ 0 * self.smear.type_as(x_TD) *")],
-    "without pairs": [("+ self.pair_embed(pairs_T)", "+ 0 * self.pair_embed(pairs_T)")],
+    "without signs for pairs": [("+ signs_TD * self.pair", "+ self.pair")],
+    "without pairs": [("+ signs_TD * self.pair", "+ 0 * self.pair")],
+    "Adam's mean gradient as in train_gpt.py": ["--adam_beta1=0.8"],
 }
 
 

@@ -7,6 +7,7 @@ import math
 import re
 import sys
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -88,7 +89,7 @@ def test_learning_rates_fall_from_the_stage_to_the_floor():
 
 
 def test_future_tokens_weigh_ever_less():
-    hp = dataclasses.replace(FULL, num_iterations=1200)
+    hp = dataclasses.replace(FULL, num_iterations=1200, future_tokens=2)
     expected = {0: [0.5, 0.25], 200: [0.5, 0.125], 400: [0.5, 0], 600: [0.25, 0], 800: [0, 0],
                 1200: [0, 0]}
     for step, weights in expected.items():
@@ -192,7 +193,10 @@ def plain_attention(p, name, x, value_embed, visible, begins, hp):
         v = v + mix[1] * value_embed.view(T, H, K)
     scores = torch.einsum("qhc,khc->hqk", q, shifted) * hp.attention_scale
     weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-    y = torch.einsum("hqk,khc->qhc", weights, v).reshape(T, H * K)
+    y = torch.einsum("hqk,khc->qhc", weights, v)
+    own = v / v.norm(dim=-1, keepdim=True)
+    share = p[f"{name}.exclusion"].tanh()[:, None]
+    y = (y - share * (y * own).sum(-1, keepdim=True) * own).reshape(T, H * K)
     return y @ p[f"{name}.proj.weight"].T
 
 
@@ -200,11 +204,12 @@ def plain_logits(p, tokens, window, hp):
     """The attempt's forward pass, written from its definitions; p has its weights in float64."""
     T = len(tokens)
     begins = (tokens == 256).tolist()
+    signs = np.random.default_rng(0).choice([-1, 1], (8192, hp.model_dim))
     x = torch.empty(T, hp.model_dim, dtype=torch.float64)
     for t, token in enumerate(tokens.tolist()):
         before = 256 if t == 0 or begins[t] else int(tokens[t - 1])
-        x[t] = p["embed.weight"][token] + p["pair_embed.weight"][
-            (before * 2654435761 + token) % hp.pair_rows]
+        pair = p["pair_embed.weight"][(before * 2654435761 + token) % hp.pair_rows]
+        x[t] = p["embed.weight"][token] + pair * torch.tensor(signs[(before ^ token) % 8192])
     x = plain_norm(x)
     smeared = x.clone()
     for t in range(T):
@@ -219,8 +224,8 @@ def plain_logits(p, tokens, window, hp):
         visible[mark] = (key <= query) & near & (document[:, None] == document)
     outputs = {}
     for i in range(11):
-        if i == 6:
-            x = x + p["skip_weights"][0] * outputs[3]
+        if i >= 6:
+            x = x + p["skip_weights"][i - 6] * outputs[10 - i]
         mix = p[f"blocks.{i}.residual_mix"]
         x = mix[0] * x + mix[1] * x0
         if i != 6:
@@ -237,8 +242,9 @@ def plain_logits(p, tokens, window, hp):
 
 
 def test_loss_and_gradients_are_those_of_the_plain_definition():
-    """The whole model: pairs, smear, key offset, the skip, late input, backout, the shifted cap and
-    further tokens in the loss; token by token, those past the end and targets of -1 left out."""
+    """The whole model: pairs and their signs, smear, key offset, exclusive self-attention, skips,
+    late input, backout, the shifted cap and further tokens in the loss; token by token, those past
+    the end and targets of -1 left out."""
     model = tiny_model()
     model.LOGITS_TOKENS = 100  # so that the logits are computed in portions
     tokens, targets = sequence()

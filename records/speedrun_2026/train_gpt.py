@@ -101,7 +101,7 @@ class Hyperparameters:
     windows: str = flag("SSSLSSSSSSL", "L: long window, S: half of its blocks", marks="LS")
     attention: str = flag("xxxxxx.xxxx", "x: with attention, .: without", marks="x.")
     value_embeds: str = flag("12......012", "which value embedding, .: none", marks="0123456789.")
-    skips: str = flag("......3....", "layer (from 0) whose output is added to this one's input, "
+    skips: str = flag("......43210", "layer (from 0) whose output is added to this one's input, "
                       ".: none", marks="0123456789.")
     # The model
     model_dim: int = flag(768, "width of the residual stream", 16, 2**16, unit=16)
@@ -117,10 +117,10 @@ class Hyperparameters:
     use_fp8: bool = flag(True, "train the output head in FP8 where the hardware can")
     late_input: int = flag(7, "layer (from 0) whose output attention in all later layers reads")
     backout: int = flag(7, "layer (from 0) of whose output a share is subtracted at the end")
-    pair_rows: int = flag(5 * 50304, "rows of the embedding of pairs of tokens", 1)
+    pair_rows: int = flag(15 * 25152, "rows of the embedding of pairs of tokens", 1)
     # Optimization
     num_iterations: int = flag(1284, "training steps", 0, 10**7)
-    future_tokens: int = flag(2, "tokens after the next one that count in the training loss", 0, 9)
+    future_tokens: int = flag(0, "tokens after the next one that count in the training loss", 0, 9)
     cooldown_frac: float = flag(0.6, "fraction of the run, at its end, with falling rates", 0, 1)
     lr_floor: float = flag(0.15, "factor on the learning rates at the end of the run", 0, 1)
     muon_lr: float = flag(0.023, "learning rate of the blocks' matrices (Muon)")
@@ -137,7 +137,7 @@ class Hyperparameters:
     scalar_lr: float = flag(0.04, "learning rate of vectors and scalars (Adam)")
     adam_every: int = flag(2, "Adam steps once every so many training steps, with the sum of their "
                            "gradients", 1)
-    adam_beta1: float = flag(0.8, "decay of Adam's mean gradient", 0, 1 - 1e-9)
+    adam_beta1: float = flag(0.5, "decay of Adam's mean gradient", 0, 1 - 1e-9)
     adam_beta2: float = flag(0.95, "decay of Adam's mean square", 0, 1 - 1e-9)
     adam_eps: float = flag(1e-10, "Adam's epsilon, for gradients of the mean loss", 1e-30)
 
@@ -153,7 +153,7 @@ PRESETS = {
         model_dim=128, num_heads=4, head_dim=32, attention_scale=0.3, late_input=2, backout=1,
         pair_rows=8192, num_iterations=450, future_tokens=1, cooldown_frac=0.4, lr_floor=0.1,
         muon_lr=0.045, muon_momentum_end=0.9, muon_momentum_steps=0, muon_beta2=0.9,
-        head_lr=0.016, embed_lr=0.3, scalar_lr=0.08, adam_every=1,
+        head_lr=0.016, embed_lr=0.3, scalar_lr=0.08, adam_every=1, adam_beta1=0.8,
         adam_eps=1e-7,  # with 1e-10, gradients that are mere rounding errors make full-size steps
     ),
 }
@@ -335,6 +335,7 @@ class CausalSelfAttention(nn.Module):
                                 parts=hp.num_heads // hp.num_kv_heads + 2)
         self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim, zero=True)
         self.value_mix = nn.Parameter(torch.tensor([0.5, 0.5]))  # of the values and the embedding
+        self.exclusion = nn.Parameter(torch.zeros(hp.num_heads))
 
     def forward(self, x_TD: Tensor, value_embed: Tensor | None, begins_T: Tensor,
                 attend: Callable) -> Tensor:
@@ -349,9 +350,14 @@ class CausalSelfAttention(nn.Module):
         v = self.value_mix[0] * v
         if value_embed is not None:
             v = v + self.value_mix[1] * value_embed.view_as(v)
+        own = norm(v.float()).type_as(v).repeat_interleave(q.size(1) // v.size(1), dim=1)
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, H, T, K]
-        y_1HTK = attend(q, k, v)
-        return self.proj(y_1HTK.squeeze(0).transpose(0, 1).reshape(T, -1))
+        y = attend(q, k, v).squeeze(0).transpose(0, 1)
+        # Exclusive self-attention (arXiv:2603.09078, record #82): a learned share of what lies in
+        # the direction of the token's own value is subtracted, since the MLP sees the token anyway.
+        share = torch.tanh(self.exclusion).type_as(y)[:, None]
+        y = y - share * (y * own).mean(-1, keepdim=True) * own
+        return self.proj(y.reshape(T, -1))
 
 class MLP(nn.Module):
     def __init__(self, dim: int):
@@ -397,6 +403,8 @@ class GPT(nn.Module):
         rows = math.ceil(hp.vocab_size / 64) * 64  # a padded vocabulary suits the matrix units
         self.embed = nn.Embedding(rows, hp.model_dim, dtype=dtype)
         self.pair_embed = nn.Embedding(hp.pair_rows, hp.model_dim, dtype=dtype)
+        signs = np.random.default_rng(0).choice([-1, 1], (8192, hp.model_dim))  # in every run
+        self.register_buffer("signs", torch.tensor(signs, dtype=dtype), persistent=False)
         self.smear = nn.Parameter(torch.zeros(hp.model_dim))
         # Layers marked by the same digit share a value embedding (record 2024-12-08).
         self.value_embeds = nn.ModuleDict({
@@ -407,8 +415,8 @@ class GPT(nn.Module):
         self.skip_weights = nn.Parameter(torch.ones(len(self.blocks) - hp.skips.count(".")))
         self.backout = nn.Parameter(torch.tensor(0.5))
         # train_step divides the loss by micro_batches, and by more in later stages, so gradients
-        # are at least that much smaller than FP8_SCALES assumes. At T = 16K, and with two further
-        # tokens in the loss, the gradient of the mean is at most 1.75 / T, of which 2^19 makes 56.
+        # are at least that much smaller than FP8_SCALES assumes. At T = 16K the gradient of the
+        # mean is at most 1 / T, of which 2^19 makes 32.
         scales = (*FP8_SCALES[:2], FP8_SCALES[2] * hp.micro_batches)
         self.lm_head = CastedLinear(hp.model_dim, rows, zero=True,
                                     fp8_scales=scales if hp.use_fp8 else None)
@@ -440,13 +448,15 @@ class GPT(nn.Module):
 
     def embedded(self, tokens_T: Tensor, begins_T: Tensor) -> Tensor:
         """The tokens' embeddings, to which come an embedding of each token together with the one
-        before it, where pairs share rows by a hash (record #62), and a learned share of the
-        embedding before (record #34)."""
+        before it, where pairs share rows by a hash (records #62 and #83), and a learned share of
+        the embedding before (record #34)."""
         before_T = F.pad(tokens_T[:-1], (1, 0), value=self.end_of_text)
         before_T = before_T.masked_fill(begins_T, self.end_of_text)
         # The multiplier is a prime near 2^32 / 1.618, which spreads the pairs over the rows.
         pairs_T = (before_T.long() * 2654435761 + tokens_T) % self.hp.pair_rows
-        x_TD = norm(self.embed(tokens_T) + self.pair_embed(pairs_T))
+        # Pairs that share a row read it with other signs, so that they do not learn the same.
+        signs_TD = self.signs[(before_T ^ tokens_T) % len(self.signs)]
+        x_TD = norm(self.embed(tokens_T) + signs_TD * self.pair_embed(pairs_T))
         return x_TD + self.smear.type_as(x_TD) * previous_token(x_TD, begins_T)
 
     def logits(self, x_TD: Tensor) -> Tensor:
