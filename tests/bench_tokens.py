@@ -2,7 +2,7 @@
 """Tokens to a loss: the record attempt speedrun_2026 against train_gpt.py, in miniature, on a CPU.
 
     python tests/bench_tokens.py english.jsonl.xz --seeds=4 --keep=records/tokens
-    python tests/bench_tokens.py english.jsonl.xz --seeds=2 --ablate --steps=500
+    python tests/bench_tokens.py english.jsonl.xz --seeds=2 --ablate --steps=500 --out=losses.csv
 
 Both scripts train their preset `speedrun`, with their own layer tables, schedules and ratios of
 batch sizes, but at a width of 64 and with sequences of 512 tokens. The learning rates are those
@@ -14,7 +14,7 @@ train_gpt.py gets --steps steps, the attempt --share of its tokens. If it ends a
 the same, it needs at most that share of the tokens for that loss.
 
 --script names another attempt. --ablate compares the attempt with itself without each technique.
-Flags that are not this program's own go to all runs. Each run is a process with one thread, and
+--out writes every loss into a file. Flags that are not this program's own go to all runs. Each run is a process with one thread, and
 --jobs of them run at a time. Exit status: 0, or 2 for wrong usage or a run that failed.
 """
 
@@ -54,6 +54,8 @@ ABLATIONS = {
     "the attempt": [],
     "without stages": ["--stages=1:1:384", "--micro_batches=2"],
     "Adam on every step": ["--adam_every=1"],
+    "without NorMuon": [("return self.even_rows(update, row_squares, self.hp.muon_beta2)",
+                         "return update")],
     "without cautious weight decay": ["--muon_decay=0", "--embed_decay=0"],
     "without the shifted softcap": ["--softcap_height=30", "--softcap_shift=0"],
     "with further tokens in the loss": ["--future_tokens=2"],
@@ -61,6 +63,7 @@ ABLATIONS = {
     "without exclusive self-attention": [("y = y - share *", "y = y - 0 * share *")],
     "without late input and backout": [
         "--late_input=10", ("x_TD = x_TD - self.backout *", "x_TD = x_TD - 0 * self.backout *")],
+    "without key offset": [("previous_token(content, begins_T)), dim", "content), dim")],
     "without smear": [("+ self.smear.type_as(x_TD) *", "+ 0 * self.smear.type_as(x_TD) *")],
     "without signs for pairs": [("+ signs_TD * self.pair", "+ self.pair")],
     "without pairs": [("+ signs_TD * self.pair", "+ 0 * self.pair")],
@@ -144,6 +147,7 @@ def main():
     parser.add_argument("--jobs", type=int, default=os.cpu_count(),
                         help="runs at a time (one for each core)")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the logs, in DIR_<side>")
+    parser.add_argument("--out", type=Path, metavar="CSV", help="write the losses into this file")
     args, more = parser.parse_known_args()
     if min(args.seeds, args.steps, args.jobs) < 1 or not 0 < args.share <= 10 or args.seeds < 2:
         raise UserError("--steps and --jobs must be at least 1, --seeds at least 2, and --share "
@@ -178,9 +182,13 @@ def main():
                 runs.append((name, path, [*flags, *data, f"--seed={seed}", f"--name={short}-{seed}",
                                           f"--records={records}_{short}"]))
         losses = {name: [] for name in sides}
+        rows = ["what,run,val_loss"]
         ends = pool.map(lambda run: last_loss(run[1], run[2]), runs)
         for (name, _, _), loss in zip(runs, ends):
             losses[name].append(loss)
+            rows.append(f"{name},{len(losses[name])},{loss}")
+            if args.out:
+                args.out.write_text("\n".join([*rows, ""]), encoding="utf-8")
             print(f"{name}: {loss:.4f}", flush=True)
     print(table(losses, "the attempt" if args.ablate else "speedrun", "what"))
 
