@@ -329,7 +329,7 @@ class GPT(nn.Module):
     def __init__(self, hp: Hyperparameters, attention: Callable, dtype: torch.dtype):
         super().__init__()
         self.hp = hp
-        self.make_attend = attention  # (mask, scale) -> function of q, k, v
+        self.attend_under = attention  # flex or block_sparse: (mask, scale) -> function of q, k, v
         self.end_of_text = hp.vocab_size - 1
         rows = math.ceil(hp.vocab_size / 64) * 64  # a padded vocabulary suits the matrix units
         self.embed = nn.Embedding(rows, hp.model_dim, dtype=dtype)
@@ -353,7 +353,7 @@ class GPT(nn.Module):
     def forward(self, tokens_T: Tensor, targets_T: Tensor, window: Tensor) -> Tensor:
         begins_T = tokens_T == self.end_of_text
         masks = zip("LS", build_block_masks(tokens_T, self.end_of_text, window))
-        attends = {mark: self.make_attend(mask, self.hp.attention_scale) for mark, mask in masks}
+        attend = {mark: self.attend_under(mask, self.hp.attention_scale) for mark, mask in masks}
         value_embeds = {mark: embed(tokens_T) for mark, embed in self.value_embeds.items()}
 
         # A U-Net (record 2024-11-10): the first half of the layers push their outputs on a stack,
@@ -366,7 +366,7 @@ class GPT(nn.Module):
             if layer >= len(self.blocks) - half:
                 x_TD = x_TD + skip_weights.pop(0) * outputs.pop()
             value_embed = value_embeds.get(self.hp.value_embeds[layer])
-            x_TD = block(x_TD, x0_TD, value_embed, begins_T, attends[self.hp.windows[layer]])
+            x_TD = block(x_TD, x0_TD, value_embed, begins_T, attend[self.hp.windows[layer]])
             if layer < half:
                 outputs.append(x_TD)
             assert x_TD.dtype == x0_TD.dtype, f"layer {layer}: cast its parameters (type_as)"
@@ -611,7 +611,7 @@ def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> lis
     """Which optimizer trains which parameters, and how fast. A new parameter, learning rate or
     optimizer is one row. A parameter belongs to the first row whose pattern fits its whole name,
     and a row that no parameter is left for is an error. Vectors and scalars that fit no row are
-    trained by Adam with scalar_lr. Muon stacks its
+    trained by Adam with scalar_lr. The log says what each optimizer trains. Muon stacks its
     matrices, so those of one row have one shape."""
     table = [
         # names of the parameters         optimizer  peak learning rate   shape in `speedrun`
@@ -914,20 +914,19 @@ def main(argv: list[str]):
     script = Path(__file__).read_text(encoding="utf-8")  # now, before anyone edits it
     hp, command = parse_flags(argv)
     world = world_of_this_process()
-    plans = [None]  # a list, as broadcast_object_list wants it
-    if world.rank == 0 or command.check:  # the first process decides, the others follow its plan
-        plans = [prepare(hp, command, script, world)]  # with every check that needs no training
-    if command.check:
-        hp = plans[0].hp
-        build_optimizers(GPT(hp, flex, getattr(torch, hp.dtype)), hp, world)
-        say("checks passed")
-        return
-    if world.size > 1:
+    # The first process makes a plan, with every check that needs no training. The others follow it.
+    decides = world.rank == 0 or command.check
+    plans = [prepare(hp, command, script, world) if decides else None]
+    if world.size > 1 and not command.check:
         end_with_torchrun()
         connect(world, sha256(script.encode()))
         dist.broadcast_object_list(plans, src=0)
     plan = plans[0]
     hp = plan.hp
+    if command.check:
+        build_optimizers(GPT(hp, flex, getattr(torch, hp.dtype)), hp, world)
+        say("checks passed")
+        return
     log = RunLog(plan, world)
     end_at_signals(log)
 
@@ -945,6 +944,8 @@ def main(argv: list[str]):
     val_sequences = load_validation(plan.val_shards, hp, world)
     log.write(f"model: {sum(p.numel() for p in plain_model.parameters())} parameters; "
               f"{hp.micro_batches} x {hp.train_seq_len} tokens a step, {world.size} rank(s)")
+    for each in optimizers:
+        log.write(f"{type(each).__name__}, lr {each.lr}: {', '.join(each.params)}", console=False)
 
     # Warm up, which is not timed. Then the first process puts back what was there before, or what
     # the checkpoint has, and all others receive it.

@@ -503,8 +503,8 @@ def measure_casts(training: Training, report: Report):
         seen["x"] = inputs[0].detach()
         seen["logits"] = output
 
-    make_attend = model.make_attend
-    model.make_attend = block_sparse  # FlexAttention would have to be compiled
+    attend_under = model.attend_under
+    model.attend_under = block_sparse  # FlexAttention would have to be compiled
     hook = model.lm_head.register_forward_hook(watch)
     model.eval()  # so that the head computes in the dtype of the activations
     inputs, targets = (t[:length] for t in training.batches[0])
@@ -513,7 +513,7 @@ def measure_casts(training: Training, report: Report):
     gradient, = torch.autograd.grad(loss, seen["logits"])
     model.train()
     hook.remove()
-    model.make_attend = make_attend
+    model.attend_under = attend_under
     operands = (("input", seen["x"], torch.float8_e4m3fn),
                 ("weight", model.lm_head.weight.detach(), torch.float8_e4m3fn),
                 ("gradient", gradient, torch.float8_e5m2))

@@ -189,7 +189,7 @@ def test_half_of_each_key_is_the_token_befores():
     seen = {}
     for offset in (False, True):
         model, _ = tiny_model(key_offset=offset)
-        model.make_attend = lambda mask, scale: lambda *qkv: seen.setdefault(offset, qkv)[0]
+        model.attend_under = lambda mask, scale: lambda *qkv: seen.setdefault(offset, qkv)[0]
         features(model, tokens, WINDOW)
     (q, k, v), (offset_q, offset_k, offset_v) = seen[False], seen[True]
     want = k.clone()

@@ -211,7 +211,12 @@ def test_the_log_has_its_sections_and_its_last_lines(tmp_path, shards, script, c
     final = f"final_val_loss: {losses(log)[-1]:.4f} nats per token, "
     assert final in steps and "on 1000 tokens" in steps.split(final)[1]
     assert steps.splitlines()[-1] == f"log: {log_path(tmp_path)}"
-    assert console == steps, "the console shows all that follows the source"
+    rows = re.findall(r"^\w+, lr [\d.e-]+: .+\n", steps, re.M)
+    trained = [name for row in rows for name in row.rstrip("\n").partition(": ")[2].split(", ")]
+    assert sorted(trained) == sorted(newest_checkpoint(tmp_path)["model"]), "each is in one row"
+    for row in rows:
+        steps = steps.replace(row, "")
+    assert console == steps, "the console shows all else that follows the source"
 
 
 @pytest.mark.method
