@@ -914,7 +914,8 @@ def main(argv: list[str]):
     script = Path(__file__).read_text(encoding="utf-8")  # now, before anyone edits it
     hp, command = parse_flags(argv)
     world = world_of_this_process()
-    # The first process makes a plan, with every check that needs no training. The others follow it.
+    # The first process makes a plan, with every check that needs no training, and the others follow
+    # it. With --check they do not meet, and each makes its own.
     decides = world.rank == 0 or command.check
     plans = [prepare(hp, command, script, world) if decides else None]
     if world.size > 1 and not command.check:
@@ -1292,7 +1293,7 @@ def save_checkpoint(now: Progress, state: dict, plan: "Plan", log: RunLog) -> bo
         for old in checkpoints_of(log.path)[2:]:
             old.unlink()
     except (UserError, OSError, RuntimeError) as e:
-        with suppress(OSError):  # which a disk that has become read-only raises
+        with suppress(OSError):  # it may not exist, or the disk has become read-only
             path.with_name("unfinished").unlink()  # it may be what fills the disk
         # torch.save raises a RuntimeError while it handles the OSError that says why.
         log.write(f"warning: {path} not saved ({first_line(e.__context__ or e)}); training goes on")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Tokens to a loss: the record attempt speedrun_2026 against train_gpt.py, in miniature, on a CPU.
 
-    python tests/bench_tokens.py english.jsonl.xz --seeds=4 --keep=records/tokens
+    python tests/bench_tokens.py english.jsonl.xz --seeds=4 --keep=records/tokens_english
     python tests/bench_tokens.py english.jsonl.xz --seeds=2 --ablate --steps=500 --out=losses.csv
 
 Both scripts train their preset `speedrun`, with their own layer tables, schedules and ratios of
@@ -14,8 +14,9 @@ train_gpt.py gets --steps steps, the attempt --share of its tokens. If it ends a
 the same, it needs at most that share of the tokens for that loss.
 
 --script names another attempt. --ablate compares the attempt with itself without each technique.
---out writes every loss into a file. Flags that are not this program's own go to all runs. Each run is a process with one thread, and
---jobs of them run at a time. Exit status: 0, or 2 for wrong usage or a run that failed.
+--out writes every loss into a file. Flags that are not this program's own go to all runs. Each run
+is a process with one thread, and --jobs of them run at a time. Exit status: 0, or 2 for wrong usage
+or a run that failed.
 """
 
 import json
@@ -138,8 +139,8 @@ def main():
     parser.add_argument("--seeds", type=int, default=3, help="runs of each side (3)")
     parser.add_argument("--first_seed", type=int, default=1, help="the first of their seeds (1)")
     parser.add_argument("--steps", type=int, default=1500, help="steps of train_gpt.py (1500)")
-    parser.add_argument("--share", type=float, default=0.6,
-                        help="tokens of the attempt, as a share of those of train_gpt.py (0.6)")
+    parser.add_argument("--share", type=float, default=0.5,
+                        help="tokens of the attempt, as a share of those of train_gpt.py (0.5)")
     parser.add_argument("--tune", action="store_true",
                         help="validate on the documents for choosing settings")
     parser.add_argument("--ablate", action="store_true",
@@ -179,14 +180,15 @@ def main():
         for seed in seeds:
             for name, (path, flags) in sides.items():
                 short = file_name(name)
-                runs.append((name, path, [*flags, *data, f"--seed={seed}", f"--name={short}-{seed}",
-                                          f"--records={records}_{short}"]))
+                runs.append((name, seed, path, [
+                    *flags, *data, f"--seed={seed}", f"--name={short}-{seed}",
+                    f"--records={records}_{short}"]))
         losses = {name: [] for name in sides}
-        rows = ["what,run,val_loss"]
-        ends = pool.map(lambda run: last_loss(run[1], run[2]), runs)
-        for (name, _, _), loss in zip(runs, ends):
+        rows = ["what,seed,val_loss"]
+        ends = pool.map(lambda run: last_loss(*run[2:]), runs)
+        for (name, seed, *_), loss in zip(runs, ends):
             losses[name].append(loss)
-            rows.append(f"{name},{len(losses[name])},{loss}")
+            rows.append(f"{name},{seed},{loss}")
             if args.out:
                 args.out.write_text("\n".join([*rows, ""]), encoding="utf-8")
             print(f"{name}: {loss:.4f}", flush=True)

@@ -60,21 +60,22 @@ def documents(tmp_path, text, monkeypatch):
 
 
 def test_both_scripts_train_and_are_compared(documents, tmp_path, monkeypatch, capsys):
-    flags = ["--steps=4", "--seeds=2", "--val_tokens=1000", "--model_dim=16", "--num_heads=1",
-             "--head_dim=16", f"--keep={tmp_path}/logs", f"--out={tmp_path}/losses.csv"]
+    flags = ["--steps=4", "--seeds=2", "--first_seed=5", "--share=0.6", "--val_tokens=1000",
+             "--model_dim=16", "--num_heads=1", "--head_dim=16", f"--keep={tmp_path}/logs",
+             f"--out={tmp_path}/losses.csv"]
     monkeypatch.setattr(sys, "argv", ["bench_tokens.py", str(documents), *flags])
     bench_tokens.main()
     printed = capsys.readouterr().out
     logs = sorted(tmp_path.glob("logs_speedrun*/*.log"))
     names = sorted(log.name.partition("Z_")[2] for log in logs)
-    assert names == ["speedrun-1.log", "speedrun-2.log", "speedrun_2026-1.log",
-                     "speedrun_2026-2.log"]
+    assert names == ["speedrun-5.log", "speedrun-6.log", "speedrun_2026-5.log",
+                     "speedrun_2026-6.log"]
     assert all(losses(log.read_text()) for log in logs)
     assert "speedrun_2026: 3584 tokens\n" in printed
     rows = [row.split(",") for row in (tmp_path / "losses.csv").read_text().splitlines()]
-    assert rows[0] == ["what", "run", "val_loss"] and len(rows) == 5
-    for name, run, loss in rows[1:]:
-        (log,) = tmp_path.glob(f"logs_{name}/*_{name}-{run}.log")
+    assert rows[0] == ["what", "seed", "val_loss"] and len(rows) == 5
+    for name, seed, loss in rows[1:]:
+        (log,) = tmp_path.glob(f"logs_{name}/*_{name}-{seed}.log")
         assert f"final_val_loss: {float(loss):.4f} " in log.read_text()
     assert [row.split(" | ")[:2] for row in printed.splitlines()[-2:]] == [
         ["| speedrun", "2"], ["| speedrun_2026", "2"]]

@@ -179,7 +179,7 @@ def test_the_warmup_leaves_no_trace(tmp_path, shards, script, monkeypatch):
 
 @pytest.mark.both_scripts
 def test_the_log_has_its_sections_and_its_last_lines(tmp_path, shards, script, capsys):
-    train(script, *TINY, *shards, f"--records={tmp_path}", "--name=my_try")
+    train(script, *TINY, *shards, f"--records={tmp_path}", "--name=my_try", "--head_lr=0.0123")
     log = log_of(tmp_path)
     console = capsys.readouterr().out
     name = r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\dZ_my_try\.log"
@@ -213,7 +213,9 @@ def test_the_log_has_its_sections_and_its_last_lines(tmp_path, shards, script, c
     assert steps.splitlines()[-1] == f"log: {log_path(tmp_path)}"
     rows = re.findall(r"^\w+, lr [\d.e-]+: .+\n", steps, re.M)
     trained = [name for row in rows for name in row.rstrip("\n").partition(": ")[2].split(", ")]
-    assert sorted(trained) == sorted(newest_checkpoint(tmp_path)["model"]), "each is in one row"
+    states = newest_checkpoint(tmp_path)["optimizers"].values()
+    assert sorted(trained) == sorted(set().union(*states)), "each is in one row"
+    assert "Adam, lr 0.0123: lm_head.weight\n" in rows
     for row in rows:
         steps = steps.replace(row, "")
     assert console == steps, "the console shows all else that follows the source"
@@ -352,8 +354,10 @@ def test_check_makes_every_check_and_starts_nothing(tmp_path, shards, script, mo
     with pytest.raises(script.UserError, match="3 processes cannot share 4 micro-batches"):
         train(script, *flags)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    train(script, *flags)
-    assert capsys.readouterr().out == "checks passed\n"
+    for rank in "0", "1":
+        monkeypatch.setenv("RANK", rank)
+        train(script, *flags)
+        assert capsys.readouterr().out == "checks passed\n"
     assert not (tmp_path / "none").exists()
 
 

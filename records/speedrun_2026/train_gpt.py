@@ -403,7 +403,8 @@ class GPT(nn.Module):
         rows = math.ceil(hp.vocab_size / 64) * 64  # a padded vocabulary suits the matrix units
         self.embed = nn.Embedding(rows, hp.model_dim, dtype=dtype)
         self.pair_embed = nn.Embedding(hp.pair_rows, hp.model_dim, dtype=dtype)
-        signs = np.random.default_rng(0).choice([-1, 1], (8192, hp.model_dim))  # in every run
+        # RandomState draws the same in every version of NumPy, so that every run has these signs.
+        signs = np.random.RandomState(0).choice([-1, 1], (8192, hp.model_dim))
         self.register_buffer("signs", torch.tensor(signs, dtype=dtype), persistent=False)
         self.smear = nn.Parameter(torch.zeros(hp.model_dim))
         # Layers marked by the same digit share a value embedding (record 2024-12-08).
@@ -430,7 +431,8 @@ class GPT(nn.Module):
 
         # Late attention reads an earlier layer's output, which is free of what the last layers
         # prepare for the head. A share of such an output is subtracted at the end, so that what
-        # served attention alone need not be undone (record #40). The skips are of record #45.
+        # served attention alone need not be undone (record #40). The skips are a U-Net's (record
+        # 2024-11-10).
         x_TD = x0_TD = self.embedded(tokens_T, begins_T)
         skip_weights = list(self.skip_weights.unbind())
         outputs = []
@@ -454,7 +456,7 @@ class GPT(nn.Module):
         before_T = before_T.masked_fill(begins_T, self.end_of_text)
         # The multiplier is a prime near 2^32 / 1.618, which spreads the pairs over the rows.
         pairs_T = (before_T.long() * 2654435761 + tokens_T) % self.hp.pair_rows
-        # Pairs that share a row read it with other signs, so that they do not learn the same.
+        # Pairs that share a row mostly read it with different signs, and so learn to differ.
         signs_TD = self.signs[(before_T ^ tokens_T) % len(self.signs)]
         x_TD = norm(self.embed(tokens_T) + signs_TD * self.pair_embed(pairs_T))
         return x_TD + self.smear.type_as(x_TD) * previous_token(x_TD, begins_T)
@@ -728,7 +730,7 @@ class Optimizer:
     Whatever a step changes, besides the parameters, belongs in `state`: {its name: a list with
     one tensor per parameter, or one stack of these}. Checkpoints save it, and it is reset after the
     warmup. The tensors have their whole shape, but a process works on its own rows only;
-    `gather_state` fetches the others. (Keeping one's own rows alone would save 1.8 GB on each of
+    `gather_state` fetches the others. (Keeping one's own rows alone would save 2.1 GB on each of
     eight GPUs, and cost the code that takes tensors apart and puts them together.)"""
 
     def __init__(self, params: dict, lr: float, hp: Hyperparameters, world: World):
@@ -1044,7 +1046,8 @@ def main(argv: list[str]):
     script = Path(__file__).read_text(encoding="utf-8")  # now, before anyone edits it
     hp, command = parse_flags(argv)
     world = world_of_this_process()
-    # The first process makes a plan, with every check that needs no training. The others follow it.
+    # The first process makes a plan, with every check that needs no training, and the others follow
+    # it. With --check they do not meet, and each makes its own.
     decides = world.rank == 0 or command.check
     plans = [prepare(hp, command, script, world) if decides else None]
     if world.size > 1 and not command.check:
@@ -1422,7 +1425,7 @@ def save_checkpoint(now: Progress, state: dict, plan: "Plan", log: RunLog) -> bo
         for old in checkpoints_of(log.path)[2:]:
             old.unlink()
     except (UserError, OSError, RuntimeError) as e:
-        with suppress(OSError):  # which a disk that has become read-only raises
+        with suppress(OSError):  # it may not exist, or the disk has become read-only
             path.with_name("unfinished").unlink()  # it may be what fills the disk
         # torch.save raises a RuntimeError while it handles the OSError that says why.
         log.write(f"warning: {path} not saved ({first_line(e.__context__ or e)}); training goes on")
