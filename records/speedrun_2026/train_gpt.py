@@ -117,7 +117,7 @@ class Hyperparameters:
     use_fp8: bool = flag(True, "train the output head in FP8 where the hardware can")
     late_input: int = flag(7, "layer (from 0) whose output attention in all later layers reads")
     backout: int = flag(7, "layer (from 0) of whose output a share is subtracted at the end")
-    pair_rows: int = flag(15 * 25152, "rows of the embedding of pairs of tokens", 1)
+    pair_rows: int = flag(377280, "rows of the embedding of pairs of tokens", 1)
     # Optimization
     num_iterations: int = flag(1284, "training steps", 0, 10**7)
     future_tokens: int = flag(0, "tokens after the next one that count in the training loss", 0, 9)
