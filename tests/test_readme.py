@@ -450,7 +450,6 @@ LEFT_OUT = {  # a change of the record attempt: what its ablation is called
     "Adam's mean gradient decays by 0.5, not 0.8": "Adam's mean gradient as in train_gpt.py",
     "cautious weight decay": "without cautious weight decay",
     "NorMuon": "without NorMuon",
-    "exclusive self-attention": "without exclusive self-attention",
     "late input and backout": "without late input and backout",
     "shifted softcap": "without the shifted softcap",
     "embedding of pairs": "without pairs",

@@ -324,9 +324,10 @@ class CausalSelfAttention(nn.Module):
     into the values (record 2024-12-04, after arXiv:2410.17897). With fewer kv heads than heads,
     several query heads share one head of keys and values (arXiv:2305.13245)."""
 
-    def __init__(self, hp: Hyperparameters, rotary: Rotary):
+    def __init__(self, hp: Hyperparameters, layer: int, rotary: Rotary):
         super().__init__()
         self.hp = hp
+        self.key_offset = hp.windows[layer] == "L"
         self.rotary = rotary
         self.heads = (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads)  # of q, k, v
         # Muon takes the stack apart into matrices as high as K. With 6 heads and 2 kv heads, Q is
@@ -335,7 +336,6 @@ class CausalSelfAttention(nn.Module):
                                 parts=hp.num_heads // hp.num_kv_heads + 2)
         self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim, zero=True)
         self.value_mix = nn.Parameter(torch.tensor([0.5, 0.5]))  # of the values and the embedding
-        self.exclusion = nn.Parameter(torch.zeros(hp.num_heads))
 
     def forward(self, x_TD: Tensor, value_embed: Tensor | None, begins_T: Tensor,
                 attend: Callable) -> Tensor:
@@ -343,21 +343,17 @@ class CausalSelfAttention(nn.Module):
         q, k, v = self.qkv(x_TD).view(T, -1, self.hp.head_dim).split(self.heads, dim=1)
         q = self.rotary(norm(q))
         k = self.rotary(norm(k))
-        # The half of each key that carries no position comes from the token before, so that a query
-        # which looks for a token finds the token that followed it (record #49).
-        positional, content = k.chunk(2, dim=-1)
-        k = torch.cat((positional, previous_token(content, begins_T)), dim=-1)
+        if self.key_offset:
+            # The half of each key that carries no position comes from the token before, so that a
+            # query which looks for a token finds the token that followed it (record #49).
+            positional, content = k.chunk(2, dim=-1)
+            k = torch.cat((positional, previous_token(content, begins_T)), dim=-1)
         v = self.value_mix[0] * v
         if value_embed is not None:
             v = v + self.value_mix[1] * value_embed.view_as(v)
-        own = norm(v.float()).type_as(v).repeat_interleave(q.size(1) // v.size(1), dim=1)
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, H, T, K]
-        y = attend(q, k, v).squeeze(0).transpose(0, 1)
-        # Exclusive self-attention (arXiv:2603.09078, record #82): a learned share of what lies in
-        # the direction of the token's own value is subtracted, since the MLP sees the token anyway.
-        share = torch.tanh(self.exclusion).type_as(y)[:, None]
-        y = y - share * (y * own).mean(-1, keepdim=True) * own
-        return self.proj(y.reshape(T, -1))
+        y_1HTK = attend(q, k, v)
+        return self.proj(y_1HTK.squeeze(0).transpose(0, 1).reshape(T, -1))
 
 class MLP(nn.Module):
     def __init__(self, dim: int):
@@ -371,7 +367,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, hp: Hyperparameters, layer: int, rotary: Rotary):
         super().__init__()
-        self.attn = CausalSelfAttention(hp, rotary) if hp.attention[layer] == "x" else None
+        self.attn = CausalSelfAttention(hp, layer, rotary) if hp.attention[layer] == "x" else None
         self.mlp = MLP(hp.model_dim)
         self.residual_mix = nn.Parameter(torch.tensor([1.0, 0.0]))  # of the stream and of x0
 
@@ -391,7 +387,11 @@ class GPT(nn.Module):
 
     Embeddings are kept in `dtype`, and so the residual stream is in `dtype`. All other parameters
     are float32. A tensor without dimensions, such as residual_mix[0], does not turn a bfloat16
-    stream into float32. A vector or a matrix would, so cast it where you use it (type_as)."""
+    stream into float32. A vector or a matrix would, so cast it where you use it (type_as).
+
+    On a GPU, `main` has all but the lookup of embeddings compiled. The gradients of embeddings then
+    stay lists of rows until Adam sums them (summed_gradient). A compiled lookup would make a whole
+    table of gradients in each micro-batch, which for the embedding of pairs has 290M numbers."""
 
     LOGITS_TOKENS = 65536  # tokens whose logits exist at a time; validation has longer sequences
 
@@ -401,15 +401,15 @@ class GPT(nn.Module):
         self.attend_under = attention  # flex or block_sparse: (mask, scale) -> function of q, k, v
         self.end_of_text = hp.vocab_size - 1
         rows = math.ceil(hp.vocab_size / 64) * 64  # a padded vocabulary suits the matrix units
-        self.embed = nn.Embedding(rows, hp.model_dim, dtype=dtype)
-        self.pair_embed = nn.Embedding(hp.pair_rows, hp.model_dim, dtype=dtype)
+        self.embed = nn.Embedding(rows, hp.model_dim, dtype=dtype, sparse=True)
+        self.pair_embed = nn.Embedding(hp.pair_rows, hp.model_dim, dtype=dtype, sparse=True)
         # RandomState draws the same in every version of NumPy, so that every run has these signs.
         signs = np.random.RandomState(0).choice([-1, 1], (8192, hp.model_dim))
         self.register_buffer("signs", torch.tensor(signs, dtype=dtype), persistent=False)
         self.smear = nn.Parameter(torch.zeros(hp.model_dim))
         # Layers marked by the same digit share a value embedding (record 2024-12-08).
         self.value_embeds = nn.ModuleDict({
-            mark: nn.Embedding(rows, hp.num_kv_heads * hp.head_dim, dtype=dtype)
+            mark: nn.Embedding(rows, hp.num_kv_heads * hp.head_dim, dtype=dtype, sparse=True)
             for mark in sorted(set(hp.value_embeds) - {"."})})
         rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len), hp.rope_base)
         self.blocks = nn.ModuleList(Block(hp, layer, rotary) for layer in range(len(hp.windows)))
@@ -424,16 +424,34 @@ class GPT(nn.Module):
 
     def forward(self, tokens_T: Tensor, targets_T: Tensor, window: Tensor,
                 future: tuple[Tensor, ...] = ()) -> Tensor:
+        value_embeds = {mark: embed(tokens_T) for mark, embed in self.value_embeds.items()}
+        return self.loss(self.embedded(tokens_T), value_embeds, tokens_T, targets_T, window, future)
+
+    def embedded(self, tokens_T: Tensor) -> Tensor:
+        """The tokens' embeddings, plus an embedding of each token together with the one before it,
+        where pairs share rows by a hash (records #62 and #83)."""
+        before_T = F.pad(tokens_T[:-1], (1, 0), value=self.end_of_text)
+        before_T = before_T.masked_fill(tokens_T == self.end_of_text, self.end_of_text)
+        # The multiplier is a prime near 2^32 / 1.618, which spreads the pairs over the rows.
+        pairs_T = (before_T.long() * 2654435761 + tokens_T) % self.hp.pair_rows
+        # Pairs that share a row mostly read it with different signs, and so learn to differ.
+        signs_TD = self.signs[(before_T ^ tokens_T) % len(self.signs)]
+        return self.embed(tokens_T) + signs_TD * self.pair_embed(pairs_T)
+
+    def loss(self, x_TD: Tensor, value_embeds: dict[str, Tensor], tokens_T: Tensor,
+             targets_T: Tensor, window: Tensor, future: tuple[Tensor, ...]) -> Tensor:
         begins_T = tokens_T == self.end_of_text
         masks = zip("LS", build_block_masks(tokens_T, self.end_of_text, window))
         attend = {mark: self.attend_under(mask, self.hp.attention_scale) for mark, mask in masks}
-        value_embeds = {mark: embed(tokens_T) for mark, embed in self.value_embeds.items()}
+
+        # Smear: to each embedding, a learned share of the one before is added (record #34).
+        x_TD = norm(x_TD)
+        x_TD = x0_TD = x_TD + self.smear.type_as(x_TD) * previous_token(x_TD, begins_T)
 
         # Late attention reads an earlier layer's output, which is free of what the last layers
         # prepare for the head. A share of such an output is subtracted at the end, so that what
         # served attention alone need not be undone (record #40). The skips are a U-Net's (record
         # 2024-11-10).
-        x_TD = x0_TD = self.embedded(tokens_T, begins_T)
         skip_weights = list(self.skip_weights.unbind())
         outputs = []
         for layer, block in enumerate(self.blocks):
@@ -447,19 +465,6 @@ class GPT(nn.Module):
             assert x_TD.dtype == x0_TD.dtype, f"layer {layer}: cast its parameters (type_as)"
         x_TD = x_TD - self.backout * outputs[self.hp.backout]
         return self.mean_loss(norm(x_TD), targets_T, future)
-
-    def embedded(self, tokens_T: Tensor, begins_T: Tensor) -> Tensor:
-        """The tokens' embeddings, to which come an embedding of each token together with the one
-        before it, where pairs share rows by a hash (records #62 and #83), and a learned share of
-        the embedding before (record #34)."""
-        before_T = F.pad(tokens_T[:-1], (1, 0), value=self.end_of_text)
-        before_T = before_T.masked_fill(begins_T, self.end_of_text)
-        # The multiplier is a prime near 2^32 / 1.618, which spreads the pairs over the rows.
-        pairs_T = (before_T.long() * 2654435761 + tokens_T) % self.hp.pair_rows
-        # Pairs that share a row mostly read it with different signs, and so learn to differ.
-        signs_TD = self.signs[(before_T ^ tokens_T) % len(self.signs)]
-        x_TD = norm(self.embed(tokens_T) + signs_TD * self.pair_embed(pairs_T))
-        return x_TD + self.smear.type_as(x_TD) * previous_token(x_TD, begins_T)
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """A smooth cap keeps the logits between 0 and softcap_height. It is lower than the cap of
@@ -761,6 +766,16 @@ def cautious_decay(update: Tensor, weight: Tensor, rate: Tensor) -> Tensor:
     where the update already moves the weight towards zero (arXiv:2510.12402, record #43)."""
     return update + rate * weight * (update * weight > 0)
 
+def summed_gradient(p: Tensor) -> Tensor:
+    """A parameter's gradient as one tensor. That of an embedding is a list of rows, one for each
+    token of all micro-batches, of which those of the same token are added up here. This does not
+    wait for the device, which a sparse tensor's own methods would do."""
+    if not p.grad.is_sparse:
+        return p.grad
+    row_of_token = p.grad._indices()[0]
+    return torch.ops.aten.embedding_dense_backward(p.grad._values(), row_of_token, len(p), -1,
+                                                   False)
+
 class Adam(Optimizer):
     """Adam (arXiv:1412.6980) by PyTorch's fused kernel. Each process updates its rows of every
     parameter. It steps once every adam_every training steps (record #39)."""
@@ -774,7 +789,8 @@ class Adam(Optimizer):
         self.state["mean_square"] = [torch.zeros_like(p) for p in params.values()]
 
     def begin(self):
-        self.exchanges = [self.world.reduce_scatter(p.grad) for p in self.params.values()]
+        self.exchanges = [self.world.reduce_scatter(summed_gradient(p))
+                          for p in self.params.values()]
 
     def update(self, step: int):
         gradients = [exchange.result() for exchange in self.exchanges]
@@ -1068,14 +1084,13 @@ def main(argv: list[str]):
     # Without this, compiled programs with FP8Linear in them would not be kept on the disk.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     torch.manual_seed(hp.seed)
-    plain_model = GPT(hp, flex if cuda else block_sparse, getattr(torch, hp.dtype))
-    draw_weights(plain_model, hp.seed)
-    plain_model.to(world.device)
-    # A run on a CPU takes minutes, in which compiling would not pay.
-    model = torch.compile(plain_model, dynamic=False, fullgraph=True) if cuda else plain_model
-    optimizers = build_optimizers(plain_model, hp, world)
+    model = GPT(hp, flex if cuda else block_sparse, getattr(torch, hp.dtype))
+    draw_weights(model, hp.seed)
+    model.to(world.device)
+    model.loss = compiled(model.loss, world.device)  # on a CPU, it would not pay in minutes
+    optimizers = build_optimizers(model, hp, world)
     val_sequences = load_validation(plan.val_shards, hp, world)
-    log.write(f"model: {sum(p.numel() for p in plain_model.parameters())} parameters; "
+    log.write(f"model: {sum(p.numel() for p in model.parameters())} parameters; "
               f"{batch_size(0, hp)} x {hp.train_seq_len} tokens in step 1, {world.size} rank(s)")
     for each in optimizers:
         log.write(f"{type(each).__name__}, lr {each.lr}: {', '.join(each.params)}", console=False)
@@ -1083,11 +1098,11 @@ def main(argv: list[str]):
     # Warm up, which is not timed. Then the first process puts back what was there before, or what
     # the checkpoint has, and all others receive it.
     began = time.perf_counter()
-    state = copy.deepcopy(training_state(plain_model, optimizers))
+    state = copy.deepcopy(training_state(model, optimizers))
     warm_up(model, optimizers, hp, world)
     if plan.checkpoint and world.rank == 0:
         state = read_checkpoint(plan.checkpoint)
-    load_training_state(state, plain_model, optimizers, world)
+    load_training_state(state, model, optimizers, world)
     del state
     if cuda:
         torch.compiler.set_stance("fail_on_recompile")  # a recompile would be timed
@@ -1114,7 +1129,7 @@ def main(argv: list[str]):
                 val_loss = evaluate(model, val_sequences, step, hp, world)
                 log.write_loss("val_loss", val_loss, step, step, clock.elapsed)
             if saves:
-                state = training_state(plain_model, optimizers)  # all processes take part
+                state = training_state(model, optimizers)  # all processes take part
                 if world.rank == 0:
                     now = Progress(step, clock.elapsed, val_loss if validates else math.nan)
                     saved = save_checkpoint(now, state, plan, log)
