@@ -47,10 +47,6 @@ class Momentum(Optimizer):
         for exchange in self.updated:
             exchange.result()
 
-    def gather_state(self):
-        for velocity in self.state["velocity"]:
-            self.world.all_gather(velocity).result()
-
 
 class Shampoo(MatrixOptimizer):
     """Preconditions both sides of a gradient, as Shampoo and SOAP do: one method, and state in

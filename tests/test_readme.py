@@ -395,7 +395,8 @@ def test_a_mean_of_the_token_runs_is_on_the_first_page():
 
 
 @pytest.mark.parametrize("name", ["tokens_english_speedrun", "tokens_english_speedrun_2026",
-                                  "tokens_c_speedrun", "tokens_c_speedrun_2026"])
+                                  "tokens_c_speedrun", "tokens_c_speedrun_2026",
+                                  "tokens_man_speedrun", "tokens_man_speedrun_2026"])
 def test_the_answer_of_the_token_runs_is_that_of_their_logs(name):
     runs = [logs.read_run(path, path.stem) for path in (ROOT / "records" / name).glob("*.log")]
     losses = [run.loss for run in runs]

@@ -16,7 +16,7 @@ from train_gpt.py's in sections 1 (settings), 2 (schedules), 3 (model), 7 (optim
 (training step and warmup). All other sections are copies.
 
 Suffixes give the shapes of most tensors: x_TD is [T, D]. T tokens, D model width, H heads, K head
-width, V vocabulary, N blocks of 128 tokens, M key blocks that one query block gathers.
+width, V vocabulary, N blocks of 128 tokens.
 
 "Record" and a date or number mean an entry of the speedrun's list of world records, which explains
 each one: https://github.com/KellerJordan/modded-nanogpt. Needs torch 2.13 or newer.
@@ -64,14 +64,21 @@ def require(condition, message: str):
 def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
+def open_file(path: str, mode: str, buffering: int = -1):
+    """open(), where a failure is an error that the user can fix."""
+    try:
+        return open(path, mode, buffering)
+    except OSError as e:
+        raise UserError(f"{path} cannot be opened: {e.strerror}") from None
+
 BLOCK = 128  # tokens in a block of attention
 
 # ---- 1. Settings --------------------------------------------------------------------------------
 
 def flag(default, help: str, low=0, high=10**9, unit=1, marks=None):
     """A setting with its help text, its range (inclusive) and the unit that it is a multiple of.
-    `marks` is for a string with one character per layer: the characters that it may have."""
-    return field(default=default, metadata=dict(help=help, range=(low, high, unit), marks=marks))
+    If `marks` is given, it is a string with one of these characters for each layer."""
+    return field(default=default, metadata=dict(help=help, allowed=(low, high, unit, marks)))
 
 @dataclass(frozen=True)
 class Hyperparameters:
@@ -161,14 +168,14 @@ PRESETS = {
 # A CPU with one of these is faster in bfloat16 than in float32.
 BF16_UNITS = ("amx_bf16", "avx512_bf16")
 
-# A resumed run cannot change these: they name the run, say how it began, or decide which tokens
-# come next.
+# A resumed run cannot change these facts (see Plan.facts): they name the run, say how it began, or
+# decide which tokens come next.
 KEPT = ("name", "records", "seed", "train_seq_len", "micro_batches", "stages", "num_iterations",
         "training_data")
 
 def check_method(hp: Hyperparameters):
-    """Refuses settings of the method that contradict each other. check_settings, which calls it,
-    has checked the ranges, and that the strings of the layers are equally long."""
+    """Refuses settings of the method that contradict each other. It is called by check_settings,
+    after that has checked each setting's range and the length of the layers' strings."""
     idle = [mark for mark, has in zip(hp.value_embeds, hp.attention) if has == "." and mark != "."]
     require(not idle, f"--value_embeds={hp.value_embeds} marks a layer without --attention")
     require(hp.num_heads % (hp.num_kv_heads or 1) == 0,
@@ -278,26 +285,27 @@ class CastedLinear(nn.Linear):
     it is used.
 
     zero: the weight starts at zero, so that the layer adds nothing until it has learned something.
-    parts: how many matrices of equal height the weight stacks, as 3 for Q, K and V. Muon treats
-    them one by one. If a layer does not say so, Muon treats its stack as one matrix, and it trains
-    worse.
+    parts: how many matrices of equal height the weight stacks, as 3 for Q, K and V. Muon makes
+    each of them orthogonal by itself. A layer that stacks matrices and leaves parts at 1 trains
+    worse, since Muon then takes the stack for one matrix.
     fp8_scales: factors of input, weight and gradient, with which the layer trains in FP8; section 5
     explains them."""
 
     def __init__(self, in_features, out_features, *, zero=False, parts=1, fp8_scales=None):
-        # This comes before nn.Linear's constructor, which calls reset_parameters. So does
-        # draw_weights, which overwrites what a constructor does to a weight: set it there.
-        self.zero = zero
+        self.zero = zero  # first, since nn.Linear's constructor calls reset_parameters
         super().__init__(in_features, out_features, bias=False)
-        self.weight.parts = parts  # for the optimizer, which sees the parameter but not the layer
+        # The optimizer sees the parameter but not the layer. A parameter keeps such an attribute
+        # when the model moves to another device.
+        self.weight.parts = parts
         self.fp8_scales = fp8_scales
 
     def reset_parameters(self):
+        # Weights are set here and nowhere else: draw_weights calls this once more.
         std = 0.0 if self.zero else 0.5 * self.in_features**-0.5
         nn.init.uniform_(self.weight, -math.sqrt(3) * std, math.sqrt(3) * std)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.fp8_scales and self.training:
+        if self.fp8_scales and self.training:  # validation does without, as in the record
             return FP8Linear.apply(x, self.weight, self.fp8_scales)
         return F.linear(x, self.weight.type_as(x))
 
@@ -329,10 +337,10 @@ class CausalSelfAttention(nn.Module):
         self.hp = hp
         self.key_offset = hp.windows[layer] == "L"
         self.rotary = rotary
-        self.heads = (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads)  # of q, k, v
-        # Muon takes the stack apart into matrices as high as K. With 6 heads and 2 kv heads, Q is
-        # three of them, and with K and V there are 5 parts.
-        self.qkv = CastedLinear(hp.model_dim, sum(self.heads) * hp.head_dim,
+        self.head_counts = (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads)  # of q, k, v
+        # The stack's parts are as high as its matrix of keys. With 6 heads and 2 kv heads, the
+        # queries' matrix is three of them, and with those of keys and values there are 5 parts.
+        self.qkv = CastedLinear(hp.model_dim, sum(self.head_counts) * hp.head_dim,
                                 parts=hp.num_heads // hp.num_kv_heads + 2)
         self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim, zero=True)
         self.value_mix = nn.Parameter(torch.tensor([0.5, 0.5]))  # of the values and the embedding
@@ -340,7 +348,7 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x_TD: Tensor, value_embed: Tensor | None, begins_T: Tensor,
                 attend: Callable) -> Tensor:
         T = len(x_TD)
-        q, k, v = self.qkv(x_TD).view(T, -1, self.hp.head_dim).split(self.heads, dim=1)
+        q, k, v = self.qkv(x_TD).view(T, -1, self.hp.head_dim).split(self.head_counts, dim=1)
         q = self.rotary(norm(q))
         k = self.rotary(norm(k))
         if self.key_offset:
@@ -382,12 +390,14 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """Call it with the tokens and targets of one sequence and the attention window; it returns the
-    mean loss per token in nats. `attention` is flex or block_sparse (section 4). In training it
-    also gets the weights that the tokens after the target have in the loss (future_weights).
+    mean loss per token in nats. In training it also gets the weights that the tokens after the
+    target have in the loss (future_weights). `attend_under` is flex (section 4) or, on a CPU,
+    block_sparse (section 10): from a mask and a scale it makes the function of q, k and v that
+    attends.
 
     Embeddings are kept in `dtype`, and so the residual stream is in `dtype`. All other parameters
-    are float32. A tensor without dimensions, such as residual_mix[0], does not turn a bfloat16
-    stream into float32. A vector or a matrix would, so cast it where you use it (type_as).
+    are float32. A scalar such as residual_mix[0], which has no dimensions, leaves a bfloat16 stream
+    as it is. A vector or a matrix would turn it into float32: cast it where it is used (type_as).
 
     On a GPU, `main` has all but the lookup of embeddings compiled. The gradients of embeddings then
     stay lists of rows until Adam sums them (summed_gradient). A compiled lookup would make a whole
@@ -395,13 +405,13 @@ class GPT(nn.Module):
 
     LOGITS_TOKENS = 65536  # tokens whose logits exist at a time; validation has longer sequences
 
-    def __init__(self, hp: Hyperparameters, attention: Callable, dtype: torch.dtype):
+    def __init__(self, hp: Hyperparameters, attend_under: Callable, dtype: torch.dtype):
         super().__init__()
         self.hp = hp
-        self.attend_under = attention  # flex or block_sparse: (mask, scale) -> function of q, k, v
+        self.attend_under = attend_under
         self.end_of_text = hp.vocab_size - 1
-        rows = math.ceil(hp.vocab_size / 64) * 64  # a padded vocabulary suits the matrix units
-        self.embed = nn.Embedding(rows, hp.model_dim, dtype=dtype, sparse=True)
+        padded_vocab = math.ceil(hp.vocab_size / 64) * 64  # a multiple suits the matrix units
+        self.embed = nn.Embedding(padded_vocab, hp.model_dim, dtype=dtype, sparse=True)
         self.pair_embed = nn.Embedding(hp.pair_rows, hp.model_dim, dtype=dtype, sparse=True)
         # RandomState draws the same in every version of NumPy, so that every run has these signs.
         signs = np.random.RandomState(0).choice([-1, 1], (8192, hp.model_dim))
@@ -409,17 +419,18 @@ class GPT(nn.Module):
         self.smear = nn.Parameter(torch.zeros(hp.model_dim))
         # Layers marked by the same digit share a value embedding (record 2024-12-08).
         self.value_embeds = nn.ModuleDict({
-            mark: nn.Embedding(rows, hp.num_kv_heads * hp.head_dim, dtype=dtype, sparse=True)
+            mark: nn.Embedding(padded_vocab, hp.num_kv_heads * hp.head_dim, dtype=dtype,
+                               sparse=True)
             for mark in sorted(set(hp.value_embeds) - {"."})})
         rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len), hp.rope_base)
         self.blocks = nn.ModuleList(Block(hp, layer, rotary) for layer in range(len(hp.windows)))
         self.skip_weights = nn.Parameter(torch.ones(len(self.blocks) - hp.skips.count(".")))
         self.backout = nn.Parameter(torch.tensor(0.5))
         # train_step divides the loss by micro_batches, and by more in later stages, so gradients
-        # are at least that much smaller than FP8_SCALES assumes. At T = 16K the gradient of the
-        # mean is at most 1 / T, of which 2^19 makes 32.
+        # are smaller than FP8_SCALES assumes, and their factor is raised by as much as in the first
+        # stage. At T = 16K the gradient of the mean is at most 1 / T, of which 2^19 makes 32.
         scales = (*FP8_SCALES[:2], FP8_SCALES[2] * hp.micro_batches)
-        self.lm_head = CastedLinear(hp.model_dim, rows, zero=True,
+        self.lm_head = CastedLinear(hp.model_dim, padded_vocab, zero=True,
                                     fp8_scales=scales if hp.use_fp8 else None)
 
     def forward(self, tokens_T: Tensor, targets_T: Tensor, window: Tensor,
@@ -452,7 +463,7 @@ class GPT(nn.Module):
         # prepare for the head. A share of such an output is subtracted at the end, so that what
         # served attention alone need not be undone (record #40). The skips are a U-Net's (record
         # 2024-11-10).
-        skip_weights = list(self.skip_weights.unbind())
+        skip_weights = list(self.skip_weights.unbind())  # scalars, that of the first skip first
         outputs = []
         for layer, block in enumerate(self.blocks):
             if self.hp.skips[layer] != ".":
@@ -484,8 +495,8 @@ class GPT(nn.Module):
             # Logits are at most 70, so exp() sums in float32 without subtracting a maximum.
             log_sum_T = logits_TV.exp().sum(-1).log()
             for weight, target_T in zip(weights, targets):
-                # On raw logits, nll_loss returns minus the target's logit, and 0 for a target of
-                # -1. The compiler fuses its gradient with the rest; gather()'s would be a scatter.
+                # nll_loss picks the target's logit out of each row and returns it with a minus
+                # sign, or 0 for a target of -1. So could gather(), but its gradient is not fused.
                 minus_target_T = F.nll_loss(logits_TV, target_T, reduction="none", ignore_index=-1)
                 loss_T = log_sum_T.masked_fill(target_T < 0, 0) + minus_target_T
                 total = total + weight * loss_T.sum()
@@ -519,8 +530,8 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor) -> lis
 
     For each query block, FlexAttention takes two lists of key blocks: partial ones, in which it
     asks `sees` about every pair of tokens, and full ones, in which every pair is visible. The
-    window acts on these lists alone. Here are four blocks where the second document begins inside
-    block 1, in a window of three blocks (p: partial, f: full):
+    window only selects blocks, so `sees` does not know of it. Here are four blocks where the second
+    document begins inside block 1, in a window of three blocks (p: partial, f: full):
 
         query block   key blocks 0 1 2 3
                   0              p . . .     the diagonal is always partial, because it is causal
@@ -534,29 +545,31 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor) -> lis
         return (key <= query) & (document_T[query] == document_T[key])
 
     # Maps of [query block, key block], without the window yet. Documents are numbered upwards, so
-    # it is enough to compare those of a block's first and last tokens. Some pair is visible if the
-    # key block ends in the query block's first document or later; all pairs are if an earlier key
-    # block begins in the document in which the query block ends.
+    # it is enough to compare those of a block's first and last tokens:
+    #     some pair is visible   key block <= query block, last[key block] >= first[query block]
+    #     all pairs are          key block < query block, first[key block] == last[query block]
     block_N = torch.arange(len(tokens_T) // BLOCK, dtype=torch.int32, device=tokens_T.device)
     distance_NN = block_N[:, None] - block_N
     first_N = document_T[::BLOCK]
     last_N = document_T[BLOCK - 1::BLOCK]
-    reachable_NN = (distance_NN >= 0) & (first_N[:, None] <= last_N)
-    filled_NN = (distance_NN > 0) & (last_N[:, None] == first_N)
+    some_visible_NN = (distance_NN >= 0) & (first_N[:, None] <= last_N)
+    all_visible_NN = (distance_NN > 0) & (last_N[:, None] == first_N)
 
-    def lists(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
-        """How many blocks each row chooses, and which: the chosen ones first."""
-        order_NN = chosen_NN.to(torch.int32).argsort(descending=True, stable=True)
+    def lists(name: str, chosen_NN: Tensor) -> dict[str, Tensor]:
+        """How many blocks each row chooses, and which: the chosen ones first. The names are those
+        of BlockMask's arguments."""
         count_N = chosen_NN.sum(1, dtype=torch.int32)
-        return count_N[None, None], order_NN.to(torch.int32).contiguous()[None, None]
+        order_NN = chosen_NN.int().argsort(descending=True, stable=True).int().contiguous()
+        return {f"{name}_num_blocks": count_N[None, None], f"{name}_indices": order_NN[None, None]}
 
     def mask(window_blocks: Tensor) -> BlockMask:
-        seen_NN = reachable_NN & (distance_NN < window_blocks)
-        partial_NN, full_NN = seen_NN & ~filled_NN, seen_NN & filled_NN
-        # In BlockMask's order: partial and full key blocks of each query block; then, for the
-        # backward pass, partial and full query blocks of each key block.
-        return BlockMask((len(tokens_T), len(tokens_T)), *lists(partial_NN), *lists(full_NN),
-                         *lists(partial_NN.T), *lists(full_NN.T), (BLOCK, BLOCK), mask_mod=sees)
+        seen_NN = some_visible_NN & (distance_NN < window_blocks)
+        partial_NN, full_NN = seen_NN & ~all_visible_NN, seen_NN & all_visible_NN
+        # The key blocks of each query block, and for the backward pass the query blocks of each key
+        # block.
+        return BlockMask(seq_lengths=(len(tokens_T), len(tokens_T)), BLOCK_SIZE=(BLOCK, BLOCK),
+                         mask_mod=sees, **lists("kv", partial_NN), **lists("full_kv", full_NN),
+                         **lists("q", partial_NN.T), **lists("full_q", full_NN.T))
 
     long = (window + BLOCK - 1) // BLOCK
     return [mask(long), mask((long // 2).clamp(min=1))]
@@ -564,38 +577,6 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor) -> lis
 def flex(mask: BlockMask, scale: float) -> Callable:
     """Attention under a mask by FlexAttention, for GPUs, to be compiled."""
     return partial(flex_attention, block_mask=mask, scale=scale, enable_gqa=True)
-
-def block_sparse(mask: BlockMask, scale: float) -> Callable:
-    """Attention under the same mask in plain PyTorch, for CPUs, where FlexAttention has no
-    gradient. Every query block gathers M key blocks and attends to these alone, so time and memory
-    grow with T times the window, not with T squared. M is the most that any query block sees; one
-    that sees fewer fills its places with other blocks, which stay hidden. In the example above, M
-    is 3, and query block 0 gathers the blocks 0, 1 and 2, of which it sees the first."""
-    visible_NN = mask.to_dense()[0, 0] > 0
-    N = len(visible_NN)
-    M = int(visible_NN.sum(1).max())
-    blocks_NM = visible_NN.to(torch.int32).argsort(descending=True, stable=True)[:, :M]
-    visible_NM = visible_NN.gather(1, blocks_NM)
-    # Now by token: may a query of block n see a key of the M blocks that n gathers? `seen` is
-    # [N, BLOCK, M * BLOCK].
-    token = torch.arange(BLOCK, device=blocks_NM.device)
-    query = torch.arange(N * BLOCK, device=blocks_NM.device).view(N, BLOCK, 1, 1)
-    key = (blocks_NM[:, :, None] * BLOCK + token).view(N, 1, M, BLOCK)
-    seen = (visible_NM.view(N, 1, M, 1) & mask.mask_mod(0, 0, query, key)).flatten(2)
-    bias = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
-
-    def attend(q_1HTK: Tensor, k_1HTK: Tensor, v_1HTK: Tensor) -> Tensor:
-        _, H, T, K = q_1HTK.shape
-
-        def gathered(x_1HTK: Tensor) -> Tensor:  # [H * N, M * BLOCK, K]
-            sharing = H // x_1HTK.size(1)  # query heads per kv head
-            x_HTK = x_1HTK[0].unsqueeze(1).expand(-1, sharing, -1, -1).reshape(H, N, BLOCK, K)
-            return x_HTK.index_select(1, blocks_NM.flatten()).view(H * N, M * BLOCK, K)
-        q = q_1HTK.reshape(H * N, BLOCK, K)
-        biases = bias.to(q.dtype).expand(H, N, BLOCK, -1).reshape(H * N, BLOCK, -1)
-        scores = torch.baddbmm(biases, q, gathered(k_1HTK).mT, alpha=scale)
-        return (scores.softmax(-1) @ gathered(v_1HTK)).view(1, H, T, K)
-    return attend
 
 # ---- 5. FP8 linear ------------------------------------------------------------------------------
 
@@ -605,7 +586,8 @@ def block_sparse(mask: BlockMask, scale: float) -> Callable:
 
 # The factors of input, weight and gradient. The input is normed, so |x| <= sqrt(D) = 28 at D = 768,
 # and a factor of 2 leaves room to 448. The weight starts at zero and learns slowly; with 2^9, up to
-# 0.875 fits. The gradient of a mean over T tokens is at most 1 / T; 2^19 makes that 11 at 48K.
+# 0.875 fits. The gradient of a mean over T tokens is at most 1 / T; 2^19 makes that 11 at 48K, far
+# below the limit, because most gradients are far smaller and would vanish with a small factor.
 FP8_SCALES = (2.0, 2.0**9, 2.0**19)
 
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -614,12 +596,15 @@ def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 def fp8_matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast: bool) -> Tensor:
     """a @ b.T / scale in dtype, for contiguous FP8 matrices. `fast` sums with less precision."""
+    # _scaled_mm takes a factor for each side; `inverse` is that of both together.
     one = torch.full((), 1.0, device=a.device)
     inverse = torch.full((), 1 / scale, device=a.device)
     return torch._scaled_mm(a, b.T, one, inverse, out_dtype=dtype, use_fast_accum=fast)
 
 class FP8Linear(torch.autograd.Function):
-    """x_TD @ w_VD.T by products in FP8 (record 2025-01-13); scales are of x, w and gradient."""
+    """x_TD @ w_VD.T by products in FP8 (record 2025-01-13), with the factors of x, w and gradient.
+    Both matrices of an FP8 product must be contiguous in the dimension that is summed over, hence
+    the transposes."""
 
     @staticmethod
     def forward(ctx, x_TD: Tensor, w_VD: Tensor, scales: tuple[float, float, float]) -> Tensor:
@@ -642,7 +627,8 @@ class FP8Linear(torch.autograd.Function):
 # ---- 6. Processes -------------------------------------------------------------------------------
 
 class Exchange(NamedTuple):
-    """A tensor that is on its way between processes, until `result` is called."""
+    """A tensor that is on its way between processes, until `result` is called. On GPUs, `result`
+    makes the GPU's stream wait for it, and not the host."""
     tensor: Tensor
     work: "dist.Work | None" = None  # None where there is nothing to wait for
 
@@ -656,8 +642,10 @@ class World:
     """The processes that train together, and this one's place among them.
 
     A tensor is divided among them by its first dimension, in equal parts: of two processes, each
-    works on 25,152 rows of a matrix [50304, 768]. A tensor that cannot be divided equally, such as
-    a vector of three numbers, is not divided: every process does the same work on all of it."""
+    updates 25,152 rows of a matrix [50304, 768]. A tensor that cannot be divided equally, such as
+    a vector of three numbers, is not divided: every process does the same work on all of it.
+    (dist.reduce_scatter_single and all_gather_single are the new names of what was called
+    reduce_scatter_tensor and all_gather_into_tensor.)"""
     rank: int
     size: int
     device: torch.device
@@ -670,15 +658,16 @@ class World:
         return whole.chunk(self.size)[self.rank] if self.divides(whole) else whole
 
     def reduce_scatter(self, whole: Tensor) -> Exchange:
-        """Starts to sum a tensor over the processes. The result is this process's rows of the sum,
-        in new memory if the tensor is divided, else in the tensor itself."""
+        """Starts to sum a tensor over the processes. The result is this process's rows of the sum.
+        If the tensor is divided, they are a new tensor; if not, the sum is made in place."""
         if not self.divides(whole):
             return self.all_reduce(whole)
         local = torch.empty_like(self.rows(whole))
         return Exchange(local, dist.reduce_scatter_single(local, whole, async_op=True))
 
     def all_gather(self, whole: Tensor) -> Exchange:
-        """Starts to fill in, in place, the rows of a tensor that other processes have computed."""
+        """Starts to fill in the rows of a tensor that other processes have computed. It works in
+        place: what this process sends are its own rows of the same tensor."""
         if not self.divides(whole):
             return Exchange(whole)
         return Exchange(whole, dist.all_gather_single(whole, self.rows(whole), async_op=True))
@@ -694,9 +683,9 @@ class World:
 def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> list["Optimizer"]:
     """Which optimizer trains which parameters, and how fast. A new parameter, learning rate or
     optimizer is one row. A parameter belongs to the first row whose pattern fits its whole name,
-    and a row that no parameter is left for is an error. Vectors and scalars that fit no row are
-    trained by Adam with scalar_lr. The log says what each optimizer trains. Muon stacks its
-    matrices, so those of one row have one shape."""
+    and each row must get at least one. Vectors and scalars that fit no row are trained by Adam with
+    scalar_lr. The log says what each optimizer trains. Muon stacks its matrices, so those of one
+    row have one shape."""
     DecayedAdam = partial(Adam, decay=hp.embed_decay)
     table = [
         # names of the parameters         optimizer  peak learning rate   shape in `speedrun`
@@ -732,10 +721,10 @@ class Optimizer:
     An optimizer whose `every` is 2 takes part in every second step only; gradients accumulate in
     between.
 
-    Whatever a step changes, besides the parameters, belongs in `state`: {its name: a list with
-    one tensor per parameter, or one stack of these}. Checkpoints save it, and it is reset after the
-    warmup. The tensors have their whole shape, but a process works on its own rows only;
-    `gather_state` fetches the others. (Keeping one's own rows alone would save 2.1 GB on each of
+    What it remembers from step to step belongs in `state`, under a name: either a list of tensors,
+    one per parameter in the order of `params`, or one tensor that stacks these. Checkpoints save
+    it, and it is reset after the warmup. The tensors have their whole shape, but between two
+    checkpoints a process knows only its own rows. (Keeping these alone would save 2.1 GB on each of
     eight GPUs, and cost the code that takes tensors apart and puts them together.)"""
 
     def __init__(self, params: dict, lr: float, hp: Hyperparameters, world: World):
@@ -748,12 +737,6 @@ class Optimizer:
         self.hp = hp
         self.world = world
         self.state = {}
-
-    def gather_state(self):
-        """Fetches the rows of the state that other processes work on."""
-        for tensors in self.state.values():
-            for tensor in tensors if isinstance(tensors, list) else [tensors]:
-                self.world.all_gather(tensor).result()
 
 def compiled(function: Callable, device: torch.device) -> Callable:
     """The function, compiled if it is for a GPU."""
@@ -789,15 +772,16 @@ class Adam(Optimizer):
         self.state["mean_square"] = [torch.zeros_like(p) for p in params.values()]
 
     def begin(self):
-        self.exchanges = [self.world.reduce_scatter(summed_gradient(p))
-                          for p in self.params.values()]
+        self.sums = [self.world.reduce_scatter(summed_gradient(p)) for p in self.params.values()]
 
     def update(self, step: int):
-        gradients = [exchange.result() for exchange in self.exchanges]
+        gradients = [exchange.result() for exchange in self.sums]
         local = [self.world.rows(p.detach()) for p in self.params.values()]
         means = [self.world.rows(mean) for mean in self.state["mean"]]
         mean_squares = [self.world.rows(square) for square in self.state["mean_square"]]
-        number = float((step + 1) // self.every)  # of this step among Adam's own, from 1
+        # The kernel wants a counter of its steps for each tensor, which it does not change; the
+        # empty list is for AMSGrad.
+        number = float((step + 1) // self.every)
         steps = [torch.full((), number, device=self.world.device)] * len(local)
         lr = self.lr * lr_scale(step, self.hp)
         before = [p.clone() for p in local] if self.decay else []
@@ -807,10 +791,10 @@ class Adam(Optimizer):
         rate = torch.full((), self.decay * lr**2, device=self.world.device)
         for p, old in zip(local, before):
             torch.sub(old, self.with_decay(old - p, old, rate), out=p)
-        self.exchanges = [self.world.all_gather(p.detach()) for p in self.params.values()]
+        self.gathers = [self.world.all_gather(p.detach()) for p in self.params.values()]
 
     def finish(self, step: int):
-        for exchange in self.exchanges:
+        for exchange in self.gathers:
             exchange.result()
 
 class MatrixOptimizer(Optimizer):
@@ -824,35 +808,35 @@ class MatrixOptimizer(Optimizer):
         finish  every process subtracts all 11 updates, times the learning rate
 
     A subclass defines direction(gradients, step), which makes the updates of this process's
-    matrices from their gradients, [n / processes, height, width] in float32, and returns zeros for
-    zeros. What it remembers are stacks in `state`, [n, ...], of which it uses world.rows(stack).
-    `parts` is how many matrices of equal height each parameter stacks."""
+    matrices from their gradients, [n / processes, height, width] in float32. Among these may be
+    some of the zeros. What it remembers are stacks in `state`, [n, ...], of which it uses
+    world.rows(stack). `parts` is that of CastedLinear."""
 
     def __init__(self, params, lr, hp, world):
         super().__init__(params, lr, hp, world)
-        forms = {(*p.shape, getattr(p, "parts", 1)) for p in params.values()}
-        require(len(forms) == 1 and len(min(forms)) == 3, f"{list(params)}: matrices of one row of "
-                f"the table need one height, one width and one number of parts, not {forms}")
-        height, width, self.parts = min(forms)
+        kinds = {(*p.shape, getattr(p, "parts", 1)) for p in params.values()}
+        require(len(kinds) == 1 and len(min(kinds)) == 3, f"{list(params)}: matrices of one row of "
+                f"the table need one height, one width and one number of parts, not {kinds}")
+        ((height, width, self.parts),) = kinds
         self.shape = (math.ceil(len(params) / world.size) * world.size, height, width)
-        # Both travel in the dtype of the activations, so gradients are rounded to it before they
-        # are summed over the processes.
+        # Gradients and updates travel in the dtype of the activations, so gradients are rounded to
+        # it before they are summed over the processes.
         self.updates = torch.zeros(self.shape, dtype=getattr(torch, hp.dtype), device=world.device)
         self.gradients = torch.zeros_like(self.updates)
 
     def begin(self):
         for gradient, p in zip(self.gradients, self.params.values()):
             gradient.copy_(p.grad)
-        self.exchange = self.world.reduce_scatter(self.gradients)
+        self.sum = self.world.reduce_scatter(self.gradients)
 
     def update(self, step: int):
-        gradients = self.exchange.result().float()
+        gradients = self.sum.result().float()
         self.world.rows(self.updates).copy_(self.direction(gradients, step))
-        self.exchange = self.world.all_gather(self.updates)
+        self.gather = self.world.all_gather(self.updates)
 
     def finish(self, step: int):
         lr = self.lr * lr_scale(step, self.hp)
-        for update, p in zip(self.exchange.result(), self.params.values()):
+        for update, p in zip(self.gather.result(), self.params.values()):
             p.add_(update, alpha=-lr)
 
 class Muon(MatrixOptimizer):
@@ -883,7 +867,7 @@ class Muon(MatrixOptimizer):
     def finish(self, step: int):
         lr = self.lr * lr_scale(step, self.hp)
         rate = torch.full((), self.hp.muon_decay * lr, device=self.world.device)
-        for update, p in zip(self.exchange.result(), self.params.values()):
+        for update, p in zip(self.gather.result(), self.params.values()):
             p.add_(self.with_decay(update, p, rate), alpha=-lr)
 
 def even_rows(x: Tensor, row_squares: Tensor, beta2: float) -> Tensor:
@@ -921,7 +905,7 @@ SHARD_HEADER_BYTES = 4 * 256
 
 class Shard(NamedTuple):
     path: str
-    tokens: int  # their number
+    tokens: int  # how many it has
     fingerprint: str  # a hash of the first and the last 64 KB, to notice other data
 
 def find_shards(pattern: str) -> list[Shard]:
@@ -956,12 +940,13 @@ def read_tokens(path: str, start: int, count: int, vocab_size: int, pin: bool = 
 def step_starts(shards: list[Shard], hp: Hyperparameters) -> Iterator[tuple[str, int]]:
     """(path of a shard, the first token in it that a step reads), for step after step as long as
     the data last. What is too short for a step at a shard's end is left out. Each further pass over
-    the shards begins at another offset, so that it cuts other sequences."""
+    the shards begins at another offset, so that it cuts the text at other places."""
     step = 0
     for epoch in range(hp.epochs):
         offset = int(epoch * 0.6180339887 * hp.train_seq_len) % hp.train_seq_len  # the golden ratio
         for shard in shards:
             start = offset
+            # Below, not equal: the last target is one token further.
             while (end := start + batch_size(step, hp) * hp.train_seq_len) < shard.tokens:
                 yield shard.path, start
                 start = end
@@ -973,21 +958,21 @@ def train_batches(shards: list[Shard], hp: Hyperparameters, world: World, first_
     T = hp.train_seq_len
     steps = enumerate(step_starts(shards, hp))
     for step, (path, start) in islice(steps, first_step, None):
-        share = batch_size(step, hp) // world.size
-        start += world.rank * share * T
-        tokens = read_tokens(path, start, share * T + 1, hp.vocab_size,
+        count = batch_size(step, hp) // world.size
+        start += world.rank * count * T
+        tokens = read_tokens(path, start, count * T + 1, hp.vocab_size,
                              pin=world.device.type == "cuda")
-        # uint16 has no arithmetic. The bits travel as int16 and lose their sign on the device.
+        # uint16 has no arithmetic, so the bits travel as int16; & 0xFFFF makes them unsigned again.
         tokens = tokens.view(torch.int16).to(world.device, non_blocking=True)
         tokens = tokens.to(torch.int32) & 0xFFFF
-        inputs = tokens[:-1].view(share, T)
-        targets = tokens[1:].to(torch.int64).view(share, T)
+        inputs = tokens[:-1].view(count, T)
+        targets = tokens[1:].to(torch.int64).view(count, T)
         yield list(zip(inputs, targets))
 
 def load_validation(shards: list[Shard], hp: Hyperparameters, world: World) -> list:
-    """This process's validation sequences, (inputs_T int32, targets_T int64) each. Together they
-    predict each of the first val_tokens tokens once; the last one is filled up with targets of -1,
-    which no loss counts."""
+    """This process's validation sequences, (inputs_T int32, targets_T int64) each. Those of all
+    processes together predict the val_tokens tokens after the first one, each once. The last
+    sequence is filled up with targets of -1, which no loss counts."""
     parts = [read_tokens(shard.path, 0, shard.tokens, hp.vocab_size) for shard in shards]
     stream = torch.cat(parts)[:hp.val_tokens + 1].to(torch.int32)
     padding = -hp.val_tokens % hp.val_seq_len
@@ -997,6 +982,16 @@ def load_validation(shards: list[Shard], hp: Hyperparameters, world: World) -> l
     return [(inputs[i].to(world.device), targets[i].to(world.device)) for i in mine]
 
 # ---- 9. Training --------------------------------------------------------------------------------
+
+def record_event(device: torch.device) -> torch.cuda.Event | None:
+    """An event that a GPU reaches when it has done all that was launched; None on a CPU."""
+    return torch.cuda.current_stream().record_event() if device.type == "cuda" else None
+
+def wait_for(event: torch.cuda.Event | None):
+    """Waits in Python, which handles signals meanwhile, even where the GPU waits for a process that
+    is gone. In torch.cuda.synchronize() a signal would have no effect."""
+    while event and not event.query():
+        time.sleep(1e-4)
 
 def window_tensor(step: int, hp: Hyperparameters, world: World) -> Tensor:
     """The window as a tensor, which can change without a recompile. Filling it does not wait for
@@ -1014,6 +1009,8 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
     future = future_tensors(step, hp, world)
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
     for inputs_T, targets_T in batches:
+        # Each sequence's mean is divided by the number of sequences on all processes. Summed here
+        # and over the processes, this is the step's mean loss, and its gradient is summed alike.
         micro_loss = model(inputs_T, targets_T, window, future) / batch_size(step, hp)
         micro_loss.backward()
         loss += micro_loss.detach()
@@ -1044,11 +1041,12 @@ def evaluate(model, sequences: list, step: int, hp: Hyperparameters, world: Worl
 
 def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: World):
     """Compiles everything and allocates memory, by one step and one validation on random tokens.
-    `main` then restores the weights and the optimizers' state. Whatever a later step compiles must
-    have been run here: from then on a recompile ends the run, since it would be timed."""
+    `train` then restores the weights and the optimizers' state. Run everything here that a later
+    step would compile: after this, a recompile ends the run, since it would be timed."""
     def random_sequence(length: int) -> tuple[Tensor, Tensor]:
         tokens = torch.randint(hp.vocab_size, (length + 1,), device=world.device)
-        return tokens[:-1].int(), tokens[1:].clone()
+        return tokens[:-1].int(), tokens[1:].clone()  # memory of its own, as in the loader
+    # train_step clears the gradients, so find parameters without one before it.
     scheduled = window_tensor(0, hp, world), future_tensors(0, hp, world)
     model(*random_sequence(hp.train_seq_len), *scheduled).backward()
     unused = [name for name, p in model.named_parameters() if p.grad is None]
@@ -1057,33 +1055,15 @@ def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: Worl
     train_step(model, [random_sequence(hp.train_seq_len)], optimizers, last, hp, world)
     evaluate(model, [random_sequence(hp.val_seq_len)], 0, hp, world)
 
-def main(argv: list[str]):
-    """The story of a run, in the order in which it happens."""
-    script = Path(__file__).read_text(encoding="utf-8")  # now, before anyone edits it
-    hp, command = parse_flags(argv)
-    world = world_of_this_process()
-    # The first process makes a plan, with every check that needs no training, and the others follow
-    # it. With --check they do not meet, and each makes its own.
-    decides = world.rank == 0 or command.check
-    plans = [prepare(hp, command, script, world) if decides else None]
-    if world.size > 1 and not command.check:
-        end_with_torchrun()
-        connect(world, sha256(script.encode()))
-        dist.broadcast_object_list(plans, src=0)
-    plan = plans[0]
+def train(plan: "Plan", world: World, log: "RunLog"):
+    """A run, from the model to the report: builds, warms up, trains, validates and saves."""
     hp = plan.hp
-    if command.check:
-        build_optimizers(GPT(hp, flex, getattr(torch, hp.dtype)), hp, world)
-        say("checks passed")
-        return
-    log = RunLog(plan, world)
-    end_at_signals(log)
 
     # Build the model and the optimizers.
     cuda = world.device.type == "cuda"
     # Without this, compiled programs with FP8Linear in them would not be kept on the disk.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
-    torch.manual_seed(hp.seed)
+    torch.manual_seed(hp.seed)  # for modules that draw_weights leaves as they were constructed
     model = GPT(hp, flex if cuda else block_sparse, getattr(torch, hp.dtype))
     draw_weights(model, hp.seed)
     model.to(world.device)
@@ -1109,34 +1089,25 @@ def main(argv: list[str]):
     log.write(f"warmup: {time.perf_counter() - began:.1f} s, untimed")
 
     # Train. The clock runs for training steps alone: it stops to validate and to save.
-    first_step = plan.start.step
     val_loss = plan.start.val_loss
     saved = True  # false once the newest save has failed
-    batches = train_batches(plan.train_shards, hp, world, first_step)
+    batches_of_steps = train_batches(plan.train_shards, hp, world, plan.start.step)
     clock = StepClock(world.device, plan.start.seconds, log)
     clock.start()
-    for step in range(first_step, hp.num_iterations + 1):
-        last = step == hp.num_iterations
-        validates = last or (hp.val_loss_every and step % hp.val_loss_every == 0)
-        saves = hp.save_every and step > first_step and (last or step % hp.save_every == 0)
-        if plan.checkpoint and step == first_step:
-            # The step of the checkpoint has been validated if it was due. It is validated again
-            # only at the end of the run, and only if its loss is unknown or something has changed.
-            validates = last and (math.isnan(val_loss) or len(plan.changes) > 0)
+    for step in range(plan.start.step, hp.num_iterations + 1):
+        validates, saves = due(step, plan)
         if validates or saves:
             clock.stop()
             if validates:
                 val_loss = evaluate(model, val_sequences, step, hp, world)
                 log.write_loss("val_loss", val_loss, step, step, clock.elapsed)
             if saves:
-                state = training_state(model, optimizers)  # all processes take part
-                if world.rank == 0:
-                    now = Progress(step, clock.elapsed, val_loss if validates else math.nan)
-                    saved = save_checkpoint(now, state, plan, log)
+                now = Progress(step, clock.elapsed, val_loss if validates else math.nan)
+                saved = save_checkpoint(now, model, optimizers, plan, log)
             clock.start()
-        if last:
+        if step == hp.num_iterations:
             break
-        loss = train_step(model, next(batches), optimizers, step, hp, world)
+        loss = train_step(model, next(batches_of_steps), optimizers, step, hp, world)
         clock.add_loss(step + 1, loss)
 
     # Report.
@@ -1148,14 +1119,73 @@ def main(argv: list[str]):
     log.write(f"log: {log.path}")
     require(saved, "the run is complete, but its last checkpoint could not be saved")
     require(not log.waiting, f"the run is complete, but {log.path} could not be written to its end")
-    if world.size > 1:
-        dist.destroy_process_group()
+
+# ---- 10. Attention on a CPU ---------------------------------------------------------------------
+
+def block_sparse(mask: BlockMask, scale: float) -> Callable:
+    """Attention under the same mask in plain PyTorch, for CPUs, where FlexAttention has no
+    gradient. Every query block gathers M key blocks and attends to these alone, so time and memory
+    grow with T times the window, not with T squared. M is the most that any query block sees. The
+    places of one that sees fewer are filled up with other blocks, which are masked out. In the
+    example of build_block_masks, M is 3, and query block 0 gathers the blocks 0, 1 and 2, of which
+    it sees the first."""
+    visible_NN = mask.to_dense()[0, 0] > 0
+    N = len(visible_NN)
+    M = int(visible_NN.sum(1).max())
+    blocks_NM = visible_NN.to(torch.int32).argsort(descending=True, stable=True)[:, :M]
+    visible_NM = visible_NN.gather(1, blocks_NM)
+    # Now by token: may a query of block n see a key of the M blocks that n gathers?
+    token = torch.arange(BLOCK, device=blocks_NM.device)
+    query = torch.arange(N * BLOCK, device=blocks_NM.device).view(N, BLOCK, 1, 1)
+    key = (blocks_NM[:, :, None] * BLOCK + token).view(N, 1, M, BLOCK)
+    seen = (visible_NM.view(N, 1, M, 1) & mask.mask_mod(0, 0, query, key)).flatten(2)
+    # Both are [N, BLOCK, M * BLOCK].
+    bias = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
+
+    def attend(q_1HTK: Tensor, k_1HTK: Tensor, v_1HTK: Tensor) -> Tensor:
+        _, H, T, K = q_1HTK.shape
+
+        def gathered(x_1HTK: Tensor) -> Tensor:
+            """Of each query block the M blocks of keys or values, [H * N, M * BLOCK, K]. A kv head
+            is repeated for all query heads that share it."""
+            sharing = H // x_1HTK.size(1)
+            blocks = x_1HTK[0].unsqueeze(1).expand(-1, sharing, -1, -1).reshape(H, N, BLOCK, K)
+            return blocks.index_select(1, blocks_NM.flatten()).view(H * N, M * BLOCK, K)
+        q = q_1HTK.reshape(H * N, BLOCK, K)
+        biases = bias.to(q.dtype).expand(H, N, BLOCK, -1).reshape(H * N, BLOCK, -1)
+        scores = torch.baddbmm(biases, q, gathered(k_1HTK).mT, alpha=scale)  # shaped as biases
+        return (scores.softmax(-1) @ gathered(v_1HTK)).view(1, H, T, K)
+    return attend
 
 # =================================================================================================
 # Below this line nothing changes what is trained: it starts, checks, logs, saves and resumes runs.
 # =================================================================================================
 
-# ---- 10. Start and end of a process -------------------------------------------------------------
+# ---- 11. Start and end of a process -------------------------------------------------------------
+
+def main(argv: list[str]):
+    """The story of a run, in the order in which it happens."""
+    script = Path(__file__).read_text(encoding="utf-8")  # now, before anyone edits it
+    hp, command = parse_flags(argv)
+    world = world_of_this_process()
+    # The first process makes a plan, with every check that needs no training, and sends it to the
+    # others. With --check the processes do not connect, and each makes a plan of its own.
+    decides = world.rank == 0 or command.check
+    plans = [prepare(hp, command, script, world) if decides else None]
+    if world.size > 1 and not command.check:
+        end_with_torchrun()
+        connect(world, sha256(script.encode()))
+        dist.broadcast_object_list(plans, src=0)  # this replaces the None of the others
+    plan = plans[0]
+    if command.check:
+        build_optimizers(GPT(plan.hp, flex, getattr(torch, plan.hp.dtype)), plan.hp, world)
+        say("checks passed")
+        return
+    log = RunLog(plan, world)
+    end_at_signals(log)
+    train(plan, world, log)
+    if world.size > 1:
+        dist.destroy_process_group()
 
 TIMEOUT = timedelta(minutes=10)  # after which a process no longer waits for another one
 
@@ -1212,7 +1242,7 @@ def end_with_torchrun():
     if "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(target=watch, daemon=True).start()
 
-# ---- 11. Log and clock --------------------------------------------------------------------------
+# ---- 12. Log and clock --------------------------------------------------------------------------
 
 SEPARATOR = "=" * 100
 
@@ -1225,13 +1255,6 @@ def say(text: str, stream=None):
 
 def first_line(e: Exception) -> str:
     return str(e).partition("\n")[0] or type(e).__name__
-
-def open_file(path: str, mode: str, buffering: int = -1):
-    """open(), where a failure is an error that the user can fix."""
-    try:
-        return open(path, mode, buffering)
-    except OSError as e:
-        raise UserError(f"{path} cannot be opened: {e.strerror}") from None
 
 class RunLog:
     """The first process's log file and console; on other processes, writing does nothing.
@@ -1278,9 +1301,10 @@ class RunLog:
                 self.warned = True
 
     def write_loss(self, kind: str, loss: float, step: int, scheduled: int, seconds: float):
-        """Writes the loss after so many steps: the train_loss of the last one, before its update,
-        or the val_loss. `scheduled` is the step, counted from 0, whose window and learning rates
-        applied. A loss that is not finite ends the run."""
+        """Writes the loss after so many steps: the val_loss, or the train_loss of the last of these
+        steps, before its update. `scheduled` is the step, counted from 0, at which the schedules
+        give the window and the learning rate that applied. A loss that is not finite ends the
+        run."""
         if math.isfinite(loss):
             self.release()
         average = f"{1000 * seconds / step:.2f}" if step else "nan"
@@ -1291,8 +1315,8 @@ class RunLog:
         require(math.isfinite(loss), f"step {step}: {kind} is {loss}; try lower learning rates")
 
     def release(self):
-        """Cuts the log of a resumed run at the position of its file, where the run goes on. From
-        the next line on, nothing is held back any more."""
+        """Cuts the log of a resumed run back to its checkpoint. From the next line on, nothing is
+        held back any more."""
         if self.file and self.held:
             self.file.truncate()
             self.held = False
@@ -1317,16 +1341,6 @@ def open_log(plan: "Plan"):
     except (ImportError, OSError) as e:
         say(f"note: {file.name} cannot be locked ({e}): do not resume a run that is still alive")
     return file
-
-def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """An event that a GPU reaches when it has done all that was launched; None on a CPU."""
-    return torch.cuda.current_stream().record_event() if device.type == "cuda" else None
-
-def wait_for(event: torch.cuda.Event | None):
-    """Waits in Python, which handles signals meanwhile, even where the GPU waits for a process that
-    is gone. In torch.cuda.synchronize() a signal would have no effect."""
-    while event and not event.query():
-        time.sleep(1e-4)
 
 class StepClock:
     """Training time in seconds, which starts and stops on an idle device, and the queue of losses.
@@ -1381,7 +1395,7 @@ def environment(plan: "Plan", world: World) -> list[str]:
     lines.append(f"script: sha256 {plan.facts()['script']} {plan.script.count(chr(10))} lines")
     return [" ".join(line.split()) for line in lines]  # a name with a line break stays one line
 
-# ---- 12. Checkpoints ----------------------------------------------------------------------------
+# ---- 13. Checkpoints ----------------------------------------------------------------------------
 # One file has all that a run needs to continue, on any number of processes. The two newest are
 # kept, in a folder beside the log that has the log's name.
 
@@ -1401,8 +1415,10 @@ def training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict:
     process. These are the tensors that training uses, not copies."""
     state = {"model": dict(model.state_dict()), "optimizers": {}}
     for optimizer in optimizers:
-        optimizer.gather_state()
         for name, tensors in optimizer.state.items():
+            # This process has only its own rows of a tensor, or of a stack. Fetch the others.
+            for tensor in tensors if isinstance(tensors, list) else [tensors]:
+                optimizer.world.all_gather(tensor).result()
             state["optimizers"].setdefault(name, {}).update(zip(optimizer.params, tensors))
     return state
 
@@ -1422,9 +1438,24 @@ def load_training_state(saved: dict, model: nn.Module, optimizers: list[Optimize
             if world.size > 1:
                 dist.broadcast(tensor, src=0)
 
-def save_checkpoint(now: Progress, state: dict, plan: "Plan", log: RunLog) -> bool:
+def due(step: int, plan: "Plan") -> tuple[bool, bool]:
+    """Whether the run validates, and whether it saves, when it has done this number of steps. What
+    was due at the step of the checkpoint that a run resumes from was done before it was saved. But
+    a run that was complete is validated again if its loss is unknown or something has changed."""
+    last = step == plan.hp.num_iterations
+    if plan.checkpoint and step == plan.start.step:
+        return last and (math.isnan(plan.start.val_loss) or len(plan.changes) > 0), False
+    validates = last or (plan.hp.val_loss_every > 0 and step % plan.hp.val_loss_every == 0)
+    saves = step > 0 and plan.hp.save_every > 0 and (last or step % plan.hp.save_every == 0)
+    return validates, saves
+
+def save_checkpoint(now: Progress, model, optimizers, plan: "Plan", log: RunLog) -> bool:
     """Saves under a temporary name and renames, so that what has a checkpoint's name is whole. A
-    failure does not end the run: a line says why, and the next save tries again."""
+    failure does not end the run: a line says why, and the next save tries again. All processes take
+    part; the first one writes."""
+    state = training_state(model, optimizers)
+    if log.file is None:
+        return True
     now = now._replace(log_bytes=log.file.tell())
     path = log.path.with_suffix("") / f"step{now.step:08}.pt"
     try:
@@ -1460,7 +1491,7 @@ def read_checkpoint(path: Path) -> dict:
         raise UserError(f"{path} cannot be used ({first_line(e)}): if it is damaged, delete it to "
                         "continue from the one before it") from None
 
-# ---- 13. Flags and checks -----------------------------------------------------------------------
+# ---- 14. Flags and checks -----------------------------------------------------------------------
 
 def parse_flags(argv: list[str]) -> tuple[Hyperparameters, argparse.Namespace]:
     """The settings that a command line asks for, and its .preset, .check, .resume (a path or None)
@@ -1476,26 +1507,22 @@ def parse_flags(argv: list[str]) -> tuple[Hyperparameters, argparse.Namespace]:
     either.add_argument("--resume", metavar="LOG", type=Path,
                         help="continue this log's run, in its settings except those named here")
     for f in fields(Hyperparameters):
-        parse = true_or_false if isinstance(f.default, bool) else type(f.default)
-        values = ", ".join(f"{preset}: {getattr(hp, f.name)}" for preset, hp in PRESETS.items())
-        parser.add_argument(f"--{f.name}", metavar=type(f.default).__name__, type=parse,
-                            default=argparse.SUPPRESS, help=f"{f.metadata['help']} ({values})")
+        kind = type(f.default)
+        form = dict(type=str.lower, choices=("true", "false")) if kind is bool else dict(type=kind)
+        values = ", ".join(f"{name}: {getattr(at, f.name)}" for name, at in PRESETS.items())
+        parser.add_argument(f"--{f.name}", metavar=kind.__name__, default=argparse.SUPPRESS, **form,
+                            help=f"{f.metadata['help']} ({values})")
     command = parser.parse_args(argv)
     hp = PRESETS[command.preset]
-    command.named = {name: value for name, value in vars(command).items() if hasattr(hp, name)}
+    command.named = {name: value == "true" if isinstance(getattr(hp, name), bool) else value
+                     for name, value in vars(command).items() if hasattr(hp, name)}
     return replace(hp, **command.named), command
-
-def true_or_false(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise ValueError  # of which argparse makes "invalid true_or_false value"
-    return text.lower() == "true"
 
 def check_settings(hp: Hyperparameters, world_size: int):
     """Refuses settings that make no sense alone or together."""
     for f in fields(hp):
         value = getattr(hp, f.name)
-        low, high, unit = f.metadata["range"]
-        marks = f.metadata["marks"]
+        low, high, unit, marks = f.metadata["allowed"]
         if marks:
             require(set(value) <= set(marks), f"--{f.name}={value} has marks other than {marks}")
             require(len(value) == len(hp.windows) > 1, f"--{f.name}={value} and --windows="
