@@ -78,7 +78,7 @@ BLOCK = 128  # tokens in a block of attention
 
 def flag(default, help: str, low=0, high=10**9, unit=1, marks=None):
     """A setting with its help text, its range (inclusive) and the unit that it is a multiple of.
-    If `marks` is given, it is a string with one of these characters for each layer."""
+    With `marks`, the setting is a string with one of these characters for each layer."""
     return field(default=default, metadata=dict(help=help, allowed=(low, high, unit, marks)))
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Hyperparameters:
     use_fp8: bool = flag(True, "train the output head in FP8 where the hardware can")
     window_start: int = flag(128, "long window at the start, in tokens", 1)
     window_end: int = flag(1792, "long window at the end, in tokens", 1)
-    smear: bool = flag(False, "add to each embedding a learned share of the one before")
+    smear: bool = flag(False, "add the embedding before to each one, times a learned vector")
     key_offset: bool = flag(False, "take half of each key from the token before")
     pair_rows: int = flag(0, "rows of the embedding of pairs of tokens; 0: there is none")
     # Optimization
@@ -144,7 +144,7 @@ PRESETS = {
         val_tokens=131072, micro_batches=4, windows="LSSL", attention="xx.x", value_embeds="0..0",
         model_dim=128, num_heads=4, head_dim=32, attention_scale=0.3, smear=True,
         key_offset=True, pair_rows=8192, window_start=256, window_end=256, num_iterations=450,
-        muon_lr=0.045, muon_momentum_end=0.9, muon_momentum_steps=0, embed_lr=0.3,
+        muon_lr=0.045, muon_momentum_end=0.9, muon_momentum_steps=0, embed_lr=0.3, adam_beta1=0.5,
         adam_eps=1e-7,  # with 1e-10, gradients that are mere rounding errors make full-size steps
     ),
 }
@@ -194,7 +194,7 @@ def tokens_seen(step: int, hp: Hyperparameters) -> int:
 def window_tokens(step: int, hp: Hyperparameters) -> int:
     """The long window in tokens. It grows linearly, is rounded up to whole blocks, and stays
     between window_start and window_end, which it reaches after 96 % of the speedrun."""
-    # At the end this is half a block below window_end: the record's 1728 tokens of 1792.
+    # This ends half a block below window_end, in the record at 1728 of 1792 tokens.
     grown = (hp.window_end - BLOCK / 2) * step / max(1, hp.num_iterations)
     return min(hp.window_end, max(hp.window_start, math.ceil(grown / BLOCK) * BLOCK))
 
@@ -278,8 +278,8 @@ class CausalSelfAttention(nn.Module):
         self.hp = hp
         self.rotary = rotary
         self.head_counts = (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads)  # of q, k, v
-        # The stack's parts are as high as its matrix of keys. With 6 heads and 2 kv heads, the
-        # queries' matrix is three of them, and with those of keys and values there are 5 parts.
+        # Muon cuts this weight into parts as high as the keys' matrix: with 6 heads and 2 kv heads,
+        # three parts for the queries, and one each for the keys and the values.
         self.qkv = CastedLinear(hp.model_dim, sum(self.head_counts) * hp.head_dim,
                                 parts=hp.num_heads // hp.num_kv_heads + 2)
         self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim, zero=True)
@@ -328,13 +328,12 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """Call it with the tokens and targets of one sequence and the attention window; it returns the
-    mean loss per token in nats. `attend_under` is flex (section 4) or, on a CPU, block_sparse
-    (section 10): from a mask and a scale it makes the function of q, k and v that attends.
+    mean loss per token in nats. attend_under(mask, scale) returns a function attend(q, k, v); it is
+    flex (section 4) or, on a CPU, block_sparse (section 10).
 
     Embeddings are kept in `dtype`, and so the residual stream is in `dtype`. All other parameters
-    are float32. A scalar such as residual_mix[0], which has no dimensions, leaves a bfloat16 stream
-    as it is. A vector or a matrix would turn it into float32; cast it where it is used, by
-    type_as."""
+    are float32. A scalar of these, such as residual_mix[0], does not turn a bfloat16 stream into
+    float32, but a vector or a matrix does: cast it with type_as where it is used."""
 
     LOGITS_TOKENS = 65536  # tokens whose logits exist at a time; validation has longer sequences
 
@@ -416,7 +415,7 @@ class GPT(nn.Module):
             # Logits are at most 2c <= 70, so exp() sums in float32 without subtracting a maximum.
             log_sum_T = logits_TV.exp().sum(-1).log()
             # nll_loss picks the target's logit out of each row and returns it with a minus sign, or
-            # 0 for a target of -1. So could gather(), but its gradient is not fused.
+            # 0 for a target of -1. gather() would do as well, but its gradient is not fused.
             minus_target_T = F.nll_loss(logits_TV, targets, reduction="none", ignore_index=-1)
             total = total + (log_sum_T.masked_fill(targets < 0, 0) + minus_target_T).sum()
         return total / len(x_TD)
@@ -424,9 +423,10 @@ class GPT(nn.Module):
 def draw_weights(model: nn.Module, seed: int):
     """Calls every module's reset_parameters again, each with a seed of its own that depends on
     `seed` and on the module's name. Two scripts then start from equal weights in every layer that
-    they share, and their runs can be compared in pairs. Parameters of modules without
-    reset_parameters stay as their constructor made them; what a constructor does to the weights of
-    an nn.Linear or an nn.Embedding is overwritten here.
+    they share, and their runs can be compared in pairs. To initialize a layer in another way,
+    override its reset_parameters: what a constructor does to the weights of an nn.Linear or an
+    nn.Embedding is overwritten here. Parameters of modules without reset_parameters stay as they
+    were constructed.
 
     Weights are drawn in float32 and then cast, because what torch draws in bfloat16 depends on its
     version."""
@@ -484,8 +484,7 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor) -> lis
     def mask(window_blocks: Tensor) -> BlockMask:
         seen_NN = some_visible_NN & (distance_NN < window_blocks)
         partial_NN, full_NN = seen_NN & ~all_visible_NN, seen_NN & all_visible_NN
-        # The key blocks of each query block, and for the backward pass the query blocks of each key
-        # block.
+        # The key blocks of each query block, and, for the backward pass, the other way round.
         return BlockMask(seq_lengths=(len(tokens_T), len(tokens_T)), BLOCK_SIZE=(BLOCK, BLOCK),
                          mask_mod=sees, **lists("kv", partial_NN), **lists("full_kv", full_NN),
                          **lists("q", partial_NN.T), **lists("full_q", full_NN.T))
@@ -505,8 +504,8 @@ def flex(mask: BlockMask, scale: float) -> Callable:
 
 # The factors of input, weight and gradient. The input is normed, so |x| <= sqrt(D) = 28 at D = 768,
 # and a factor of 2 leaves room to 448. The weight starts at zero and learns slowly; with 2^9, up to
-# 0.875 fits. The gradient of a mean over T tokens is at most 1 / T; 2^19 makes that 11 at 48K, far
-# below the limit, because most gradients are far smaller and would vanish with a small factor.
+# 0.875 fits. The gradient of a mean over T tokens is at most 1 / T; 2^19 makes that 11 at 48K. That
+# is far below the limit, but most gradients are much smaller, and less would make them zero.
 FP8_SCALES = (2.0, 2.0**9, 2.0**19)
 
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -577,8 +576,8 @@ class World:
         return whole.chunk(self.size)[self.rank] if self.divides(whole) else whole
 
     def reduce_scatter(self, whole: Tensor) -> Exchange:
-        """Starts to sum a tensor over the processes. The result is this process's rows of the sum.
-        If the tensor is divided, they are a new tensor; if not, the sum is made in place."""
+        """Starts to sum a tensor over the processes. The result is this process's rows of the sum:
+        a new tensor, or, if the tensor is not divided, `whole` itself."""
         if not self.divides(whole):
             return self.all_reduce(whole)
         local = torch.empty_like(self.rows(whole))
@@ -639,9 +638,10 @@ class Optimizer:
 
     What it remembers from step to step belongs in `state`, under a name: either a list of tensors,
     one per parameter in the order of `params`, or one tensor that stacks these. Checkpoints save
-    it, and it is reset after the warmup. The tensors have their whole shape, but between two
-    checkpoints a process knows only its own rows. (Keeping these alone would save 1.1 GB on each of
-    eight GPUs, and cost the code that takes tensors apart and puts them together.)"""
+    it, and it is reset after the warmup. Each tensor has its whole shape, but a process reads and
+    writes only its own rows, world.rows(tensor); training_state fetches the others. (Keeping one's
+    own rows alone would save 1.1 GB on each of eight GPUs, and cost the code that takes tensors
+    apart and puts them together.)"""
 
     def __init__(self, params: dict, lr: float, hp: Hyperparameters, world: World):
         dtypes = {p.dtype for p in params.values()}
@@ -696,9 +696,9 @@ class MatrixOptimizer(Optimizer):
         finish  every process subtracts all 11 updates, times the learning rate
 
     A subclass defines direction(gradients, step), which makes the updates of this process's
-    matrices from their gradients, [n / processes, height, width] in float32. Among these may be
-    some of the zeros. What it remembers are stacks in `state`, [n, ...], of which it uses
-    world.rows(stack). `parts` is that of CastedLinear."""
+    matrices from their gradients, [n / processes, height, width] in float32. The zeros that fill up
+    the stack may be among them. Keep what it remembers as state[name], a stack [n, ...], and use
+    world.rows(state[name]). `parts` is that of CastedLinear."""
 
     def __init__(self, params, lr, hp, world):
         super().__init__(params, lr, hp, world)
@@ -982,10 +982,10 @@ def train(plan: "Plan", world: World, log: "RunLog"):
 def block_sparse(mask: BlockMask, scale: float) -> Callable:
     """Attention under the same mask in plain PyTorch, for CPUs, where FlexAttention has no
     gradient. Every query block gathers M key blocks and attends to these alone, so time and memory
-    grow with T times the window, not with T squared. M is the most that any query block sees. The
-    places of one that sees fewer are filled up with other blocks, which are masked out. In the
-    example of build_block_masks, M is 3, and query block 0 gathers the blocks 0, 1 and 2, of which
-    it sees the first."""
+    grow with T times the window, not with T squared. M is the most that any query block sees.
+    Those that see fewer gather other blocks as well, which are masked out. In the example of
+    build_block_masks, M is 3, and query block 0 gathers the blocks 0, 1 and 2, of which it sees the
+    first."""
     visible_NN = mask.to_dense()[0, 0] > 0
     N = len(visible_NN)
     M = int(visible_NN.sum(1).max())
@@ -1159,9 +1159,8 @@ class RunLog:
 
     def write_loss(self, kind: str, loss: float, step: int, scheduled: int, seconds: float):
         """Writes the loss after so many steps: the val_loss, or the train_loss of the last of these
-        steps, before its update. `scheduled` is the step, counted from 0, at which the schedules
-        give the window and the learning rate that applied. A loss that is not finite ends the
-        run."""
+        steps, before its update. The window and the learning rate are those of the step
+        `scheduled`, counted from 0. A loss that is not finite ends the run."""
         if math.isfinite(loss):
             self.release()
         average = f"{1000 * seconds / step:.2f}" if step else "nan"

@@ -30,7 +30,8 @@ def assert_same_weights(folder, other):
 
 GOLDEN = [*TINY, "--num_iterations=30", "--val_loss_every=10", "--micro_batches=4",
           "--val_tokens=0", "--windows=LSSL", "--attention=xx.x", "--value_embeds=0..0",
-          "--window_start=128", "--window_end=384", "--muon_lr=0.05", "--adam_eps=1e-7"]
+          "--window_start=128", "--window_end=384", "--muon_lr=0.05", "--adam_beta1=0.8",
+          "--adam_eps=1e-7"]
 # Settings of the method, so that the presets may change without changing the trajectories.
 METHODS = {
     "record of 2025-01-26": [
