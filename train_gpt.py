@@ -901,6 +901,9 @@ def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: Worl
     """Compiles everything and allocates memory, by one step and one validation on random tokens.
     `train` then restores the weights and the optimizers' state. Run everything here that a later
     step would compile: after this, a recompile ends the run, since it would be timed."""
+    # Without this, compiled programs with FP8Linear in them would not be kept on the disk.
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+
     def random_sequence(length: int) -> tuple[Tensor, Tensor]:
         tokens = torch.randint(hp.vocab_size, (length + 1,), device=world.device)
         return tokens[:-1].int(), tokens[1:].clone()  # memory of its own, as in the loader
@@ -914,11 +917,7 @@ def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: Worl
 def train(plan: "Plan", world: World, log: "RunLog"):
     """A run, from the model to the report: builds, warms up, trains, validates and saves."""
     hp = plan.hp
-
-    # Build the model and the optimizers.
     cuda = world.device.type == "cuda"
-    # Without this, compiled programs with FP8Linear in them would not be kept on the disk.
-    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     torch.manual_seed(hp.seed)  # for modules that draw_weights leaves as they were constructed
     plain_model = GPT(hp, flex if cuda else block_sparse, getattr(torch, hp.dtype))
     draw_weights(plain_model, hp.seed)
@@ -932,8 +931,8 @@ def train(plan: "Plan", world: World, log: "RunLog"):
     for each in optimizers:
         log.write(f"{type(each).__name__}, lr {each.lr}: {', '.join(each.params)}", console=False)
 
-    # Warm up, which is not timed. Then the first process puts back what was there before, or what
-    # the checkpoint has, and all others receive it.
+    # The warmup is not timed. Then the first process puts back what was there before, or what the
+    # checkpoint has, and all others receive it.
     began = time.perf_counter()
     state = copy.deepcopy(training_state(plain_model, optimizers))
     warm_up(model, optimizers, hp, world)
@@ -945,7 +944,7 @@ def train(plan: "Plan", world: World, log: "RunLog"):
         torch.compiler.set_stance("fail_on_recompile")  # a recompile would be timed
     log.write(f"warmup: {time.perf_counter() - began:.1f} s, untimed")
 
-    # Train. The clock runs for training steps alone: it stops to validate and to save.
+    # The clock runs for training steps alone: it stops to validate and to save.
     val_loss = plan.start.val_loss
     saved = True  # false once the newest save has failed
     batches_of_steps = train_batches(plan.train_shards, hp, world, plan.start.step)
@@ -967,7 +966,6 @@ def train(plan: "Plan", world: World, log: "RunLog"):
         loss = train_step(model, next(batches_of_steps), optimizers, step, hp, world)
         clock.add_loss(step + 1, loss)
 
-    # Report.
     log.release()
     log.write(f"throughput: {tokens_seen(step, hp) / max(clock.elapsed, 1e-9):.0f} tokens/s")
     if cuda:
