@@ -95,7 +95,7 @@ class Hyperparameters:
     # Data
     train_files: str = flag("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
     val_files: str = flag("data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
-    vocab_size: int = flag(50257, "size of the vocabulary; its last token ends a text", 2, 65536)
+    vocab_size: int = flag(50257, "size of the vocabulary; its last token begins a text", 2, 65536)
     train_seq_len: int = flag(48 * 1024, "tokens per training sequence", 1, unit=BLOCK)
     val_seq_len: int = flag(256 * 1024, "tokens per validation sequence", 1, unit=BLOCK)
     val_tokens: int = flag(10485760, "number of validation tokens; 0 takes all")
@@ -116,7 +116,7 @@ class Hyperparameters:
     use_fp8: bool = flag(True, "train the output head in FP8 where the hardware can")
     window_start: int = flag(128, "long window at the start, in tokens", 1)
     window_end: int = flag(1792, "long window at the end, in tokens", 1)
-    smear: bool = flag(False, "add the embedding before to each one, times a learned vector")
+    smear: bool = flag(False, "add to each embedding the previous token's, times a learned vector")
     key_offset: bool = flag(False, "take half of each key from the token before")
     pair_rows: int = flag(0, "rows of the embedding of pairs of tokens; 0: there is none")
     # Optimization
@@ -278,8 +278,8 @@ class CausalSelfAttention(nn.Module):
         self.hp = hp
         self.rotary = rotary
         self.head_counts = (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads)  # of q, k, v
-        # Muon cuts this weight into parts as high as the keys' matrix: with 6 heads and 2 kv heads,
-        # three parts for the queries, and one each for the keys and the values.
+        # Muon splits this weight into matrices of num_kv_heads * head_dim rows: with 6 heads and 2
+        # kv heads, three for the queries, and one each for the keys and the values.
         self.qkv = CastedLinear(hp.model_dim, sum(self.head_counts) * hp.head_dim,
                                 parts=hp.num_heads // hp.num_kv_heads + 2)
         self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim, zero=True)
@@ -332,8 +332,8 @@ class GPT(nn.Module):
     flex (section 4) or, on a CPU, block_sparse (section 10).
 
     Embeddings are kept in `dtype`, and so the residual stream is in `dtype`. All other parameters
-    are float32. A scalar of these, such as residual_mix[0], does not turn a bfloat16 stream into
-    float32, but a vector or a matrix does: cast it with type_as where it is used."""
+    are float32. A bfloat16 stream times a float32 scalar, such as residual_mix[0], stays
+    bfloat16. Times a vector or a matrix it becomes float32: cast these with type_as."""
 
     LOGITS_TOKENS = 65536  # tokens whose logits exist at a time; validation has longer sequences
 
@@ -355,8 +355,8 @@ class GPT(nn.Module):
         rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len), hp.rope_base)
         self.blocks = nn.ModuleList(Block(hp, layer, rotary) for layer in range(len(hp.windows)))
         self.skip_weights = nn.Parameter(torch.ones(len(self.blocks) // 2))
-        # train_step divides the loss by micro_batches, so gradients are smaller than FP8_SCALES
-        # assumes, and their factor is raised by as much.
+        # FP8_SCALES is for the gradient of one sequence's mean loss. train_step divides that by
+        # micro_batches, so the gradient's factor is multiplied by it.
         scales = (*FP8_SCALES[:2], FP8_SCALES[2] * hp.micro_batches)
         self.lm_head = CastedLinear(hp.model_dim, padded_vocab, zero=True,
                                     fp8_scales=scales if hp.use_fp8 else None)
@@ -402,7 +402,7 @@ class GPT(nn.Module):
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """A smooth cap keeps the logits between 0 and 2c. It is c tanh(z / c), shifted by c, which
-        the softmax does not see. The padded vocabulary has logits too; no target is among them."""
+        the softmax does not see. Rows of the padded vocabulary count there, but are no targets."""
         c = self.hp.lm_head_softcap
         return 2 * c * torch.sigmoid(self.lm_head(x_TD).float() * (2 / c))
 
@@ -465,8 +465,8 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor) -> lis
 
     # Maps of [query block, key block], without the window yet. Documents are numbered upwards, so
     # it is enough to compare those of a block's first and last tokens:
-    #     some pair is visible   key block <= query block, last[key block] >= first[query block]
-    #     all pairs are          key block < query block, first[key block] == last[query block]
+    #     some pair is visible   query block >= key block, first[query block] <= last[key block]
+    #     all pairs are          query block > key block, last[query block] == first[key block]
     block_N = torch.arange(len(tokens_T) // BLOCK, dtype=torch.int32, device=tokens_T.device)
     distance_NN = block_N[:, None] - block_N
     first_N = document_T[::BLOCK]
@@ -505,7 +505,8 @@ def flex(mask: BlockMask, scale: float) -> Callable:
 # The factors of input, weight and gradient. The input is normed, so |x| <= sqrt(D) = 28 at D = 768,
 # and a factor of 2 leaves room to 448. The weight starts at zero and learns slowly; with 2^9, up to
 # 0.875 fits. The gradient of a mean over T tokens is at most 1 / T; 2^19 makes that 11 at 48K. That
-# is far below the limit, but most gradients are much smaller, and less would make them zero.
+# is far below the limit, but most gradients are much smaller: a smaller factor would round them to
+# zero.
 FP8_SCALES = (2.0, 2.0**9, 2.0**19)
 
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -514,7 +515,7 @@ def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 def fp8_matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast: bool) -> Tensor:
     """a @ b.T / scale in dtype, for contiguous FP8 matrices. `fast` sums with less precision."""
-    # _scaled_mm takes a factor for each side; `inverse` is that of both together.
+    # _scaled_mm takes a factor for each side. We give 1 for a, and for b the inverse of both.
     one = torch.full((), 1.0, device=a.device)
     inverse = torch.full((), 1 / scale, device=a.device)
     return torch._scaled_mm(a, b.T, one, inverse, out_dtype=dtype, use_fast_accum=fast)
@@ -639,9 +640,9 @@ class Optimizer:
     What it remembers from step to step belongs in `state`, under a name: either a list of tensors,
     one per parameter in the order of `params`, or one tensor that stacks these. Checkpoints save
     it, and it is reset after the warmup. Each tensor has its whole shape, but a process reads and
-    writes only its own rows, world.rows(tensor); training_state fetches the others. (Keeping one's
-    own rows alone would save 1.1 GB on each of eight GPUs, and cost the code that takes tensors
-    apart and puts them together.)"""
+    writes only its own rows, world.rows(tensor); training_state fetches the others. (Storing its
+    own rows alone would save 1.1 GB on each of eight GPUs, but need code to split and join
+    tensors.)"""
 
     def __init__(self, params: dict, lr: float, hp: Hyperparameters, world: World):
         dtypes = {p.dtype for p in params.values()}
@@ -672,8 +673,8 @@ class Adam(Optimizer):
         local = [self.world.rows(p.detach()) for p in self.params.values()]
         means = [self.world.rows(mean) for mean in self.state["mean"]]
         mean_squares = [self.world.rows(square) for square in self.state["mean_square"]]
-        # The kernel wants a counter of steps for each tensor, which it does not change; the
-        # empty list is for AMSGrad.
+        # The kernel reads a counter of steps for each tensor, but does not advance it. The empty
+        # list is for AMSGrad.
         steps = [torch.full((), step + 1.0, device=self.world.device)] * len(local)
         torch._fused_adamw_(local, gradients, means, mean_squares, [], steps,
                             lr=self.lr * lr_scale(step, self.hp), beta1=self.hp.adam_beta1,
@@ -836,9 +837,9 @@ def train_batches(shards: list[Shard], hp: Hyperparameters, world: World, first_
         yield list(zip(inputs, targets))
 
 def load_validation(shards: list[Shard], hp: Hyperparameters, world: World) -> list:
-    """This process's validation sequences, (inputs_T int32, targets_T int64) each. Those of all
-    processes together predict the val_tokens tokens after the first one, each once. The last
-    sequence is filled up with targets of -1, which no loss counts."""
+    """This process's validation sequences, (inputs_T int32, targets_T int64) each. Over all
+    processes, the tokens 1 to val_tokens are predicted once each. The last sequence is filled up
+    with targets of -1, which no loss counts."""
     parts = [read_tokens(shard.path, 0, shard.tokens, hp.vocab_size) for shard in shards]
     stream = torch.cat(parts)[:hp.val_tokens + 1].to(torch.int32)
     padding = -hp.val_tokens % hp.val_seq_len
@@ -854,14 +855,14 @@ def record_event(device: torch.device) -> torch.cuda.Event | None:
     return torch.cuda.current_stream().record_event() if device.type == "cuda" else None
 
 def wait_for(event: torch.cuda.Event | None):
-    """Waits in Python, which handles signals meanwhile, even where the GPU waits for a process that
-    is gone. In torch.cuda.synchronize() a signal would have no effect."""
+    """Polls, so that signals have an effect even if the GPU waits for a process that is gone. In
+    torch.cuda.synchronize() they would not."""
     while event and not event.query():
         time.sleep(1e-4)
 
 def window_tensor(step: int, hp: Hyperparameters, world: World) -> Tensor:
-    """The window as a tensor, which can change without a recompile. Filling it does not wait for
-    the device, as copying a number there would."""
+    """The window as a tensor, which can change without a recompile. torch.full does not wait for
+    the device; copying a number there would."""
     return torch.full((), window_tokens(step, hp), dtype=torch.int32, device=world.device)
 
 def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world: World) -> Tensor:
@@ -870,8 +871,8 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
     window = window_tensor(step, hp, world)
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
     for inputs_T, targets_T in batches:
-        # Each sequence's mean is divided by the number of sequences on all processes. Summed here
-        # and over the processes, this is the step's mean loss, and its gradient is summed alike.
+        # The sum of these over micro-batches and processes is the step's mean loss. So it is with
+        # the gradients.
         micro_loss = model(inputs_T, targets_T, window) / batch_size(step, hp)
         micro_loss.backward()
         loss += micro_loss.detach()
@@ -906,7 +907,7 @@ def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: Worl
 
     def random_sequence(length: int) -> tuple[Tensor, Tensor]:
         tokens = torch.randint(hp.vocab_size, (length + 1,), device=world.device)
-        return tokens[:-1].int(), tokens[1:].clone()  # memory of its own, as in the loader
+        return tokens[:-1].int(), tokens[1:].clone()  # an alias would compile differently
     # train_step clears the gradients, so find parameters without one before it.
     model(*random_sequence(hp.train_seq_len), window_tensor(0, hp, world)).backward()
     unused = [name for name, p in model.named_parameters() if p.grad is None]
@@ -931,8 +932,8 @@ def train(plan: "Plan", world: World, log: "RunLog"):
     for each in optimizers:
         log.write(f"{type(each).__name__}, lr {each.lr}: {', '.join(each.params)}", console=False)
 
-    # The warmup is not timed. Then the first process puts back what was there before, or what the
-    # checkpoint has, and all others receive it.
+    # The warmup is not timed. Then the first process puts back the initial state, or that of the
+    # checkpoint, and sends it to the others.
     began = time.perf_counter()
     state = copy.deepcopy(training_state(plain_model, optimizers))
     warm_up(model, optimizers, hp, world)
@@ -1001,8 +1002,8 @@ def block_sparse(mask: BlockMask, scale: float) -> Callable:
         _, H, T, K = q_1HTK.shape
 
         def gathered(x_1HTK: Tensor) -> Tensor:
-            """Of each query block the M blocks of keys or values, [H * N, M * BLOCK, K]. A kv head
-            is repeated for all query heads that share it."""
+            """The M blocks of keys or values that each query block gathers, [H * N, M * BLOCK, K].
+            A kv head is repeated for all query heads that share it."""
             sharing = H // x_1HTK.size(1)
             blocks = x_1HTK[0].unsqueeze(1).expand(-1, sharing, -1, -1).reshape(H, N, BLOCK, K)
             return blocks.index_select(1, blocks_NM.flatten()).view(H * N, M * BLOCK, K)
@@ -1114,9 +1115,9 @@ def first_line(e: Exception) -> str:
 class RunLog:
     """The first process's log file and console; on other processes, writing does nothing.
 
-    Lines that cannot be written, because the disk is full, wait for the next line. Lines of a
-    resumed run wait until its first step is done; only then is the log cut back to the checkpoint,
-    so a resume that fails changes nothing."""
+    Lines that cannot be written, because the disk is full, are tried again with the next one. Those
+    of a resumed run wait until its first step is done; only then is the log cut back to the
+    checkpoint, so a resume that fails changes nothing."""
 
     def __init__(self, plan: "Plan", world: World):
         self.hp = plan.hp
@@ -1156,9 +1157,9 @@ class RunLog:
                 self.warned = True
 
     def write_loss(self, kind: str, loss: float, step: int, scheduled: int, seconds: float):
-        """Writes the loss after so many steps: the val_loss, or the train_loss of the last of these
-        steps, before its update. The window and the learning rate are those of the step
-        `scheduled`, counted from 0. A loss that is not finite ends the run."""
+        """Writes a loss: the val_loss after `step` updates, or the train_loss before the last of
+        them. The window and the learning rate are those of the step `scheduled`, counted from 0. A
+        loss that is not finite ends the run."""
         if math.isfinite(loss):
             self.release()
         average = f"{1000 * seconds / step:.2f}" if step else "nan"
@@ -1177,7 +1178,7 @@ class RunLog:
 
 def open_log(plan: "Plan"):
     """The file of the run's log, which no other process may write until this one ends. A new log is
-    named by the first second that is still free."""
+    named by the time, and if that name exists, by a later second."""
     now = datetime.now(timezone.utc)
     file = open_file(f"{plan.checkpoint.parent}.log", "r+b", 0) if plan.checkpoint else None
     while file is None:
@@ -1293,9 +1294,9 @@ def load_training_state(saved: dict, model: nn.Module, optimizers: list[Optimize
                 dist.broadcast(tensor, src=0)
 
 def due(step: int, plan: "Plan") -> tuple[bool, bool]:
-    """Whether the run validates, and whether it saves, when it has done this number of steps. What
-    was due at the step of the checkpoint that a run resumes from was done before it was saved. But
-    a run that was complete is validated again if its loss is unknown or something has changed."""
+    """Whether the run validates, and whether it saves, after this number of steps. At the step that
+    it resumes from, both are already done; but a run that was complete is validated again if its
+    loss is unknown or something has changed."""
     last = step == plan.hp.num_iterations
     if plan.checkpoint and step == plan.start.step:
         return last and (math.isnan(plan.start.val_loss) or len(plan.changes) > 0), False
