@@ -140,11 +140,11 @@ PRESETS = {
     # pairs. The speedrun stays what the record of its day was.
     "demo": Hyperparameters(
         name="demo", save_every=100, val_loss_every=50, train_files="data/demo/demo_train_*.bin",
-        val_files="data/demo/demo_val_*.bin", vocab_size=257, train_seq_len=1024, val_seq_len=2048,
-        val_tokens=131072, micro_batches=4, windows="LSSL", attention="xx.x", value_embeds="0..0",
-        model_dim=128, num_heads=4, head_dim=32, attention_scale=0.3, smear=True,
-        key_offset=True, pair_rows=8192, window_start=256, window_end=256, num_iterations=450,
-        muon_lr=0.045, muon_momentum_end=0.9, muon_momentum_steps=0, embed_lr=0.3, adam_beta1=0.5,
+        val_files="data/demo/demo_val_*.bin", vocab_size=257, train_seq_len=1024, val_seq_len=16384,
+        val_tokens=131072, micro_batches=4, windows="SSSL", attention="xx.x", value_embeds="0..0",
+        model_dim=128, num_heads=2, head_dim=64, attention_scale=0.2, smear=True,
+        key_offset=True, pair_rows=4096, window_start=256, window_end=256, num_iterations=450,
+        muon_lr=0.045, muon_momentum_end=0.75, muon_momentum_steps=0, embed_lr=0.3, adam_beta1=0.3,
         adam_eps=1e-7,  # with 1e-10, gradients that are mere rounding errors make full-size steps
     ),
 }
@@ -331,9 +331,10 @@ class GPT(nn.Module):
     mean loss per token in nats. attend_under(mask, scale) returns a function attend(q, k, v); it is
     flex (section 4) or, on a CPU, block_sparse (section 10).
 
-    Embeddings are kept in `dtype`, and so the residual stream is in `dtype`. All other parameters
-    are float32. A bfloat16 stream times a float32 scalar, such as residual_mix[0], stays
-    bfloat16. Times a vector or a matrix it becomes float32: cast these with type_as."""
+    Embeddings are kept in `dtype`, and the residual stream stays in it, as forward checks after
+    each layer. All other parameters are float32. A bfloat16 stream times a float32 scalar, such as
+    residual_mix[0], stays bfloat16. Times a vector or a matrix it becomes float32: cast these with
+    type_as."""
 
     LOGITS_TOKENS = 65536  # tokens whose logits exist at a time; validation has longer sequences
 
@@ -381,7 +382,7 @@ class GPT(nn.Module):
             x_TD = block(x_TD, x0_TD, value_embed, begins_T, attend[self.hp.windows[layer]])
             if layer < half:
                 skips.append(x_TD)
-            assert x_TD.dtype == x0_TD.dtype, f"layer {layer}: cast its parameters (type_as)"
+            assert x_TD.dtype == self.embed.weight.dtype, f"layer {layer} lacks a cast (type_as)"
         return self.mean_loss(norm(x_TD), targets_T)
 
     def embedded(self, tokens_T: Tensor, begins_T: Tensor) -> Tensor:
@@ -413,6 +414,7 @@ class GPT(nn.Module):
         for x, targets in zip(x_TD.split(self.LOGITS_TOKENS), targets_T.split(self.LOGITS_TOKENS)):
             logits_TV = self.logits(x)
             # Logits are at most 2c <= 70, so exp() sums in float32 without subtracting a maximum.
+            # The result is larger by c than without the shift; a z-loss would have to subtract it.
             log_sum_T = logits_TV.exp().sum(-1).log()
             # nll_loss picks the target's logit out of each row and returns it with a minus sign, or
             # 0 for a target of -1. gather() would do as well, but its gradient is not fused.
@@ -600,11 +602,11 @@ class World:
 # ---- 7. Optimizers ------------------------------------------------------------------------------
 
 def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> list["Optimizer"]:
-    """Which optimizer trains which parameters, and how fast. A new parameter, learning rate or
-    optimizer is one row. A parameter belongs to the first row whose pattern fits its whole name,
-    and each row must get at least one. Vectors and scalars that fit no row are trained by Adam with
-    scalar_lr. The log says what each optimizer trains. Muon stacks its matrices, so those of one
-    row have one shape."""
+    """Which optimizer trains which parameters, and how fast. A new matrix is a row here; so is a
+    vector that needs another rate or another optimizer than the last line gives it, Adam with
+    scalar_lr. A parameter belongs to the first row whose pattern fits its whole name, and each row
+    must get at least one. The log says what each optimizer trains. Muon stacks its matrices, so
+    those of one row have one shape."""
     table = [
         # names of the parameters         optimizer  peak learning rate   shape in `speedrun`
         (r"lm_head\.weight",                   Adam, hp.head_lr),       # [50304, 768]
@@ -638,11 +640,11 @@ class Optimizer:
         finish(step)  waits until every process has all parts
 
     What it remembers from step to step belongs in `state`, under a name: either a list of tensors,
-    one per parameter in the order of `params`, or one tensor that stacks these. Checkpoints save
-    it, and it is reset after the warmup. Each tensor has its whole shape, but a process reads and
-    writes only its own rows, world.rows(tensor); training_state fetches the others. (Storing its
-    own rows alone would save 1.1 GB on each of eight GPUs, but need code to split and join
-    tensors.)"""
+    one per parameter in the order of `params`, or one tensor that stacks these, with one entry per
+    parameter in its first dimension. Checkpoints save it, and it is reset after the warmup. Each
+    tensor has its whole shape, but a process reads and writes only its own rows,
+    world.rows(tensor); training_state fetches the others. (Storing its own rows alone would save
+    1.1 GB on each of eight GPUs, but need code to split and join tensors.)"""
 
     def __init__(self, params: dict, lr: float, hp: Hyperparameters, world: World):
         dtypes = {p.dtype for p in params.values()}
@@ -698,8 +700,10 @@ class MatrixOptimizer(Optimizer):
 
     A subclass defines direction(gradients, step), which makes the updates of this process's
     matrices from their gradients, [n / processes, height, width] in float32. The zeros that fill up
-    the stack may be among them. Keep what it remembers as state[name], a stack [n, ...], and use
-    world.rows(state[name]). `parts` is that of CastedLinear."""
+    the stack may be among them, and in the first step all gradients of the blocks are zero, because
+    the layers that start at zero let none through. Keep what the subclass remembers as state[name],
+    a stack [n, ...] where n is self.shape[0], and use world.rows(state[name]). `parts` is that of
+    CastedLinear: n counts whole matrices, not their parts."""
 
     def __init__(self, params, lr, hp, world):
         super().__init__(params, lr, hp, world)
@@ -901,7 +905,8 @@ def evaluate(model, sequences: list, step: int, hp: Hyperparameters, world: Worl
 def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: World):
     """Compiles everything and allocates memory, by one step and one validation on random tokens.
     `train` then restores the weights and the optimizers' state. Run everything here that a later
-    step would compile: after this, a recompile ends the run, since it would be timed."""
+    step would compile, and also what only some steps do, such as every tenth: after this, a
+    recompile ends the run, since it would be timed."""
     # Without this, compiled programs with FP8Linear in them would not be kept on the disk.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
 
@@ -1026,8 +1031,7 @@ def main(argv: list[str]):
     world = world_of_this_process()
     # The first process makes a plan, with every check that needs no training, and sends it to the
     # others. With --check the processes do not connect, and each makes a plan of its own.
-    decides = world.rank == 0 or command.check
-    plans = [prepare(hp, command, script, world) if decides else None]
+    plans = [prepare(hp, command, script, world) if world.rank == 0 or command.check else None]
     if world.size > 1 and not command.check:
         end_with_torchrun()
         connect(world, sha256(script.encode()))
@@ -1271,6 +1275,8 @@ def training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict:
     state = {"model": dict(model.state_dict()), "optimizers": {}}
     for optimizer in optimizers:
         for name, tensors in optimizer.state.items():
+            # One entry per parameter, except that a stack is filled up for the processes.
+            assert 0 <= len(tensors) - len(optimizer.params) < optimizer.world.size, name
             # This process has only its own rows of a tensor, or of a stack. Fetch the others.
             for tensor in tensors if isinstance(tensors, list) else [tensors]:
                 optimizer.world.all_gather(tensor).result()
@@ -1282,8 +1288,8 @@ def load_training_state(saved: dict, model: nn.Module, optimizers: list[Optimize
     """Copies what the first process has in `saved` to the model and the optimizers of every
     process. All processes take part."""
     state = training_state(model, optimizers)
-    saved_groups = {"weight": saved["model"], **saved["optimizers"]}
-    for group, tensors in {"weight": state["model"], **state["optimizers"]}.items():
+    saved_groups = {"the weight": saved["model"], **saved["optimizers"]}
+    for group, tensors in {"the weight": state["model"], **state["optimizers"]}.items():
         for name, tensor in tensors.items():
             if world.rank == 0:
                 source = saved_groups.get(group, {}).get(name)

@@ -424,6 +424,12 @@ def test_a_vector_that_is_not_cast_is_caught_and_a_number_is_not():
         else:
             assert model(*sequence(), WINDOW).isfinite()
 
+    model, _ = tiny_model(dtype=torch.bfloat16)
+    embedded = model.embedded
+    model.embedded = lambda *args: embedded(*args).float()  # before the first layer
+    with pytest.raises(AssertionError, match="type_as"):
+        model(*sequence(), WINDOW)
+
 
 def test_casted_linear_casts_its_weight():
     layer = CastedLinear(8, 4)

@@ -396,11 +396,11 @@ SOAP = """class Soap(MatrixOptimizer):
     def __init__(self, params, lr, hp, world):
         super().__init__(params, lr, hp, world)
         n, rows, cols = self.shape
-        self.state["left"] = torch.zeros(n, rows, rows, device=world.device)
+        self.state["weight"] = torch.zeros(n, rows, rows, device=world.device)
         self.state["step"] = torch.zeros(self.shape, device=world.device)
 
     def direction(self, gradients, step):
-        left = self.world.rows(self.state["left"])
+        left = self.world.rows(self.state["weight"])
         squares = self.world.rows(self.state["step"])
         left.lerp_(gradients @ gradients.mT, 0.1)
         basis = torch.linalg.eigh(left).eigenvectors
@@ -416,7 +416,7 @@ class Muon(MatrixOptimizer):
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_a_users_optimizer_trains_saves_and_resumes(tmp_path, shards, ranks):
     """A class with one method and its own state, and one row of the table: in a copy of the script,
-    on one process and on two. One of its states is called "step"."""
+    on one process and on two. Its states have names that also mean something in a checkpoint."""
     text = (ROOT / "train_gpt.py").read_text()
     row = '(r"blocks\\.\\d+\\.mlp\\.fc\\.weight",      Muon, hp.muon_lr)'
     assert text.count(row) == text.count("class Muon(MatrixOptimizer):\n") == 1
@@ -432,8 +432,8 @@ def test_a_users_optimizer_trains_saves_and_resumes(tmp_path, shards, ranks):
     last, middle = train_gpt.checkpoints_of(log)
     saved = torch.load(middle, weights_only=True)
     trained_by_soap = {f"blocks.{layer}.mlp.fc.weight" for layer in range(4)}
-    assert set(saved["optimizers"]["left"]) == set(saved["optimizers"]["step"]) == trained_by_soap
-    assert saved["optimizers"]["left"]["blocks.0.mlp.fc.weight"].any()
+    assert set(saved["optimizers"]["weight"]) == set(saved["optimizers"]["step"]) == trained_by_soap
+    assert saved["optimizers"]["weight"]["blocks.0.mlp.fc.weight"].any()
     end = torch.load(last, weights_only=True)
     last.unlink()
     launch(f"--resume={log}", script=script, ranks=ranks)
@@ -443,3 +443,15 @@ def test_a_users_optimizer_trains_saves_and_resumes(tmp_path, shards, ranks):
     for kind, tensors in end["optimizers"].items():
         for name, tensor in tensors.items():
             assert torch.equal(tensor, again["optimizers"][kind][name]), (kind, name)
+
+
+@pytest.mark.parametrize("state", [lambda n: torch.zeros(2 * n, 3), lambda n: [torch.zeros(3)]])
+def test_a_state_without_one_entry_per_parameter_is_refused(state):
+    """Else zip() would leave out the rest, which would then be neither saved nor loaded."""
+    world = World(0, 1, torch.device("cpu"))
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4) for name in "ab"})
+    optimizer = train_gpt.Adam(dict(model.named_parameters()), 0.1, HP, world)
+    train_gpt.training_state(model, [optimizer])
+    optimizer.state["more"] = state(len(optimizer.params))
+    with pytest.raises(AssertionError, match="more"):
+        train_gpt.training_state(model, [optimizer])
