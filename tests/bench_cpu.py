@@ -51,7 +51,7 @@ RECIPES = {  # script, bytes in a fragment, flags
         --windows=LL --value_embeds=.0 --attention=.x --window_start=128 --window_end=128
         --model_dim=64 --num_heads=3 --head_dim=32 --attention_scale=0.3 --rope_base=20
         --smear=true --pair_rows=8192
-        --micro_batches=1 --train_seq_len=1024 --val_seq_len=16384 --num_iterations=160
+        --micro_batches=1 --train_seq_len=1024 --val_seq_len=16384 --num_iterations=180
         --val_loss_every=0 --cooldown_frac=0.7 --embed_lr=0.4 --head_lr=0.02 --scalar_lr=0.1
         --muon_lr=0.05 --muon_momentum_steps=0 --muon_momentum_end=0.9 --adam_beta1=0.5
         --dtype=float32"""),
