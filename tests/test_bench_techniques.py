@@ -37,7 +37,7 @@ def test_it_makes_the_runs_that_are_missing_and_no_others(tmp_path, shards, monk
     monkeypatch.setattr(bench_techniques, "WITHOUT", some)
     out = tmp_path / "losses.csv"
     out.write_text("without,seed,val_loss\nsmear,1,9.5\n")
-    flags = ["--seeds=1", "--steps=2", f"--out={out}", *TINY[1:], *shards, "--num_iterations=2"]
+    flags = ["--seeds=1", "--steps=4", f"--out={out}", *TINY[1:], *shards, "--num_iterations=4"]
     monkeypatch.setattr(sys, "argv", ["bench_techniques.py", *flags])
     bench_techniques.main()
     lines = out.read_text().splitlines()

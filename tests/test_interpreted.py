@@ -23,8 +23,8 @@ EOT = 256
 # head of keys and values.
 HP = dataclasses.replace(
     PRESETS["demo"], windows="LSL", value_embeds="0..", attention="xx.", model_dim=64,
-    num_heads=4, num_kv_heads=2, head_dim=32, train_seq_len=512, val_seq_len=640,
-    vocab_size=EOT + 1, smear=True, key_offset=True, pair_rows=300, use_fp8=False)
+    num_heads=4, num_kv_heads=2, head_dim=32, attention_scale=0.3, train_seq_len=512,
+    val_seq_len=640, vocab_size=EOT + 1, smear=True, key_offset=True, pair_rows=300, use_fp8=False)
 LAYOUTS = {  # where documents begin
     "no border": [],
     "at token 0": [0],
