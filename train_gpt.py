@@ -414,7 +414,7 @@ class GPT(nn.Module):
         for x, targets in zip(x_TD.split(self.LOGITS_TOKENS), targets_T.split(self.LOGITS_TOKENS)):
             logits_TV = self.logits(x)
             # Logits are at most 2c <= 70, so exp() sums in float32 without subtracting a maximum.
-            # The result is larger by c than without the shift; a z-loss would have to subtract it.
+            # The result is larger by c than without the shift; a z-loss would have to subtract c.
             log_sum_T = logits_TV.exp().sum(-1).log()
             # nll_loss picks the target's logit out of each row and returns it with a minus sign, or
             # 0 for a target of -1. gather() would do as well, but its gradient is not fused.
@@ -602,11 +602,11 @@ class World:
 # ---- 7. Optimizers ------------------------------------------------------------------------------
 
 def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> list["Optimizer"]:
-    """Which optimizer trains which parameters, and how fast. A new matrix is a row here; so is a
-    vector that needs another rate or another optimizer than the last line gives it, Adam with
-    scalar_lr. A parameter belongs to the first row whose pattern fits its whole name, and each row
-    must get at least one. The log says what each optimizer trains. Muon stacks its matrices, so
-    those of one row have one shape."""
+    """Which optimizer trains which parameters, and how fast. A new matrix needs a row here. A new
+    vector or scalar does not: those that fit no row are trained by Adam with scalar_lr. A parameter
+    belongs to the first row whose pattern fits its whole name, and each row must get at least one.
+    The log says what each optimizer trains. Muon stacks its matrices, so those of one row have one
+    shape."""
     table = [
         # names of the parameters         optimizer  peak learning rate   shape in `speedrun`
         (r"lm_head\.weight",                   Adam, hp.head_lr),       # [50304, 768]
@@ -905,8 +905,8 @@ def evaluate(model, sequences: list, step: int, hp: Hyperparameters, world: Worl
 def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: World):
     """Compiles everything and allocates memory, by one step and one validation on random tokens.
     `train` then restores the weights and the optimizers' state. Run everything here that a later
-    step would compile, and also what only some steps do, such as every tenth: after this, a
-    recompile ends the run, since it would be timed."""
+    step would compile, also what happens at every tenth step only: after this, a recompile ends the
+    run, since it would be timed."""
     # Without this, compiled programs with FP8Linear in them would not be kept on the disk.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
 

@@ -122,9 +122,7 @@ ITS_OWN = {"docstring", "1. Settings", "2. Schedules: pure functions of the step
 def test_the_record_attempt_shares_all_other_sections_with_train_gpt():
     ours = sections((ROOT / "train_gpt.py").read_text())
     theirs = sections(ATTEMPT.read_text())
-    assert len(ours) == 15 and ITS_OWN < set(ours)
-    if set(ours) != set(theirs):
-        pytest.skip("the record attempt is still an older script, without these sections")
+    assert len(ours) == 15 and ITS_OWN < set(ours) == set(theirs)
     for title in set(ours) - ITS_OWN:
         assert ours[title] == theirs[title], f"section {title} differs"
 

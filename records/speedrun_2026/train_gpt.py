@@ -682,11 +682,11 @@ class World:
 # ---- 7. Optimizers ------------------------------------------------------------------------------
 
 def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> list["Optimizer"]:
-    """Which optimizer trains which parameters, and how fast. A new matrix is a row here; so is a
-    vector that needs another rate or another optimizer than the last line gives it, Adam with
-    scalar_lr. A parameter belongs to the first row whose pattern fits its whole name, and each row
-    must get at least one. The log says what each optimizer trains. Muon stacks its matrices, so
-    those of one row have one shape."""
+    """Which optimizer trains which parameters, and how fast. A new matrix needs a row here. A new
+    vector or scalar does not: those that fit no row are trained by Adam with scalar_lr. A parameter
+    belongs to the first row whose pattern fits its whole name, and each row must get at least one.
+    The log says what each optimizer trains. Muon stacks its matrices, so those of one row have one
+    shape."""
     DecayedAdam = partial(Adam, decay=hp.embed_decay)
     table = [
         # names of the parameters         optimizer  peak learning rate   shape in `speedrun`
@@ -1046,8 +1046,8 @@ def evaluate(model, sequences: list, step: int, hp: Hyperparameters, world: Worl
 def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: World):
     """Compiles everything and allocates memory, by one step and one validation on random tokens.
     `train` then restores the weights and the optimizers' state. Run everything here that a later
-    step would compile, and also what only some steps do, such as every tenth: after this, a
-    recompile ends the run, since it would be timed."""
+    step would compile, also what happens at every tenth step only: after this, a recompile ends the
+    run, since it would be timed."""
     # Without this, compiled programs with FP8Linear in them would not be kept on the disk.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
 
