@@ -90,9 +90,7 @@ def pytest_generate_tests(metafunc):
         scripts = ["train_gpt"]
         both = metafunc.definition.get_closest_marker("both_scripts")
         if both and not metafunc.config.option.script:
-            old = "def main(argv" not in ATTEMPT.read_text()
-            marks = pytest.mark.skipif(old, reason="the record attempt is still an older script")
-            scripts.append(pytest.param("speedrun_2026", marks=marks))
+            scripts.append("speedrun_2026")
         metafunc.parametrize("script", scripts, indirect=True, scope="session")
 
 
