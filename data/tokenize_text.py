@@ -370,7 +370,7 @@ def main(argv=None):
     for side, held in sides.items():
         print(f"{side}: {held['documents']} documents, {held['bytes']} bytes of text, "
               f"{held['tokens']} tokens, {len(held['shards'])} shard(s)")
-    print(f"validation by {chosen}; checksum {checksum}")
+    print(f"chosen for validation: {chosen}; checksum {checksum}")
 
 
 if __name__ == "__main__":

@@ -726,7 +726,7 @@ def test_from_the_command_line_on_the_standard_library(tmp_path):
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert re.search(r"\nval: \d+ documents, \d+ bytes of text, \d+ tokens, 1 shard", done.stdout)
-    assert "\nvalidation by documents by hash; checksum " in done.stdout
+    assert "\nchosen for validation: documents by hash; checksum " in done.stdout
     sidecar = json.loads((tmp_path / "data/demo/demo.json").read_text())
     tokens = {side: len(read(tmp_path / "data/demo", side, "demo")) for side in ("train", "val")}
     assert abs(tokens["val"] / sum(tokens.values()) / 0.05 - 1) < 0.02
