@@ -365,7 +365,8 @@ class GPT(nn.Module):
     def forward(self, tokens_T: Tensor, targets_T: Tensor, window: Tensor) -> Tensor:
         begins_T = tokens_T == self.end_of_text
         masks = zip("LS", build_block_masks(tokens_T, self.end_of_text, window))
-        attend = {mark: self.attend_under(mask, self.hp.attention_scale) for mark, mask in masks}
+        attend = {mark: self.attend_under(mask, self.hp.attention_scale) for mark, mask in masks
+                  if mark in self.hp.windows}
         value_embeds = {mark: embed(tokens_T) for mark, embed in self.value_embeds.items()}
 
         # A U-Net (record 2024-11-10): the first half of the layers push their outputs on a stack,
@@ -373,11 +374,11 @@ class GPT(nn.Module):
         # odd number of layers, the one in the middle does neither.
         x_TD = x0_TD = self.embedded(tokens_T, begins_T)
         half = len(self.blocks) // 2
-        skip_weights = list(self.skip_weights.unbind())  # scalars, that of the first skip first
+        first_with_skip = len(self.blocks) - half
         skips = []
         for layer, block in enumerate(self.blocks):
-            if layer >= len(self.blocks) - half:
-                x_TD = x_TD + skip_weights.pop(0) * skips.pop()
+            if layer >= first_with_skip:
+                x_TD = x_TD + self.skip_weights[layer - first_with_skip] * skips.pop()
             value_embed = value_embeds.get(self.hp.value_embeds[layer])
             x_TD = block(x_TD, x0_TD, value_embed, begins_T, attend[self.hp.windows[layer]])
             if layer < half:
@@ -408,18 +409,12 @@ class GPT(nn.Module):
         return 2 * c * torch.sigmoid(self.lm_head(x_TD).float() * (2 / c))
 
     def mean_loss(self, x_TD: Tensor, targets_T: Tensor) -> Tensor:
-        """The cross-entropy in nats, which is log sum exp(logits) minus the target's logit, summed
-        over the tokens and divided by T. Targets of -1 add nothing to the sum."""
+        """The cross-entropy in nats, summed over the tokens and divided by T. Targets of -1 add
+        nothing to the sum."""
         total = 0
         for x, targets in zip(x_TD.split(self.LOGITS_TOKENS), targets_T.split(self.LOGITS_TOKENS)):
-            logits_TV = self.logits(x)
-            # Logits are at most 2c <= 70, so exp() sums in float32 without subtracting a maximum.
-            # The result is larger by c than without the shift; a z-loss would have to subtract c.
-            log_sum_T = logits_TV.exp().sum(-1).log()
-            # nll_loss picks the target's logit out of each row and returns it with a minus sign, or
-            # 0 for a target of -1. gather() would do as well, but its gradient is not fused.
-            minus_target_T = F.nll_loss(logits_TV, targets, reduction="none", ignore_index=-1)
-            total = total + (log_sum_T.masked_fill(targets < 0, 0) + minus_target_T).sum()
+            total = total + F.cross_entropy(self.logits(x), targets, ignore_index=-1,
+                                            reduction="sum")
         return total / len(x_TD)
 
 def draw_weights(model: nn.Module, seed: int):
@@ -562,9 +557,9 @@ class Exchange(NamedTuple):
 class World:
     """The processes that train together, and this one's place among them.
 
-    A tensor is divided among them by its first dimension, in equal parts: of two processes, each
-    updates 25,152 rows of a matrix [50304, 768]. A tensor that cannot be divided equally, such as
-    a vector of three numbers, is not divided: every process does the same work on all of it.
+    A matrix, or a stack of matrices, is divided among them by its first dimension, in equal parts:
+    of two processes, each updates 25,152 rows of a matrix [50304, 768]. Vectors and scalars, and
+    what cannot be divided equally, are not divided: every process does the same work on all of it.
     (dist.reduce_scatter_single and all_gather_single are the new names of what was called
     reduce_scatter_tensor and all_gather_into_tensor.)"""
     rank: int
@@ -572,7 +567,7 @@ class World:
     device: torch.device
 
     def divides(self, whole: Tensor) -> bool:
-        return self.size > 1 and whole.ndim > 0 and len(whole) % self.size == 0
+        return self.size > 1 and whole.ndim > 1 and len(whole) % self.size == 0
 
     def rows(self, whole: Tensor) -> Tensor:
         """This process's rows of a tensor, as a view."""
@@ -1001,7 +996,7 @@ def block_sparse(mask: BlockMask, scale: float) -> Callable:
     key = (blocks_NM[:, :, None] * BLOCK + token).view(N, 1, M, BLOCK)
     seen = (visible_NM.view(N, 1, M, 1) & mask.mask_mod(0, 0, query, key)).flatten(2)
     # Both are [N, BLOCK, M * BLOCK].
-    bias = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
+    bias = torch.where(seen, 0.0, -torch.inf)
 
     def attend(q_1HTK: Tensor, k_1HTK: Tensor, v_1HTK: Tensor) -> Tensor:
         _, H, T, K = q_1HTK.shape

@@ -453,7 +453,8 @@ class GPT(nn.Module):
              targets_T: Tensor, window: Tensor, future: tuple[Tensor, ...]) -> Tensor:
         begins_T = tokens_T == self.end_of_text
         masks = zip("LS", build_block_masks(tokens_T, self.end_of_text, window))
-        attend = {mark: self.attend_under(mask, self.hp.attention_scale) for mark, mask in masks}
+        attend = {mark: self.attend_under(mask, self.hp.attention_scale) for mark, mask in masks
+                  if mark in self.hp.windows}
 
         # Smear: to each embedding, a learned share of the one before is added (record #34).
         x_TD = norm(x_TD)
@@ -642,9 +643,9 @@ class Exchange(NamedTuple):
 class World:
     """The processes that train together, and this one's place among them.
 
-    A tensor is divided among them by its first dimension, in equal parts: of two processes, each
-    updates 25,152 rows of a matrix [50304, 768]. A tensor that cannot be divided equally, such as
-    a vector of three numbers, is not divided: every process does the same work on all of it.
+    A matrix, or a stack of matrices, is divided among them by its first dimension, in equal parts:
+    of two processes, each updates 25,152 rows of a matrix [50304, 768]. Vectors and scalars, and
+    what cannot be divided equally, are not divided: every process does the same work on all of it.
     (dist.reduce_scatter_single and all_gather_single are the new names of what was called
     reduce_scatter_tensor and all_gather_into_tensor.)"""
     rank: int
@@ -652,7 +653,7 @@ class World:
     device: torch.device
 
     def divides(self, whole: Tensor) -> bool:
-        return self.size > 1 and whole.ndim > 0 and len(whole) % self.size == 0
+        return self.size > 1 and whole.ndim > 1 and len(whole) % self.size == 0
 
     def rows(self, whole: Tensor) -> Tensor:
         """This process's rows of a tensor, as a view."""
@@ -1143,7 +1144,7 @@ def block_sparse(mask: BlockMask, scale: float) -> Callable:
     key = (blocks_NM[:, :, None] * BLOCK + token).view(N, 1, M, BLOCK)
     seen = (visible_NM.view(N, 1, M, 1) & mask.mask_mod(0, 0, query, key)).flatten(2)
     # Both are [N, BLOCK, M * BLOCK].
-    bias = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
+    bias = torch.where(seen, 0.0, -torch.inf)
 
     def attend(q_1HTK: Tensor, k_1HTK: Tensor, v_1HTK: Tensor) -> Tensor:
         _, H, T, K = q_1HTK.shape
