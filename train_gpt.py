@@ -13,8 +13,8 @@ takes, not what is trained.
 Each run writes records/<UTC time>_<name>.log, with the settings, the environment, this source and a
 line per step; its two newest checkpoints lie in the folder of the same name. To try an idea, copy
 this file and change the copy. Sections 1 to 9 are the method, in reading order; section 10 is
-attention where there is no GPU. Sections 11 to 14 only keep a run safe and report what happened;
-you can read their functions' names and stop there.
+attention where there is no GPU. Sections 11 to 14 keep a run safe and report what happened. Where
+section 9 calls their functions, the names tell enough.
 
 Suffixes give the shapes of most tensors: x_TD is [T, D]. T tokens, D model width, H heads, K head
 width, V vocabulary, N blocks of 128 tokens.
@@ -76,10 +76,10 @@ BLOCK = 128  # tokens in a block of attention
 
 # ---- 1. Settings --------------------------------------------------------------------------------
 
-def flag(default, help: str, low=0, high=10**9, unit=1, marks=None):
+def flag(default, help: str, min=0, max=10**9, unit=1, marks=None):
     """A setting with its help text, its range (inclusive) and the unit that it is a multiple of.
     With `marks`, the setting is a string with one of these characters for each layer."""
-    return field(default=default, metadata=dict(help=help, allowed=(low, high, unit, marks)))
+    return field(default=default, metadata=dict(help=help, allowed=(min, max, unit, marks)))
 
 @dataclass(frozen=True)
 class Hyperparameters:
@@ -88,51 +88,51 @@ class Hyperparameters:
     # The run
     name: str = flag("speedrun", "name of the run, which its log's name contains")
     records: str = flag("records", "folder for the log and the checkpoints")
-    seed: int = flag(-1, "seed of the initial weights; -1 draws one", -1, 2**63 - 1)
+    seed: int = flag(-1, "seed of the initial weights; -1 draws one", min=-1, max=2**63 - 1)
     dtype: str = flag("auto", "bfloat16, float32, or auto: bfloat16 where the device is fast at it")
     save_every: int = flag(500, "steps between checkpoints; 0 saves none, not even at the end")
     val_loss_every: int = flag(125, "steps between validations; 0 validates only at the end")
     # Data
     train_files: str = flag("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
     val_files: str = flag("data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
-    vocab_size: int = flag(50257, "size of the vocabulary; its last token begins a text", 2, 65536)
-    train_seq_len: int = flag(48 * 1024, "tokens per training sequence", 1, unit=BLOCK)
-    val_seq_len: int = flag(256 * 1024, "tokens per validation sequence", 1, unit=BLOCK)
+    vocab_size: int = flag(50257, "vocabulary size; the last token begins a text", min=2, max=65536)
+    train_seq_len: int = flag(48 * 1024, "tokens per training sequence", min=1, unit=BLOCK)
+    val_seq_len: int = flag(256 * 1024, "tokens per validation sequence", min=1, unit=BLOCK)
     val_tokens: int = flag(10485760, "number of validation tokens; 0 takes all")
-    micro_batches: int = flag(8, "sequences per step, on all processes together", 1, 10**5)
-    epochs: int = flag(1, "at most this many passes over the training shards", 1, 10**5)
+    micro_batches: int = flag(8, "sequences per step, on all processes together", min=1, max=10**5)
+    epochs: int = flag(1, "at most this many passes over the training shards", min=1, max=10**5)
     # The layers: strings with one character per layer
     windows: str = flag("LSSSLSSLSSSL", "L: long window, S: half of its blocks", marks="LS")
     attention: str = flag("xxxxxxx.xxxx", "x: with attention, .: without", marks="x.")
     value_embeds: str = flag("012......012", "which value embedding, .: none", marks="0123456789.")
     # The model
-    model_dim: int = flag(768, "width of the residual stream", 16, 2**16, unit=16)
-    num_heads: int = flag(6, "number of query heads", 1, 2**10)
+    model_dim: int = flag(768, "width of the residual stream", min=16, max=2**16, unit=16)
+    num_heads: int = flag(6, "number of query heads", min=1, max=2**10)
     num_kv_heads: int = flag(0, "number of key and value heads; 0: as many as num_heads")
-    head_dim: int = flag(128, "width of a head", 16, 2**10, unit=16)
-    attention_scale: float = flag(0.12, "factor on the attention scores", -10**9)
-    rope_base: float = flag(1024.0, "base of the rotary frequencies", 1)
-    lm_head_softcap: float = flag(15.0, "cap c: logits become c + c tanh(logit / c)", 0.1, 35)
+    head_dim: int = flag(128, "width of a head", min=16, max=2**10, unit=16)
+    attention_scale: float = flag(0.12, "factor on the attention scores", min=-10**9)
+    rope_base: float = flag(1024.0, "base of the rotary frequencies", min=1)
+    lm_head_softcap: float = flag(15.0, "cap c: logits z become c + c tanh(z / c)", min=0.1, max=35)
     use_fp8: bool = flag(True, "train the output head in FP8 where the hardware can")
-    window_start: int = flag(128, "long window at the start, in tokens", 1)
-    window_end: int = flag(1792, "long window at the end, in tokens", 1)
+    window_start: int = flag(128, "long window at the start, in tokens", min=1)
+    window_end: int = flag(1792, "long window at the end, in tokens", min=1)
     smear: bool = flag(False, "add to each embedding the previous token's, times a learned vector")
     key_offset: bool = flag(False, "take half of each key from the token before")
     pair_rows: int = flag(0, "rows of the embedding of pairs of tokens; 0: there is none")
     # Optimization
-    num_iterations: int = flag(1770, "training steps", 0, 10**7)
-    cooldown_frac: float = flag(0.4, "fraction of the run, at its end, with falling rates", 0, 1)
-    lr_floor: float = flag(0.1, "what the learning rates fall to, as a share of their peak", 0, 1)
+    num_iterations: int = flag(1770, "training steps", max=10**7)
+    cooldown_frac: float = flag(0.4, "fraction of the run, at its end, with falling rates", max=1)
+    lr_floor: float = flag(0.1, "what the learning rates fall to, as a share of their peak", max=1)
     muon_lr: float = flag(0.05, "learning rate of the blocks' matrices (Muon)")
-    muon_momentum_start: float = flag(0.85, "Muon's momentum at the first step", 0, 1)
-    muon_momentum_end: float = flag(0.95, "Muon's momentum after its warmup", 0, 1)
+    muon_momentum_start: float = flag(0.85, "Muon's momentum at the first step", max=1)
+    muon_momentum_end: float = flag(0.95, "Muon's momentum after its warmup", max=1)
     muon_momentum_steps: int = flag(300, "length of Muon's momentum warmup, in steps")
     head_lr: float = flag(0.008, "learning rate of the output head (Adam)")
     embed_lr: float = flag(0.6, "learning rate of all embeddings (Adam)")
     scalar_lr: float = flag(0.04, "learning rate of vectors and scalars (Adam)")
-    adam_beta1: float = flag(0.8, "decay of Adam's mean gradient", 0, 1 - 1e-9)
-    adam_beta2: float = flag(0.95, "decay of Adam's mean square", 0, 1 - 1e-9)
-    adam_eps: float = flag(1e-10, "Adam's epsilon, for gradients of the mean loss", 1e-30)
+    adam_beta1: float = flag(0.8, "decay of Adam's mean gradient", max=1 - 1e-9)
+    adam_beta2: float = flag(0.95, "decay of Adam's mean square", max=1 - 1e-9)
+    adam_eps: float = flag(1e-10, "Adam's epsilon, for gradients of the mean loss", min=1e-30)
 
 PRESETS = {
     "speedrun": Hyperparameters(),
@@ -152,8 +152,8 @@ PRESETS = {
 # A CPU with one of these is faster in bfloat16 than in float32.
 BF16_UNITS = ("amx_bf16", "avx512_bf16")
 
-# A resumed run cannot change these facts (see Plan.facts): they name the run, say how it began, or
-# decide which tokens come next.
+# What a resumed run cannot change: the run's name and place, how it began, and what decides which
+# tokens come next.
 KEPT = ("name", "records", "seed", "train_seq_len", "micro_batches", "training_data")
 
 def check_method(hp: Hyperparameters):
@@ -183,8 +183,7 @@ def resolve(hp: Hyperparameters, device: torch.device) -> Hyperparameters:
 
 def batch_size(step: int, hp: Hyperparameters) -> int:
     """The number of sequences in a step, on all processes together. If you let it grow during the
-    run, change tokens_seen as well, and use sizes that the number of processes divides. (The FP8
-    head's factor on gradients does not follow it: GPT computes that from hp.micro_batches.)"""
+    run, change tokens_seen as well, and keep each size divisible by the number of processes."""
     return hp.micro_batches
 
 def tokens_seen(step: int, hp: Hyperparameters) -> int:
@@ -193,8 +192,9 @@ def tokens_seen(step: int, hp: Hyperparameters) -> int:
 
 def window_tokens(step: int, hp: Hyperparameters) -> int:
     """The long window in tokens. It grows linearly, is rounded up to whole blocks, and stays
-    between window_start and window_end, which it reaches after 96 % of the speedrun."""
-    # This ends half a block below window_end, in the record at 1728 of 1792 tokens.
+    between window_start and window_end."""
+    # As in the record, growth ends half a block below window_end: in `speedrun` at 1728 tokens.
+    # Rounded up, that is window_end, 1792, from 96 % of the run on.
     grown = (hp.window_end - BLOCK / 2) * step / max(1, hp.num_iterations)
     return min(hp.window_end, max(hp.window_start, math.ceil(grown / BLOCK) * BLOCK))
 
@@ -246,7 +246,7 @@ class CastedLinear(nn.Linear):
         nn.init.uniform_(self.weight, -math.sqrt(3) * std, math.sqrt(3) * std)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.fp8_scales and self.training:  # validation does without, as in the record
+        if self.fp8_scales and self.training:  # validation is not in FP8, as in the record
             return FP8Linear.apply(x, self.weight, self.fp8_scales)
         return F.linear(x, self.weight.type_as(x))
 
@@ -278,8 +278,8 @@ class CausalSelfAttention(nn.Module):
         self.hp = hp
         self.rotary = rotary
         self.head_counts = (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads)  # of q, k, v
-        # Muon splits this weight into matrices of num_kv_heads * head_dim rows: with 6 heads and 2
-        # kv heads, three for the queries, and one each for the keys and the values.
+        # Muon's parts are Q, K and V. They must be equally high, so where there are fewer kv heads,
+        # Q is several of them: with 6 heads and 2 kv heads three, and the parts are five in all.
         self.qkv = CastedLinear(hp.model_dim, sum(self.head_counts) * hp.head_dim,
                                 parts=hp.num_heads // hp.num_kv_heads + 2)
         self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim, zero=True)
@@ -292,8 +292,8 @@ class CausalSelfAttention(nn.Module):
         q = self.rotary(norm(q))
         k = self.rotary(norm(k))
         if self.hp.key_offset:
-            # The half of each key that carries no position comes from the token before, so that a
-            # query which looks for a token finds the token that followed it (record #49).
+            # The half of each key that carries no position comes from the token before (record
+            # #49). In "A B ... A", the second A looks for its like, and so finds B.
             positional, content = k.chunk(2, dim=-1)
             k = torch.cat((positional, previous_token(content, begins_T)), dim=-1)
         v = self.value_mix[0] * v
@@ -328,13 +328,13 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """Call it with the tokens and targets of one sequence and the attention window; it returns the
-    mean loss per token in nats. attend_under(mask, scale) returns a function attend(q, k, v); it is
-    flex (section 4) or, on a CPU, block_sparse (section 10).
+    mean loss per token in nats. attend_under is flex (section 4) or, on a CPU, block_sparse
+    (section 10): for a mask and a scale it returns the function attend(q, k, v) that layers call.
 
     Embeddings are kept in `dtype`, and the residual stream stays in it, as forward checks after
-    each layer. All other parameters are float32. A bfloat16 stream times a float32 scalar, such as
-    residual_mix[0], stays bfloat16. Times a vector or a matrix it becomes float32: cast these with
-    type_as."""
+    each layer. All other parameters are float32. A bfloat16 stream times a float32 tensor without
+    dimensions, such as residual_mix[0], stays bfloat16. Times a vector or a matrix it becomes
+    float32: cast these with type_as."""
 
     LOGITS_TOKENS = 65536  # tokens whose logits exist at a time; validation has longer sequences
 
@@ -379,7 +379,7 @@ class GPT(nn.Module):
         for layer, block in enumerate(self.blocks):
             if layer >= first_with_skip:
                 x_TD = x_TD + self.skip_weights[layer - first_with_skip] * skips.pop()
-            value_embed = value_embeds.get(self.hp.value_embeds[layer])
+            value_embed = value_embeds.get(self.hp.value_embeds[layer])  # None for "."
             x_TD = block(x_TD, x0_TD, value_embed, begins_T, attend[self.hp.windows[layer]])
             if layer < half:
                 skips.append(x_TD)
@@ -404,7 +404,8 @@ class GPT(nn.Module):
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """A smooth cap keeps the logits between 0 and 2c. It is c tanh(z / c), shifted by c, which
-        the softmax does not see. Rows of the padded vocabulary count there, but are no targets."""
+        makes no difference to a softmax (to a z-loss it would). Tokens that only pad the vocabulary
+        have logits as well, but are never targets."""
         c = self.hp.lm_head_softcap
         return 2 * c * torch.sigmoid(self.lm_head(x_TD).float() * (2 / c))
 
@@ -445,9 +446,10 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor) -> lis
     recompile.
 
     For each query block, FlexAttention takes two lists of key blocks: partial ones, in which it
-    asks `sees` about every pair of tokens, and full ones, in which every pair is visible. The
-    window only selects blocks, so `sees` does not know of it. Here are four blocks where the second
-    document begins inside block 1, in a window of three blocks (p: partial, f: full):
+    asks `sees` about every pair of tokens, and full ones, in which every pair is visible. Since the
+    window counts whole blocks, it only selects them, and `sees` need not know of it. Here are four
+    blocks where the second document begins inside block 1, in a window of three blocks (p: partial,
+    f: full):
 
         query block   key blocks 0 1 2 3
                   0              p . . .     the diagonal is always partial, because it is causal
@@ -472,8 +474,8 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor) -> lis
     all_visible_NN = (distance_NN > 0) & (last_N[:, None] == first_N)
 
     def lists(name: str, chosen_NN: Tensor) -> dict[str, Tensor]:
-        """How many blocks each row chooses, and which: the chosen ones first. The names are those
-        of BlockMask's arguments."""
+        """How many blocks each row chooses, and a list that begins with these; FlexAttention reads
+        no further. The names are those of BlockMask's arguments."""
         count_N = chosen_NN.sum(1, dtype=torch.int32)
         order_NN = chosen_NN.int().argsort(descending=True, stable=True).int().contiguous()
         return {f"{name}_num_blocks": count_N[None, None], f"{name}_indices": order_NN[None, None]}
@@ -512,7 +514,7 @@ def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 def fp8_matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast: bool) -> Tensor:
     """a @ b.T / scale in dtype, for contiguous FP8 matrices. `fast` sums with less precision."""
-    # _scaled_mm takes a factor for each side. We give 1 for a, and for b the inverse of both.
+    # _scaled_mm multiplies by a factor for each matrix. One of them can do the work of both.
     one = torch.full((), 1.0, device=a.device)
     inverse = torch.full((), 1 / scale, device=a.device)
     return torch._scaled_mm(a, b.T, one, inverse, out_dtype=dtype, use_fast_accum=fast)
@@ -543,8 +545,8 @@ class FP8Linear(torch.autograd.Function):
 # ---- 6. Processes -------------------------------------------------------------------------------
 
 class Exchange(NamedTuple):
-    """A tensor that is on its way between processes, until `result` is called. On GPUs, `result`
-    makes the GPU's stream wait for it, and not the host."""
+    """A tensor that is on its way between processes, until `result` has waited for it. On GPUs only
+    the GPU's stream waits, and the host goes on."""
     tensor: Tensor
     work: "dist.Work | None" = None  # None where there is nothing to wait for
 
@@ -574,8 +576,8 @@ class World:
         return whole.chunk(self.size)[self.rank] if self.divides(whole) else whole
 
     def reduce_scatter(self, whole: Tensor) -> Exchange:
-        """Starts to sum a tensor over the processes. The result is this process's rows of the sum:
-        a new tensor, or, if the tensor is not divided, `whole` itself."""
+        """Starts to sum a tensor over the processes. The result is this process's rows of the sum,
+        in a new tensor. One that is not divided is summed in place, and is the result itself."""
         if not self.divides(whole):
             return self.all_reduce(whole)
         local = torch.empty_like(self.rows(whole))
@@ -634,10 +636,10 @@ class Optimizer:
         update(step)  computes the update of this process's part, and starts to send the result
         finish(step)  waits until every process has all parts
 
-    What it remembers from step to step belongs in `state`, under a name: either a list of tensors,
-    one per parameter in the order of `params`, or one tensor that stacks these, with one entry per
-    parameter in its first dimension. Checkpoints save it, and it is reset after the warmup. Each
-    tensor has its whole shape, but a process reads and writes only its own rows,
+    What it remembers from step to step belongs in `state`, under a name, with one entry per
+    parameter, in the order of `params`: in a list, or stacked in one tensor. Adam has the list
+    state["mean"], Muon the stack state["momentum"]. Checkpoints save it, and it is reset after the
+    warmup. Each tensor has its whole shape, but a process reads and writes only its own rows,
     world.rows(tensor); training_state fetches the others. (Storing its own rows alone would save
     1.1 GB on each of eight GPUs, but need code to split and join tensors.)"""
 
@@ -702,11 +704,11 @@ class MatrixOptimizer(Optimizer):
 
     def __init__(self, params, lr, hp, world):
         super().__init__(params, lr, hp, world)
-        kinds = {(*p.shape, getattr(p, "parts", 1)) for p in params.values()}
-        require(len(kinds) == 1 and len(min(kinds)) == 3, f"{list(params)}: matrices of one row of "
-                f"the table need one height, one width and one number of parts, not {kinds}")
-        ((height, width, self.parts),) = kinds
-        self.shape = (math.ceil(len(params) / world.size) * world.size, height, width)
+        kinds = {(p.shape, getattr(p, "parts", 1)) for p in params.values()}
+        shape, self.parts = min(kinds)
+        require(len(kinds) == 1 and len(shape) == 2, f"{list(params)}: one row of the table takes "
+                f"matrices of one height, one width and one number of parts, not {kinds}")
+        self.shape = (math.ceil(len(params) / world.size) * world.size, *shape)
         # Gradients and updates travel in the dtype of the activations, so gradients are rounded to
         # it before they are summed over the processes.
         self.updates = torch.zeros(self.shape, dtype=getattr(torch, hp.dtype), device=world.device)
@@ -841,7 +843,7 @@ def load_validation(shards: list[Shard], hp: Hyperparameters, world: World) -> l
     with targets of -1, which no loss counts."""
     parts = [read_tokens(shard.path, 0, shard.tokens, hp.vocab_size) for shard in shards]
     stream = torch.cat(parts)[:hp.val_tokens + 1].to(torch.int32)
-    padding = -hp.val_tokens % hp.val_seq_len
+    padding = -hp.val_tokens % hp.val_seq_len  # to whole sequences
     inputs = F.pad(stream[:-1], (0, padding), value=hp.vocab_size - 1).split(hp.val_seq_len)
     targets = F.pad(stream[1:].long(), (0, padding), value=-1).split(hp.val_seq_len)
     mine = range(world.rank, len(inputs), world.size)
@@ -870,8 +872,8 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
     window = window_tensor(step, hp, world)
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
     for inputs_T, targets_T in batches:
-        # The sum of these over micro-batches and processes is the step's mean loss. So it is with
-        # the gradients.
+        # Losses and gradients are summed over micro-batches and processes. With this division, the
+        # sums are those of the step's mean loss.
         micro_loss = model(inputs_T, targets_T, window) / batch_size(step, hp)
         micro_loss.backward()
         loss += micro_loss.detach()
@@ -907,8 +909,9 @@ def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: Worl
 
     def random_sequence(length: int) -> tuple[Tensor, Tensor]:
         tokens = torch.randint(hp.vocab_size, (length + 1,), device=world.device)
-        return tokens[:-1].int(), tokens[1:].clone()  # an alias would compile differently
-    # train_step clears the gradients, so find parameters without one before it.
+        # As in a batch, the two must not share memory: that would compile to another program.
+        return tokens[:-1].int(), tokens[1:].clone()
+    # Look for parameters without a gradient here, since train_step clears the gradients.
     model(*random_sequence(hp.train_seq_len), window_tensor(0, hp, world)).backward()
     unused = [name for name, p in model.named_parameters() if p.grad is None]
     require(not unused, f"no gradient reaches {', '.join(unused)}: use or remove these parameters")
@@ -932,8 +935,8 @@ def train(plan: "Plan", world: World, log: "RunLog"):
     for each in optimizers:
         log.write(f"{type(each).__name__}, lr {each.lr}: {', '.join(each.params)}", console=False)
 
-    # The warmup is not timed. Then the first process puts back the initial state, or that of the
-    # checkpoint, and sends it to the others.
+    # The warmup is not timed. After it, the first process puts back the initial state, or that of
+    # the checkpoint, and sends it to the others. (training_state needs all processes.)
     began = time.perf_counter()
     state = copy.deepcopy(training_state(plain_model, optimizers))
     warm_up(model, optimizers, hp, world)
@@ -1028,7 +1031,7 @@ def main(argv: list[str]):
     # others. With --check the processes do not connect, and each makes a plan of its own.
     plans = [prepare(hp, command, script, world) if world.rank == 0 or command.check else None]
     if world.size > 1 and not command.check:
-        end_with_torchrun()
+        end_if_torchrun_is_gone()
         connect(world, sha256(script.encode()))
         dist.broadcast_object_list(plans, src=0)  # this replaces the None of the others
     plan = plans[0]
@@ -1086,8 +1089,8 @@ def end_at_signals(log: "RunLog"):
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end if log.file else signal.SIG_DFL)
 
-def end_with_torchrun():
-    """Ends this process when torchrun, which started it, is gone without ending it first."""
+def end_if_torchrun_is_gone():
+    """Starts to watch torchrun, and ends this process if torchrun is gone without ending it."""
     torchrun = os.getppid()
 
     def watch():
@@ -1114,8 +1117,8 @@ def first_line(e: Exception) -> str:
 class RunLog:
     """The first process's log file and console; on other processes, writing does nothing.
 
-    Lines that cannot be written, because the disk is full, are tried again with the next one. Those
-    of a resumed run wait until its first step is done; only then is the log cut back to the
+    Lines that cannot be written, because the disk is full, are tried again with the next one. All
+    lines of a resumed run wait until its first step is done; only then is the log cut back to the
     checkpoint, so a resume that fails changes nothing."""
 
     def __init__(self, plan: "Plan", world: World):
@@ -1300,7 +1303,8 @@ def due(step: int, plan: "Plan") -> tuple[bool, bool]:
     loss is unknown or something has changed."""
     last = step == plan.hp.num_iterations
     if plan.checkpoint and step == plan.start.step:
-        return last and (math.isnan(plan.start.val_loss) or len(plan.changes) > 0), False
+        validates = last and (math.isnan(plan.start.val_loss) or len(plan.changes) > 0)
+        return validates, False
     validates = last or (plan.hp.val_loss_every > 0 and step % plan.hp.val_loss_every == 0)
     saves = step > 0 and plan.hp.save_every > 0 and (last or step % plan.hp.save_every == 0)
     return validates, saves
@@ -1429,6 +1433,7 @@ def prepare(hp: Hyperparameters, command: argparse.Namespace, script: str, world
         header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
         require(any(map(shutil.which, compilers)) and header.exists(), "Triton needs a C compiler "
                 f"(gcc, clang or $CC) and {header}: install gcc and the Python headers")
+    # Of the folder for records and those that it lies in, the first that exists:
     folder = next(path for path in Path(hp.records, "log").absolute().parents if path.exists())
     require(os.access(f"{folder}/.", os.W_OK), f"--records: {folder} is no folder to write to")
 

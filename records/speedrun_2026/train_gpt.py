@@ -75,10 +75,10 @@ BLOCK = 128  # tokens in a block of attention
 
 # ---- 1. Settings --------------------------------------------------------------------------------
 
-def flag(default, help: str, low=0, high=10**9, unit=1, marks=None):
+def flag(default, help: str, min=0, max=10**9, unit=1, marks=None):
     """A setting with its help text, its range (inclusive) and the unit that it is a multiple of.
     With `marks`, the setting is a string with one of these characters for each layer."""
-    return field(default=default, metadata=dict(help=help, allowed=(low, high, unit, marks)))
+    return field(default=default, metadata=dict(help=help, allowed=(min, max, unit, marks)))
 
 @dataclass(frozen=True)
 class Hyperparameters:
@@ -87,23 +87,23 @@ class Hyperparameters:
     # The run
     name: str = flag("speedrun_2026", "name of the run, which its log's name contains")
     records: str = flag("records", "folder for the log and the checkpoints")
-    seed: int = flag(-1, "seed of the initial weights; -1 draws one", -1, 2**63 - 1)
+    seed: int = flag(-1, "seed of the initial weights; -1 draws one", min=-1, max=2**63 - 1)
     dtype: str = flag("auto", "bfloat16, float32, or auto: bfloat16 where the device is fast at it")
     save_every: int = flag(500, "steps between checkpoints; 0 saves none, not even at the end")
     val_loss_every: int = flag(125, "steps between validations; 0 validates only at the end")
     # Data
     train_files: str = flag("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
     val_files: str = flag("data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
-    vocab_size: int = flag(50257, "size of the vocabulary; its last token begins a text", 2, 65536)
-    train_seq_len: int = flag(16 * 1024, "tokens per training sequence", 1, unit=BLOCK)
-    val_seq_len: int = flag(256 * 1024, "tokens per validation sequence", 1, unit=BLOCK)
+    vocab_size: int = flag(50257, "vocabulary size; the last token begins a text", min=2, max=65536)
+    train_seq_len: int = flag(16 * 1024, "tokens per training sequence", min=1, unit=BLOCK)
+    val_seq_len: int = flag(256 * 1024, "tokens per validation sequence", min=1, unit=BLOCK)
     val_tokens: int = flag(10485760, "number of validation tokens; 0 takes all")
     micro_batches: int = flag(8, "sequences per step, on all processes together; in each "
                               "stage times its BATCH", 1, 10**5)
     stages: str = flag("1:1:384,2:1.52:896,3:1.73:1408", "BATCH:LR:WINDOW of each stage, "
                        "which are equal parts of the run: factors on micro_batches and on the "
                        "learning rates, and the long window in tokens")
-    epochs: int = flag(1, "at most this many passes over the training shards", 1, 10**5)
+    epochs: int = flag(1, "at most this many passes over the training shards", min=1, max=10**5)
     # The layers: strings with one character per layer
     windows: str = flag("SSSLSSSSSSL", "L: long window, S: half of its blocks", marks="LS")
     attention: str = flag("xxxxxx.xxxx", "x: with attention, .: without", marks="x.")
@@ -111,30 +111,30 @@ class Hyperparameters:
     skips: str = flag("......43210", "layer (from 0) whose output is added to this one's input, "
                       ".: none", marks="0123456789.")
     # The model
-    model_dim: int = flag(768, "width of the residual stream", 16, 2**16, unit=16)
-    num_heads: int = flag(6, "number of query heads", 1, 2**10)
+    model_dim: int = flag(768, "width of the residual stream", min=16, max=2**16, unit=16)
+    num_heads: int = flag(6, "number of query heads", min=1, max=2**10)
     num_kv_heads: int = flag(0, "number of key and value heads; 0: as many as num_heads")
-    head_dim: int = flag(128, "width of a head", 16, 2**10, unit=16)
-    attention_scale: float = flag(0.12, "factor on the attention scores", -10**9)
-    rope_base: float = flag(1024.0, "base of the rotary frequencies", 1)
+    head_dim: int = flag(128, "width of a head", min=16, max=2**10, unit=16)
+    attention_scale: float = flag(0.12, "factor on the attention scores", min=-10**9)
+    rope_base: float = flag(1024.0, "base of the rotary frequencies", min=1)
     lm_head_softcap: float = flag(15.0, "c in the cap of the logits, softcap_height * "
                                 "sigmoid(2 * (logit + softcap_shift) / c)", 0.1)
-    softcap_height: float = flag(23.0, "upper bound of the logits", 0.1, 70)
-    softcap_shift: float = flag(5.0, "what the cap adds to each logit first", -99, 99)
+    softcap_height: float = flag(23.0, "upper bound of the logits", min=0.1, max=70)
+    softcap_shift: float = flag(5.0, "what the cap adds to each logit first", min=-99, max=99)
     use_fp8: bool = flag(True, "train the output head in FP8 where the hardware can")
     late_input: int = flag(7, "layer (from 0) whose output attention in all later layers reads")
     backout: int = flag(7, "layer (from 0) of whose output a share is subtracted at the end")
-    pair_rows: int = flag(377280, "rows of the embedding of pairs of tokens", 1)
+    pair_rows: int = flag(377280, "rows of the embedding of pairs of tokens", min=1)
     # Optimization
-    num_iterations: int = flag(1284, "training steps", 0, 10**7)
-    future_tokens: int = flag(0, "tokens after the next one that count in the training loss", 0, 9)
-    cooldown_frac: float = flag(0.6, "fraction of the run, at its end, with falling rates", 0, 1)
-    lr_floor: float = flag(0.15, "factor on the learning rates at the end of the run", 0, 1)
+    num_iterations: int = flag(1284, "training steps", max=10**7)
+    future_tokens: int = flag(0, "tokens after the next one that count in the training loss", max=9)
+    cooldown_frac: float = flag(0.6, "fraction of the run, at its end, with falling rates", max=1)
+    lr_floor: float = flag(0.15, "factor on the learning rates at the end of the run", max=1)
     muon_lr: float = flag(0.023, "learning rate of the blocks' matrices (Muon)")
-    muon_momentum_start: float = flag(0.85, "Muon's momentum at the first step", 0, 1)
-    muon_momentum_end: float = flag(0.95, "Muon's momentum after its warmup", 0, 1)
+    muon_momentum_start: float = flag(0.85, "Muon's momentum at the first step", max=1)
+    muon_momentum_end: float = flag(0.95, "Muon's momentum after its warmup", max=1)
     muon_momentum_steps: int = flag(300, "length of Muon's momentum warmup, in steps")
-    muon_beta2: float = flag(0.95, "decay of NorMuon's mean square of each row", 0, 1 - 1e-9)
+    muon_beta2: float = flag(0.95, "decay of NorMuon's mean square of each row", max=1 - 1e-9)
     muon_decay: float = flag(1.2, "cautious weight decay of the blocks' matrices, a factor on the "
                              "square of their learning rate")
     head_lr: float = flag(0.008, "learning rate of the output head (Adam)")
@@ -144,9 +144,9 @@ class Hyperparameters:
     scalar_lr: float = flag(0.04, "learning rate of vectors and scalars (Adam)")
     adam_every: int = flag(2, "Adam steps once every so many training steps, with the sum of their "
                            "gradients", 1)
-    adam_beta1: float = flag(0.5, "decay of Adam's mean gradient", 0, 1 - 1e-9)
-    adam_beta2: float = flag(0.95, "decay of Adam's mean square", 0, 1 - 1e-9)
-    adam_eps: float = flag(1e-10, "Adam's epsilon, for gradients of the mean loss", 1e-30)
+    adam_beta1: float = flag(0.5, "decay of Adam's mean gradient", max=1 - 1e-9)
+    adam_beta2: float = flag(0.95, "decay of Adam's mean square", max=1 - 1e-9)
+    adam_eps: float = flag(1e-10, "Adam's epsilon, for gradients of the mean loss", min=1e-30)
 
 PRESETS = {
     "speedrun": Hyperparameters(),
@@ -168,8 +168,8 @@ PRESETS = {
 # A CPU with one of these is faster in bfloat16 than in float32.
 BF16_UNITS = ("amx_bf16", "avx512_bf16")
 
-# A resumed run cannot change these facts (see Plan.facts): they name the run, say how it began, or
-# decide which tokens come next.
+# What a resumed run cannot change: the run's name and place, how it began, and what decides which
+# tokens come next.
 KEPT = ("name", "records", "seed", "train_seq_len", "micro_batches", "stages", "num_iterations",
         "training_data")
 
@@ -305,7 +305,7 @@ class CastedLinear(nn.Linear):
         nn.init.uniform_(self.weight, -math.sqrt(3) * std, math.sqrt(3) * std)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.fp8_scales and self.training:  # validation does without, as in the record
+        if self.fp8_scales and self.training:  # validation is not in FP8, as in the record
             return FP8Linear.apply(x, self.weight, self.fp8_scales)
         return F.linear(x, self.weight.type_as(x))
 
@@ -338,8 +338,8 @@ class CausalSelfAttention(nn.Module):
         self.key_offset = hp.windows[layer] == "L"
         self.rotary = rotary
         self.head_counts = (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads)  # of q, k, v
-        # Muon splits this weight into matrices of num_kv_heads * head_dim rows: with 6 heads and 2
-        # kv heads, three for the queries, and one each for the keys and the values.
+        # Muon's parts are Q, K and V. They must be equally high, so where there are fewer kv heads,
+        # Q is several of them: with 6 heads and 2 kv heads three, and the parts are five in all.
         self.qkv = CastedLinear(hp.model_dim, sum(self.head_counts) * hp.head_dim,
                                 parts=hp.num_heads // hp.num_kv_heads + 2)
         self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim, zero=True)
@@ -352,8 +352,8 @@ class CausalSelfAttention(nn.Module):
         q = self.rotary(norm(q))
         k = self.rotary(norm(k))
         if self.key_offset:
-            # The half of each key that carries no position comes from the token before, so that a
-            # query which looks for a token finds the token that followed it (record #49).
+            # The half of each key that carries no position comes from the token before (record
+            # #49). In "A B ... A", the second A looks for its like, and so finds B.
             positional, content = k.chunk(2, dim=-1)
             k = torch.cat((positional, previous_token(content, begins_T)), dim=-1)
         v = self.value_mix[0] * v
@@ -395,9 +395,9 @@ class GPT(nn.Module):
     attend(q, k, v); it is flex (section 4) or, on a CPU, block_sparse (section 10).
 
     Embeddings are kept in `dtype`, and the residual stream stays in it, as forward checks after
-    each layer. All other parameters are float32. A bfloat16 stream times a float32 scalar, such as
-    residual_mix[0], stays bfloat16. Times a vector or a matrix it becomes float32: cast these with
-    type_as.
+    each layer. All other parameters are float32. A bfloat16 stream times a float32 tensor without
+    dimensions, such as residual_mix[0], stays bfloat16. Times a vector or a matrix it becomes
+    float32: cast these with type_as.
 
     On a GPU, `main` has all but the lookup of embeddings compiled. The gradients of embeddings then
     stay lists of rows until Adam sums them (summed_gradient). A compiled lookup would make a whole
@@ -470,7 +470,7 @@ class GPT(nn.Module):
             if self.hp.skips[layer] != ".":
                 x_TD = x_TD + skip_weights.pop(0) * outputs[int(self.hp.skips[layer])]
             late_TD = outputs[self.hp.late_input] if layer > self.hp.late_input else None
-            value_embed = value_embeds.get(self.hp.value_embeds[layer])
+            value_embed = value_embeds.get(self.hp.value_embeds[layer])  # None for "."
             x_TD = block(x_TD, x0_TD, late_TD, value_embed, begins_T,
                          attend[self.hp.windows[layer]])
             outputs.append(x_TD)
@@ -531,9 +531,10 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor) -> lis
     recompile.
 
     For each query block, FlexAttention takes two lists of key blocks: partial ones, in which it
-    asks `sees` about every pair of tokens, and full ones, in which every pair is visible. The
-    window only selects blocks, so `sees` does not know of it. Here are four blocks where the second
-    document begins inside block 1, in a window of three blocks (p: partial, f: full):
+    asks `sees` about every pair of tokens, and full ones, in which every pair is visible. Since the
+    window counts whole blocks, it only selects them, and `sees` need not know of it. Here are four
+    blocks where the second document begins inside block 1, in a window of three blocks (p: partial,
+    f: full):
 
         query block   key blocks 0 1 2 3
                   0              p . . .     the diagonal is always partial, because it is causal
@@ -558,8 +559,8 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor) -> lis
     all_visible_NN = (distance_NN > 0) & (last_N[:, None] == first_N)
 
     def lists(name: str, chosen_NN: Tensor) -> dict[str, Tensor]:
-        """How many blocks each row chooses, and which: the chosen ones first. The names are those
-        of BlockMask's arguments."""
+        """How many blocks each row chooses, and a list that begins with these; FlexAttention reads
+        no further. The names are those of BlockMask's arguments."""
         count_N = chosen_NN.sum(1, dtype=torch.int32)
         order_NN = chosen_NN.int().argsort(descending=True, stable=True).int().contiguous()
         return {f"{name}_num_blocks": count_N[None, None], f"{name}_indices": order_NN[None, None]}
@@ -598,7 +599,7 @@ def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 def fp8_matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast: bool) -> Tensor:
     """a @ b.T / scale in dtype, for contiguous FP8 matrices. `fast` sums with less precision."""
-    # _scaled_mm takes a factor for each side. We give 1 for a, and for b the inverse of both.
+    # _scaled_mm multiplies by a factor for each matrix. One of them can do the work of both.
     one = torch.full((), 1.0, device=a.device)
     inverse = torch.full((), 1 / scale, device=a.device)
     return torch._scaled_mm(a, b.T, one, inverse, out_dtype=dtype, use_fast_accum=fast)
@@ -629,8 +630,8 @@ class FP8Linear(torch.autograd.Function):
 # ---- 6. Processes -------------------------------------------------------------------------------
 
 class Exchange(NamedTuple):
-    """A tensor that is on its way between processes, until `result` is called. On GPUs, `result`
-    makes the GPU's stream wait for it, and not the host."""
+    """A tensor that is on its way between processes, until `result` has waited for it. On GPUs only
+    the GPU's stream waits, and the host goes on."""
     tensor: Tensor
     work: "dist.Work | None" = None  # None where there is nothing to wait for
 
@@ -660,8 +661,8 @@ class World:
         return whole.chunk(self.size)[self.rank] if self.divides(whole) else whole
 
     def reduce_scatter(self, whole: Tensor) -> Exchange:
-        """Starts to sum a tensor over the processes. The result is this process's rows of the sum:
-        a new tensor, or, if the tensor is not divided, `whole` itself."""
+        """Starts to sum a tensor over the processes. The result is this process's rows of the sum,
+        in a new tensor. One that is not divided is summed in place, and is the result itself."""
         if not self.divides(whole):
             return self.all_reduce(whole)
         local = torch.empty_like(self.rows(whole))
@@ -723,10 +724,10 @@ class Optimizer:
     An optimizer whose `every` is 2 takes part in every second step only; gradients accumulate in
     between.
 
-    What it remembers from step to step belongs in `state`, under a name: either a list of tensors,
-    one per parameter in the order of `params`, or one tensor that stacks these, with one entry per
-    parameter in its first dimension. Checkpoints save it, and it is reset after the warmup. Each
-    tensor has its whole shape, but a process reads and writes only its own rows,
+    What it remembers from step to step belongs in `state`, under a name, with one entry per
+    parameter, in the order of `params`: in a list, or stacked in one tensor. Adam has the list
+    state["mean"], Muon the stack state["momentum"]. Checkpoints save it, and it is reset after the
+    warmup. Each tensor has its whole shape, but a process reads and writes only its own rows,
     world.rows(tensor); training_state fetches the others. (Storing its own rows alone would save
     2.1 GB on each of eight GPUs, but need code to split and join tensors.)"""
 
@@ -819,11 +820,11 @@ class MatrixOptimizer(Optimizer):
 
     def __init__(self, params, lr, hp, world):
         super().__init__(params, lr, hp, world)
-        kinds = {(*p.shape, getattr(p, "parts", 1)) for p in params.values()}
-        require(len(kinds) == 1 and len(min(kinds)) == 3, f"{list(params)}: matrices of one row of "
-                f"the table need one height, one width and one number of parts, not {kinds}")
-        ((height, width, self.parts),) = kinds
-        self.shape = (math.ceil(len(params) / world.size) * world.size, height, width)
+        kinds = {(p.shape, getattr(p, "parts", 1)) for p in params.values()}
+        shape, self.parts = min(kinds)
+        require(len(kinds) == 1 and len(shape) == 2, f"{list(params)}: one row of the table takes "
+                f"matrices of one height, one width and one number of parts, not {kinds}")
+        self.shape = (math.ceil(len(params) / world.size) * world.size, *shape)
         # Gradients and updates travel in the dtype of the activations, so gradients are rounded to
         # it before they are summed over the processes.
         self.updates = torch.zeros(self.shape, dtype=getattr(torch, hp.dtype), device=world.device)
@@ -980,7 +981,7 @@ def load_validation(shards: list[Shard], hp: Hyperparameters, world: World) -> l
     with targets of -1, which no loss counts."""
     parts = [read_tokens(shard.path, 0, shard.tokens, hp.vocab_size) for shard in shards]
     stream = torch.cat(parts)[:hp.val_tokens + 1].to(torch.int32)
-    padding = -hp.val_tokens % hp.val_seq_len
+    padding = -hp.val_tokens % hp.val_seq_len  # to whole sequences
     inputs = F.pad(stream[:-1], (0, padding), value=hp.vocab_size - 1).split(hp.val_seq_len)
     targets = F.pad(stream[1:].long(), (0, padding), value=-1).split(hp.val_seq_len)
     mine = range(world.rank, len(inputs), world.size)
@@ -1014,8 +1015,8 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
     future = future_tensors(step, hp, world)
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
     for inputs_T, targets_T in batches:
-        # The sum of these over micro-batches and processes is the step's mean loss. So it is with
-        # the gradients.
+        # Losses and gradients are summed over micro-batches and processes. With this division, the
+        # sums are those of the step's mean loss.
         micro_loss = model(inputs_T, targets_T, window, future) / batch_size(step, hp)
         micro_loss.backward()
         loss += micro_loss.detach()
@@ -1054,8 +1055,9 @@ def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: Worl
 
     def random_sequence(length: int) -> tuple[Tensor, Tensor]:
         tokens = torch.randint(hp.vocab_size, (length + 1,), device=world.device)
-        return tokens[:-1].int(), tokens[1:].clone()  # an alias would compile differently
-    # train_step clears the gradients, so find parameters without one before it.
+        # As in a batch, the two must not share memory: that would compile to another program.
+        return tokens[:-1].int(), tokens[1:].clone()
+    # Look for parameters without a gradient here, since train_step clears the gradients.
     scheduled = window_tensor(0, hp, world), future_tensors(0, hp, world)
     model(*random_sequence(hp.train_seq_len), *scheduled).backward()
     unused = [name for name, p in model.named_parameters() if p.grad is None]
@@ -1080,8 +1082,8 @@ def train(plan: "Plan", world: World, log: "RunLog"):
     for each in optimizers:
         log.write(f"{type(each).__name__}, lr {each.lr}: {', '.join(each.params)}", console=False)
 
-    # The warmup is not timed. Then the first process puts back the initial state, or that of the
-    # checkpoint, and sends it to the others.
+    # The warmup is not timed. After it, the first process puts back the initial state, or that of
+    # the checkpoint, and sends it to the others. (training_state needs all processes.)
     began = time.perf_counter()
     state = copy.deepcopy(training_state(model, optimizers))
     warm_up(model, optimizers, hp, world)
@@ -1176,7 +1178,7 @@ def main(argv: list[str]):
     # others. With --check the processes do not connect, and each makes a plan of its own.
     plans = [prepare(hp, command, script, world) if world.rank == 0 or command.check else None]
     if world.size > 1 and not command.check:
-        end_with_torchrun()
+        end_if_torchrun_is_gone()
         connect(world, sha256(script.encode()))
         dist.broadcast_object_list(plans, src=0)  # this replaces the None of the others
     plan = plans[0]
@@ -1234,8 +1236,8 @@ def end_at_signals(log: "RunLog"):
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end if log.file else signal.SIG_DFL)
 
-def end_with_torchrun():
-    """Ends this process when torchrun, which started it, is gone without ending it first."""
+def end_if_torchrun_is_gone():
+    """Starts to watch torchrun, and ends this process if torchrun is gone without ending it."""
     torchrun = os.getppid()
 
     def watch():
@@ -1262,8 +1264,8 @@ def first_line(e: Exception) -> str:
 class RunLog:
     """The first process's log file and console; on other processes, writing does nothing.
 
-    Lines that cannot be written, because the disk is full, are tried again with the next one. Those
-    of a resumed run wait until its first step is done; only then is the log cut back to the
+    Lines that cannot be written, because the disk is full, are tried again with the next one. All
+    lines of a resumed run wait until its first step is done; only then is the log cut back to the
     checkpoint, so a resume that fails changes nothing."""
 
     def __init__(self, plan: "Plan", world: World):
@@ -1448,7 +1450,8 @@ def due(step: int, plan: "Plan") -> tuple[bool, bool]:
     loss is unknown or something has changed."""
     last = step == plan.hp.num_iterations
     if plan.checkpoint and step == plan.start.step:
-        return last and (math.isnan(plan.start.val_loss) or len(plan.changes) > 0), False
+        validates = last and (math.isnan(plan.start.val_loss) or len(plan.changes) > 0)
+        return validates, False
     validates = last or (plan.hp.val_loss_every > 0 and step % plan.hp.val_loss_every == 0)
     saves = step > 0 and plan.hp.save_every > 0 and (last or step % plan.hp.save_every == 0)
     return validates, saves
@@ -1577,6 +1580,7 @@ def prepare(hp: Hyperparameters, command: argparse.Namespace, script: str, world
         header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
         require(any(map(shutil.which, compilers)) and header.exists(), "Triton needs a C compiler "
                 f"(gcc, clang or $CC) and {header}: install gcc and the Python headers")
+    # Of the folder for records and those that it lies in, the first that exists:
     folder = next(path for path in Path(hp.records, "log").absolute().parents if path.exists())
     require(os.access(f"{folder}/.", os.W_OK), f"--records: {folder} is no folder to write to")
 
