@@ -112,7 +112,7 @@ class Hyperparameters:
     head_dim: int = flag(128, "width of a head", min=16, max=2**10, unit=16)
     attention_scale: float = flag(0.12, "factor on the attention scores", min=-10**9)
     rope_base: float = flag(1024.0, "base of the rotary frequencies", min=1)
-    lm_head_softcap: float = flag(15.0, "cap c: logits z become c + c tanh(z / c)", min=0.1, max=35)
+    lm_head_softcap: float = flag(15.0, "cap c: logits z become c + c tanh(z / c)", min=0.1)
     use_fp8: bool = flag(True, "train the output head in FP8 where the hardware can")
     window_start: int = flag(128, "long window at the start, in tokens", min=1)
     window_end: int = flag(1792, "long window at the end, in tokens", min=1)
@@ -278,8 +278,8 @@ class CausalSelfAttention(nn.Module):
         self.hp = hp
         self.rotary = rotary
         self.head_counts = (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads)  # of q, k, v
-        # Muon's parts are Q, K and V. They must be equally high, so where there are fewer kv heads,
-        # Q is several of them: with 6 heads and 2 kv heads three, and the parts are five in all.
+        # Muon's parts are Q, K and V. Parts must be equally high: with 6 heads and 2 kv heads, Q
+        # makes three of them, so that there are five.
         self.qkv = CastedLinear(hp.model_dim, sum(self.head_counts) * hp.head_dim,
                                 parts=hp.num_heads // hp.num_kv_heads + 2)
         self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim, zero=True)
@@ -293,7 +293,7 @@ class CausalSelfAttention(nn.Module):
         k = self.rotary(norm(k))
         if self.hp.key_offset:
             # The half of each key that carries no position comes from the token before (record
-            # #49). In "A B ... A", the second A looks for its like, and so finds B.
+            # #49). In "A B ... A", that half of B's key is A's, so the second A finds B.
             positional, content = k.chunk(2, dim=-1)
             k = torch.cat((positional, previous_token(content, begins_T)), dim=-1)
         v = self.value_mix[0] * v
@@ -357,7 +357,8 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(hp, layer, rotary) for layer in range(len(hp.windows)))
         self.skip_weights = nn.Parameter(torch.ones(len(self.blocks) // 2))
         # FP8_SCALES is for the gradient of one sequence's mean loss. train_step divides that by
-        # micro_batches, so the gradient's factor is multiplied by it.
+        # micro_batches, so the gradient's factor is multiplied by it. (A batch that grows during
+        # the run would need a larger factor then.)
         scales = (*FP8_SCALES[:2], FP8_SCALES[2] * hp.micro_batches)
         self.lm_head = CastedLinear(hp.model_dim, padded_vocab, zero=True,
                                     fp8_scales=scales if hp.use_fp8 else None)
@@ -374,11 +375,11 @@ class GPT(nn.Module):
         # odd number of layers, the one in the middle does neither.
         x_TD = x0_TD = self.embedded(tokens_T, begins_T)
         half = len(self.blocks) // 2
-        first_with_skip = len(self.blocks) - half
         skips = []
         for layer, block in enumerate(self.blocks):
-            if layer >= first_with_skip:
-                x_TD = x_TD + self.skip_weights[layer - first_with_skip] * skips.pop()
+            if layer >= len(self.blocks) - half:
+                weight = self.skip_weights[layer - len(self.blocks)]  # the last layer has the last
+                x_TD = x_TD + weight * skips.pop()
             value_embed = value_embeds.get(self.hp.value_embeds[layer])  # None for "."
             x_TD = block(x_TD, x0_TD, value_embed, begins_T, attend[self.hp.windows[layer]])
             if layer < half:
@@ -577,7 +578,7 @@ class World:
 
     def reduce_scatter(self, whole: Tensor) -> Exchange:
         """Starts to sum a tensor over the processes. The result is this process's rows of the sum,
-        in a new tensor. One that is not divided is summed in place, and is the result itself."""
+        in a new tensor. A tensor that is not divided is summed in place, and is the result."""
         if not self.divides(whole):
             return self.all_reduce(whole)
         local = torch.empty_like(self.rows(whole))
@@ -656,7 +657,7 @@ class Optimizer:
 class Adam(Optimizer):
     """Adam (arXiv:1412.6980) by PyTorch's fused kernel, which decays weights as AdamW does
     (arXiv:1711.05101); in the table, partial(Adam, weight_decay=0.1) is an optimizer with decay.
-    Each process updates its rows of every parameter."""
+    Each process updates its rows of every matrix, and all of every vector and scalar."""
 
     def __init__(self, params, lr, hp, world, weight_decay=0.0):
         super().__init__(params, lr, hp, world)
@@ -699,8 +700,9 @@ class MatrixOptimizer(Optimizer):
     matrices from their gradients, [n / processes, height, width] in float32. The zeros that fill up
     the stack may be among them, and in the first step all gradients of the blocks are zero, because
     the layers that start at zero let none through. Keep what the subclass remembers as state[name],
-    a stack [n, ...] where n is self.shape[0], and use world.rows(state[name]). `parts` is that of
-    CastedLinear: n counts whole matrices, not their parts."""
+    a stack of two or more dimensions, [n, ...] where n is self.shape[0], and use
+    world.rows(state[name]). `parts` is that of CastedLinear: n counts whole matrices, not their
+    parts."""
 
     def __init__(self, params, lr, hp, world):
         super().__init__(params, lr, hp, world)
@@ -909,7 +911,8 @@ def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: Worl
 
     def random_sequence(length: int) -> tuple[Tensor, Tensor]:
         tokens = torch.randint(hp.vocab_size, (length + 1,), device=world.device)
-        # As in a batch, the two must not share memory: that would compile to another program.
+        # As in a batch, the targets begin at an aligned address. tokens[1:] itself does not, and
+        # would compile to another program.
         return tokens[:-1].int(), tokens[1:].clone()
     # Look for parameters without a gradient here, since train_step clears the gradients.
     model(*random_sequence(hp.train_seq_len), window_tensor(0, hp, world)).backward()
@@ -1275,6 +1278,7 @@ def training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict:
         for name, tensors in optimizer.state.items():
             # One entry per parameter, except that a stack is filled up for the processes.
             assert 0 <= len(tensors) - len(optimizer.params) < optimizer.world.size, name
+            assert isinstance(tensors, list) or tensors.ndim > 1, f"{name}: [n] must be [n, 1]"
             # This process has only its own rows of a tensor, or of a stack. Fetch the others.
             for tensor in tensors if isinstance(tensors, list) else [tensors]:
                 optimizer.world.all_gather(tensor).result()
@@ -1303,8 +1307,7 @@ def due(step: int, plan: "Plan") -> tuple[bool, bool]:
     loss is unknown or something has changed."""
     last = step == plan.hp.num_iterations
     if plan.checkpoint and step == plan.start.step:
-        validates = last and (math.isnan(plan.start.val_loss) or len(plan.changes) > 0)
-        return validates, False
+        return (last and (math.isnan(plan.start.val_loss) or len(plan.changes) > 0)), False
     validates = last or (plan.hp.val_loss_every > 0 and step % plan.hp.val_loss_every == 0)
     saves = step > 0 and plan.hp.save_every > 0 and (last or step % plan.hp.save_every == 0)
     return validates, saves
@@ -1433,7 +1436,7 @@ def prepare(hp: Hyperparameters, command: argparse.Namespace, script: str, world
         header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
         require(any(map(shutil.which, compilers)) and header.exists(), "Triton needs a C compiler "
                 f"(gcc, clang or $CC) and {header}: install gcc and the Python headers")
-    # Of the folder for records and those that it lies in, the first that exists:
+    # The folder for records, or the nearest one above it that exists:
     folder = next(path for path in Path(hp.records, "log").absolute().parents if path.exists())
     require(os.access(f"{folder}/.", os.W_OK), f"--records: {folder} is no folder to write to")
 

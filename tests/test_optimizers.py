@@ -445,9 +445,11 @@ def test_a_users_optimizer_trains_saves_and_resumes(tmp_path, shards, ranks):
             assert torch.equal(tensor, again["optimizers"][kind][name]), (kind, name)
 
 
-@pytest.mark.parametrize("state", [lambda n: torch.zeros(2 * n, 3), lambda n: [torch.zeros(3)]])
-def test_a_state_without_one_entry_per_parameter_is_refused(state):
-    """Else zip() would leave out the rest, which would then be neither saved nor loaded."""
+@pytest.mark.parametrize("state", [lambda n: torch.zeros(2 * n, 3), lambda n: [torch.zeros(3)],
+                                   lambda n: torch.zeros(n)])
+def test_a_state_that_would_not_be_saved_whole_is_refused(state):
+    """If the number of entries is not that of the parameters, zip() would leave out the rest. A
+    vector is not divided among the processes, so that the entries of the others would be lost."""
     world = World(0, 1, torch.device("cpu"))
     model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4) for name in "ab"})
     optimizer = train_gpt.Adam(dict(model.named_parameters()), 0.1, HP, world)

@@ -99,7 +99,7 @@ class Hyperparameters:
     val_seq_len: int = flag(256 * 1024, "tokens per validation sequence", min=1, unit=BLOCK)
     val_tokens: int = flag(10485760, "number of validation tokens; 0 takes all")
     micro_batches: int = flag(8, "sequences per step, on all processes together; in each "
-                              "stage times its BATCH", 1, 10**5)
+                              "stage times its BATCH", min=1, max=10**5)
     stages: str = flag("1:1:384,2:1.52:896,3:1.73:1408", "BATCH:LR:WINDOW of each stage, "
                        "which are equal parts of the run: factors on micro_batches and on the "
                        "learning rates, and the long window in tokens")
@@ -118,7 +118,7 @@ class Hyperparameters:
     attention_scale: float = flag(0.12, "factor on the attention scores", min=-10**9)
     rope_base: float = flag(1024.0, "base of the rotary frequencies", min=1)
     lm_head_softcap: float = flag(15.0, "c in the cap of the logits, softcap_height * "
-                                "sigmoid(2 * (logit + softcap_shift) / c)", 0.1)
+                                "sigmoid(2 * (logit + softcap_shift) / c)", min=0.1)
     softcap_height: float = flag(23.0, "upper bound of the logits", min=0.1, max=70)
     softcap_shift: float = flag(5.0, "what the cap adds to each logit first", min=-99, max=99)
     use_fp8: bool = flag(True, "train the output head in FP8 where the hardware can")
@@ -143,7 +143,7 @@ class Hyperparameters:
                               "square of their learning rate")
     scalar_lr: float = flag(0.04, "learning rate of vectors and scalars (Adam)")
     adam_every: int = flag(2, "Adam steps once every so many training steps, with the sum of their "
-                           "gradients", 1)
+                           "gradients", min=1)
     adam_beta1: float = flag(0.5, "decay of Adam's mean gradient", max=1 - 1e-9)
     adam_beta2: float = flag(0.95, "decay of Adam's mean square", max=1 - 1e-9)
     adam_eps: float = flag(1e-10, "Adam's epsilon, for gradients of the mean loss", min=1e-30)
@@ -338,8 +338,8 @@ class CausalSelfAttention(nn.Module):
         self.key_offset = hp.windows[layer] == "L"
         self.rotary = rotary
         self.head_counts = (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads)  # of q, k, v
-        # Muon's parts are Q, K and V. They must be equally high, so where there are fewer kv heads,
-        # Q is several of them: with 6 heads and 2 kv heads three, and the parts are five in all.
+        # Muon's parts are Q, K and V. Parts must be equally high: with 6 heads and 2 kv heads, Q
+        # makes three of them, so that there are five.
         self.qkv = CastedLinear(hp.model_dim, sum(self.head_counts) * hp.head_dim,
                                 parts=hp.num_heads // hp.num_kv_heads + 2)
         self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim, zero=True)
@@ -353,7 +353,7 @@ class CausalSelfAttention(nn.Module):
         k = self.rotary(norm(k))
         if self.key_offset:
             # The half of each key that carries no position comes from the token before (record
-            # #49). In "A B ... A", the second A looks for its like, and so finds B.
+            # #49). In "A B ... A", that half of B's key is A's, so the second A finds B.
             positional, content = k.chunk(2, dim=-1)
             k = torch.cat((positional, previous_token(content, begins_T)), dim=-1)
         v = self.value_mix[0] * v
@@ -391,8 +391,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Call it with the tokens and targets of one sequence and the attention window; it returns the
     mean loss per token in nats. In training it also gets the weights that the tokens after the
-    target have in the loss (future_weights). attend_under(mask, scale) returns a function
-    attend(q, k, v); it is flex (section 4) or, on a CPU, block_sparse (section 10).
+    target have in the loss (future_weights). attend_under is flex (section 4) or, on a CPU,
+    block_sparse (section 10): for a mask and a scale it returns the function attend(q, k, v) that
+    layers call.
 
     Embeddings are kept in `dtype`, and the residual stream stays in it, as forward checks after
     each layer. All other parameters are float32. A bfloat16 stream times a float32 tensor without
@@ -662,7 +663,7 @@ class World:
 
     def reduce_scatter(self, whole: Tensor) -> Exchange:
         """Starts to sum a tensor over the processes. The result is this process's rows of the sum,
-        in a new tensor. One that is not divided is summed in place, and is the result itself."""
+        in a new tensor. A tensor that is not divided is summed in place, and is the result."""
         if not self.divides(whole):
             return self.all_reduce(whole)
         local = torch.empty_like(self.rows(whole))
@@ -765,7 +766,8 @@ def summed_gradient(p: Tensor) -> Tensor:
 
 class Adam(Optimizer):
     """Adam (arXiv:1412.6980) by PyTorch's fused kernel. Each process updates its rows of every
-    parameter. It steps once every adam_every training steps (record #39)."""
+    matrix, and all of every vector and scalar. It steps once every adam_every training steps
+    (record #39)."""
 
     def __init__(self, params, lr, hp, world, decay=0.0):
         super().__init__(params, lr, hp, world)
@@ -815,8 +817,9 @@ class MatrixOptimizer(Optimizer):
     matrices from their gradients, [n / processes, height, width] in float32. The zeros that fill up
     the stack may be among them, and in the first step all gradients of the blocks are zero, because
     the layers that start at zero let none through. Keep what the subclass remembers as state[name],
-    a stack [n, ...] where n is self.shape[0], and use world.rows(state[name]). `parts` is that of
-    CastedLinear: n counts whole matrices, not their parts."""
+    a stack of two or more dimensions, [n, ...] where n is self.shape[0], and use
+    world.rows(state[name]). `parts` is that of CastedLinear: n counts whole matrices, not their
+    parts."""
 
     def __init__(self, params, lr, hp, world):
         super().__init__(params, lr, hp, world)
@@ -1055,7 +1058,8 @@ def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: Worl
 
     def random_sequence(length: int) -> tuple[Tensor, Tensor]:
         tokens = torch.randint(hp.vocab_size, (length + 1,), device=world.device)
-        # As in a batch, the two must not share memory: that would compile to another program.
+        # As in a batch, the targets begin at an aligned address. tokens[1:] itself does not, and
+        # would compile to another program.
         return tokens[:-1].int(), tokens[1:].clone()
     # Look for parameters without a gradient here, since train_step clears the gradients.
     scheduled = window_tensor(0, hp, world), future_tensors(0, hp, world)
@@ -1422,6 +1426,7 @@ def training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict:
         for name, tensors in optimizer.state.items():
             # One entry per parameter, except that a stack is filled up for the processes.
             assert 0 <= len(tensors) - len(optimizer.params) < optimizer.world.size, name
+            assert isinstance(tensors, list) or tensors.ndim > 1, f"{name}: [n] must be [n, 1]"
             # This process has only its own rows of a tensor, or of a stack. Fetch the others.
             for tensor in tensors if isinstance(tensors, list) else [tensors]:
                 optimizer.world.all_gather(tensor).result()
@@ -1450,8 +1455,7 @@ def due(step: int, plan: "Plan") -> tuple[bool, bool]:
     loss is unknown or something has changed."""
     last = step == plan.hp.num_iterations
     if plan.checkpoint and step == plan.start.step:
-        validates = last and (math.isnan(plan.start.val_loss) or len(plan.changes) > 0)
-        return validates, False
+        return (last and (math.isnan(plan.start.val_loss) or len(plan.changes) > 0)), False
     validates = last or (plan.hp.val_loss_every > 0 and step % plan.hp.val_loss_every == 0)
     saves = step > 0 and plan.hp.save_every > 0 and (last or step % plan.hp.save_every == 0)
     return validates, saves
@@ -1580,7 +1584,7 @@ def prepare(hp: Hyperparameters, command: argparse.Namespace, script: str, world
         header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
         require(any(map(shutil.which, compilers)) and header.exists(), "Triton needs a C compiler "
                 f"(gcc, clang or $CC) and {header}: install gcc and the Python headers")
-    # Of the folder for records and those that it lies in, the first that exists:
+    # The folder for records, or the nearest one above it that exists:
     folder = next(path for path in Path(hp.records, "log").absolute().parents if path.exists())
     require(os.access(f"{folder}/.", os.W_OK), f"--records: {folder} is no folder to write to")
 
