@@ -649,7 +649,7 @@ def test_other_numbers_of_ranks_and_an_error_on_one_of_them(tmp_path, shards, wh
 @pytest.mark.both_scripts
 def test_a_log_has_one_writer(tmp_path, shards, script):
     """Resuming a run that is still alive is refused; the run itself is not disturbed."""
-    begun = Process(*LONG, *shards, f"--records={tmp_path}", "--num_iterations=400",
+    begun = Process(*LONG, *shards, f"--records={tmp_path}", "--num_iterations=9999",
                     "--epochs=9999", script=script.__file__).wait_for("step:7/")
     for ranks in (None, 2):
         done = launch(f"--resume={log_path(tmp_path)}", ranks=ranks, script=script.__file__,
@@ -658,7 +658,7 @@ def test_a_log_has_one_writer(tmp_path, shards, script):
         (error,) = re.findall("(?m)^error: .*", done.stderr)
         assert f"{log_path(tmp_path)} is still written by another process" in error
     begun.signal(signal.SIGTERM).end()
-    numbers = [int(n) for n in re.findall(r"(?m)^step:(\d+)/400 train_loss", log_of(tmp_path))]
+    numbers = [int(n) for n in re.findall(r"(?m)^step:(\d+)/9999 train_loss", log_of(tmp_path))]
     assert numbers == list(range(1, len(numbers) + 1)) and "\nresumed: " not in log_of(tmp_path)
     with before_step(script, len(numbers) + 9, break_off), pytest.raises(Broken):
         train(script, f"--resume={log_path(tmp_path)}")
