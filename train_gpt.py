@@ -143,7 +143,7 @@ PRESETS = {
         val_files="data/demo/demo_val_*.bin", vocab_size=257, train_seq_len=1024, val_seq_len=16384,
         val_tokens=131072, micro_batches=4, windows="SSSL", attention="xx.x", value_embeds="0..0",
         model_dim=128, num_heads=2, head_dim=64, attention_scale=0.2, smear=True,
-        key_offset=True, pair_rows=4096, window_start=256, window_end=256, num_iterations=440,
+        key_offset=True, pair_rows=4096, window_start=256, window_end=256, num_iterations=450,
         muon_lr=0.045, muon_momentum_end=0.75, muon_momentum_steps=0, embed_lr=0.3, adam_beta1=0.3,
         adam_eps=1e-7,  # with 1e-10, gradients that are mere rounding errors make full-size steps
     ),
