@@ -292,8 +292,8 @@ class CausalSelfAttention(nn.Module):
         q = self.rotary(norm(q))
         k = self.rotary(norm(k))
         if self.hp.key_offset:
-            # The half of each key that carries no position comes from the token before (record
-            # #49). In "A B ... A", that half of B's key is A's, so the second A finds B.
+            # Half of each key, the one without position, comes from the token before (record #49).
+            # In "A B ... A", that half of B's key is A's, so the second A finds B.
             positional, content = k.chunk(2, dim=-1)
             k = torch.cat((positional, previous_token(content, begins_T)), dim=-1)
         v = self.value_mix[0] * v
