@@ -112,7 +112,7 @@ class Hyperparameters:
     head_dim: int = flag(128, "width of a head", min=16, max=2**10, unit=16)
     attention_scale: float = flag(0.12, "factor on the attention scores", min=-10**9)
     rope_base: float = flag(1024.0, "base of the rotary frequencies", min=1)
-    lm_head_softcap: float = flag(15.0, "cap c: logits z become c + c tanh(z / c)", min=0.1)
+    lm_head_softcap: float = flag(15.0, "c: logits z become c + c tanh(z / c)", min=0.1, max=35)
     use_fp8: bool = flag(True, "train the output head in FP8 where the hardware can")
     window_start: int = flag(128, "long window at the start, in tokens", min=1)
     window_end: int = flag(1792, "long window at the end, in tokens", min=1)
@@ -378,8 +378,8 @@ class GPT(nn.Module):
         skips = []
         for layer, block in enumerate(self.blocks):
             if layer >= len(self.blocks) - half:
-                weight = self.skip_weights[layer - len(self.blocks)]  # the last layer has the last
-                x_TD = x_TD + weight * skips.pop()
+                # Counted from the end, so the last layer has the last weight.
+                x_TD = x_TD + self.skip_weights[layer - len(self.blocks)] * skips.pop()
             value_embed = value_embeds.get(self.hp.value_embeds[layer])  # None for "."
             x_TD = block(x_TD, x0_TD, value_embed, begins_T, attend[self.hp.windows[layer]])
             if layer < half:
@@ -411,12 +411,17 @@ class GPT(nn.Module):
         return 2 * c * torch.sigmoid(self.lm_head(x_TD).float() * (2 / c))
 
     def mean_loss(self, x_TD: Tensor, targets_T: Tensor) -> Tensor:
-        """The cross-entropy in nats, summed over the tokens and divided by T. Targets of -1 add
-        nothing to the sum."""
+        """The cross-entropy in nats, which is log sum exp(logits) minus the target's logit, summed
+        over the tokens and divided by T. Targets of -1 add nothing to the sum."""
         total = 0
         for x, targets in zip(x_TD.split(self.LOGITS_TOKENS), targets_T.split(self.LOGITS_TOKENS)):
-            total = total + F.cross_entropy(self.logits(x), targets, ignore_index=-1,
-                                            reduction="sum")
+            # F.cross_entropy would subtract the maximum first and, in the backward pass, sum a
+            # matrix of zeros and ones. There is no need: logits are at most 2c, so exp() of them
+            # cannot overflow. nll_loss, given the logits as they are, returns minus the target's.
+            logits_TV = self.logits(x)
+            log_sum_T = logits_TV.exp().sum(-1).log()
+            minus_target_T = F.nll_loss(logits_TV, targets, reduction="none", ignore_index=-1)
+            total = total + (log_sum_T + minus_target_T).masked_fill(targets < 0, 0).sum()
         return total / len(x_TD)
 
 def draw_weights(model: nn.Module, seed: int):
@@ -826,8 +831,7 @@ def train_batches(shards: list[Shard], hp: Hyperparameters, world: World, first_
     """For each step from first_step on, this process's share of the micro-batches: (inputs_T int32,
     targets_T int64). They are read into pinned memory and copied to the GPU asynchronously."""
     T = hp.train_seq_len
-    steps = enumerate(step_starts(shards, hp))
-    for step, (path, start) in islice(steps, first_step, None):
+    for step, (path, start) in islice(enumerate(step_starts(shards, hp)), first_step, None):
         count = batch_size(step, hp) // world.size
         start += world.rank * count * T
         tokens = read_tokens(path, start, count * T + 1, hp.vocab_size,

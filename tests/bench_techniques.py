@@ -35,7 +35,7 @@ WITHOUT = {
     "value embeddings": ["--value_embeds=...."],
     "smear": ["--smear=false"],
     "key offset": ["--key_offset=false"],
-    "U-Net skips": [("+ weight * skips.pop()", "+ 0 * weight * skips.pop()")],
+    "U-Net skips": [("] * skips.pop()", "] * 0 * skips.pop()")],
     "x0 in each layer": [("+ self.residual_mix[1] * x0_TD", "+ 0 * self.residual_mix[1] * x0_TD")],
     "QK norm": [("rotary(norm(q))", "rotary(q)"), ("rotary(norm(k))", "rotary(k)")],
     "rotary positions": [("rotary(norm(q))", "norm(q)"), ("rotary(norm(k))", "norm(k)")],

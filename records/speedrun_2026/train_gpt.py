@@ -965,8 +965,7 @@ def train_batches(shards: list[Shard], hp: Hyperparameters, world: World, first_
     """For each step from first_step on, this process's share of the micro-batches: (inputs_T int32,
     targets_T int64). They are read into pinned memory and copied to the GPU asynchronously."""
     T = hp.train_seq_len
-    steps = enumerate(step_starts(shards, hp))
-    for step, (path, start) in islice(steps, first_step, None):
+    for step, (path, start) in islice(enumerate(step_starts(shards, hp)), first_step, None):
         count = batch_size(step, hp) // world.size
         start += world.rank * count * T
         tokens = read_tokens(path, start, count * T + 1, hp.vocab_size,
