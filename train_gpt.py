@@ -358,7 +358,7 @@ class GPT(nn.Module):
         self.skip_weights = nn.Parameter(torch.ones(len(self.blocks) // 2))
         # FP8_SCALES is for the gradient of one sequence's mean loss. train_step divides that by
         # micro_batches, so the gradient's factor is multiplied by it. (A batch that grows during
-        # the run would need a larger factor then.)
+        # the run would need a factor that grows as well.)
         scales = (*FP8_SCALES[:2], FP8_SCALES[2] * hp.micro_batches)
         self.lm_head = CastedLinear(hp.model_dim, padded_vocab, zero=True,
                                     fp8_scales=scales if hp.use_fp8 else None)
@@ -415,9 +415,9 @@ class GPT(nn.Module):
         over the tokens and divided by T. Targets of -1 add nothing to the sum."""
         total = 0
         for x, targets in zip(x_TD.split(self.LOGITS_TOKENS), targets_T.split(self.LOGITS_TOKENS)):
-            # F.cross_entropy would subtract the maximum first and, in the backward pass, sum a
-            # matrix of zeros and ones. There is no need: logits are at most 2c, so exp() of them
-            # cannot overflow. nll_loss, given the logits as they are, returns minus the target's.
+            # F.cross_entropy would look for the maximum first and, in the backward pass, add up a
+            # one-hot row for each token. Neither is needed: exp() cannot overflow, because logits
+            # are at most 2c <= 70. Of raw logits, nll_loss returns minus the target's.
             logits_TV = self.logits(x)
             log_sum_T = logits_TV.exp().sum(-1).log()
             minus_target_T = F.nll_loss(logits_TV, targets, reduction="none", ignore_index=-1)
