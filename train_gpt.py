@@ -356,9 +356,9 @@ class GPT(nn.Module):
         rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len), hp.rope_base)
         self.blocks = nn.ModuleList(Block(hp, layer, rotary) for layer in range(len(hp.windows)))
         self.skip_weights = nn.Parameter(torch.ones(len(self.blocks) // 2))
-        # FP8_SCALES is for the gradient of one sequence's mean loss. train_step divides that by
-        # micro_batches, so the gradient's factor is multiplied by it. (A batch that grows during
-        # the run would need a factor that grows as well.)
+        # FP8_SCALES (section 5) is for the gradient of one sequence's mean loss. train_step divides
+        # that by micro_batches, so the gradient's factor is multiplied by it. (A batch that grows
+        # during the run would need a factor that grows as well.)
         scales = (*FP8_SCALES[:2], FP8_SCALES[2] * hp.micro_batches)
         self.lm_head = CastedLinear(hp.model_dim, padded_vocab, zero=True,
                                     fp8_scales=scales if hp.use_fp8 else None)
@@ -412,7 +412,8 @@ class GPT(nn.Module):
 
     def mean_loss(self, x_TD: Tensor, targets_T: Tensor) -> Tensor:
         """The cross-entropy in nats, which is log sum exp(logits) minus the target's logit, summed
-        over the tokens and divided by T. Targets of -1 add nothing to the sum."""
+        over the tokens and divided by T. Targets of -1 add nothing to the sum. Validation reports
+        this loss as well: what only training shall minimize belongs under `if self.training`."""
         total = 0
         for x, targets in zip(x_TD.split(self.LOGITS_TOKENS), targets_T.split(self.LOGITS_TOKENS)):
             # F.cross_entropy would look for the maximum first and, in the backward pass, add up a
@@ -468,8 +469,9 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor) -> lis
     def sees(batch, head, query, key):
         return (key <= query) & (document_T[query] == document_T[key])
 
-    # Maps of [query block, key block], without the window yet. Documents are numbered upwards, so
-    # it is enough to compare those of a block's first and last tokens:
+    # Maps of [query block, key block], without the window yet. They must agree with `sees`: change
+    # them when you change it, because nothing asks it about the pairs of a full block. Documents
+    # are numbered upwards, so it is enough to compare those of a block's first and last tokens:
     #     some pair is visible   query block >= key block, first[query block] <= last[key block]
     #     all pairs are          query block > key block, last[query block] == first[key block]
     block_N = torch.arange(len(tokens_T) // BLOCK, dtype=torch.int32, device=tokens_T.device)
@@ -641,6 +643,9 @@ class Optimizer:
         begin()       starts to sum the gradients over the processes
         update(step)  computes the update of this process's part, and starts to send the result
         finish(step)  waits until every process has all parts
+    Before begin(), p.grad is the gradient of this process's micro-batches alone. update() has the
+    sum over all processes, of this process's rows; clipping by the norm of all gradients would be
+    a phase between the two. Until finish() ends, the rows of a parameter may be old and new.
 
     What it remembers from step to step belongs in `state`, under a name, with one entry per
     parameter, in the order of `params`: in a list, or stacked in one tensor. Adam has the list
@@ -734,7 +739,7 @@ class MatrixOptimizer(Optimizer):
     def finish(self, step: int):
         lr = self.lr * lr_scale(step, self.hp)
         for update, p in zip(self.gather.result(), self.params.values()):
-            p.add_(update, alpha=-lr)
+            p.add_(update, alpha=-lr)  # there is no weight decay; its place would be here
 
 class Muon(MatrixOptimizer):
     """Nesterov momentum, orthogonalized (Keller Jordan et al., 2024): every direction of the update
@@ -905,6 +910,39 @@ def evaluate(model, sequences: list, step: int, hp: Hyperparameters, world: Worl
     wait_for(record_event(world.device))
     return float(total) / hp.val_tokens
 
+def training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict:
+    """{"model": {parameter: tensor}, "optimizers": {state: {parameter: tensor}}}, whole on every
+    process. These are the tensors that training uses, not copies. The state of random generators is
+    not among them, because training draws nothing at random. A method with dropout would have to
+    save it, and to seed each process differently."""
+    state = {"model": dict(model.state_dict()), "optimizers": {}}
+    for optimizer in optimizers:
+        for name, tensors in optimizer.state.items():
+            # One entry per parameter, except that a stack is filled up for the processes.
+            assert 0 <= len(tensors) - len(optimizer.params) < optimizer.world.size, name
+            assert isinstance(tensors, list) or tensors.ndim > 1, f"{name}: [n] must be [n, 1]"
+            # This process has only its own rows of a tensor, or of a stack. Fetch the others.
+            for tensor in tensors if isinstance(tensors, list) else [tensors]:
+                optimizer.world.all_gather(tensor).result()
+            state["optimizers"].setdefault(name, {}).update(zip(optimizer.params, tensors))
+    return state
+
+@torch.no_grad()
+def load_training_state(saved: dict, model: nn.Module, optimizers: list[Optimizer], world: World):
+    """Copies what the first process has in `saved` to the model and the optimizers of every
+    process. All processes take part."""
+    state = training_state(model, optimizers)
+    saved_groups = {"the weight": saved["model"], **saved["optimizers"]}
+    for group, tensors in {"the weight": state["model"], **state["optimizers"]}.items():
+        for name, tensor in tensors.items():
+            if world.rank == 0:
+                source = saved_groups.get(group, {}).get(name)
+                require(source is not None and source.shape == tensor.shape, "the checkpoint "
+                        f"lacks {group} of {name} in the shape {list(tensor.shape)}")
+                tensor.copy_(source)
+            if world.size > 1:
+                dist.broadcast(tensor, src=0)
+
 def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: World):
     """Compiles everything and allocates memory, by one step and one validation on random tokens.
     `train` then restores the weights and the optimizers' state. Run everything here that a later
@@ -942,8 +980,8 @@ def train(plan: "Plan", world: World, log: "RunLog"):
     for each in optimizers:
         log.write(f"{type(each).__name__}, lr {each.lr}: {', '.join(each.params)}", console=False)
 
-    # The warmup is not timed. After it, the first process puts back the initial state, or that of
-    # the checkpoint, and sends it to the others. (training_state needs all processes.)
+    # The warmup is not timed. It trains, on random tokens, so it is undone: the first process puts
+    # back the initial state, or that of the checkpoint, and sends it to the others.
     began = time.perf_counter()
     state = copy.deepcopy(training_state(plain_model, optimizers))
     warm_up(model, optimizers, hp, world)
@@ -993,18 +1031,20 @@ def block_sparse(mask: BlockMask, scale: float) -> Callable:
     gradient. Every query block gathers M key blocks and attends to these alone, so time and memory
     grow with T times the window, not with T squared. M is the most that any query block sees.
     Those that see fewer gather other blocks as well, which are masked out. In the example of
-    build_block_masks, M is 3, and query block 0 gathers the blocks 0, 1 and 2, of which it sees the
-    first."""
-    visible_NN = mask.to_dense()[0, 0] > 0
-    N = len(visible_NN)
-    M = int(visible_NN.sum(1).max())
-    blocks_NM = visible_NN.to(torch.int32).argsort(descending=True, stable=True)[:, :M]
-    visible_NM = visible_NN.gather(1, blocks_NM)
+    build_block_masks, M is 3, and query block 0 gathers itself and two more, which are masked out.
+    """
+    partial_N1 = mask.kv_num_blocks[0, 0, :, None]
+    visible_N1 = partial_N1 + mask.full_kv_num_blocks[0, 0, :, None]
+    N, M = len(visible_N1), int(visible_N1.max())
+    index = torch.arange(N * BLOCK, device=visible_N1.device)  # 0, 1, 2 and so on
+    place_M = index[:M]
+    # Each query block's list of partial blocks comes first, then its list of full ones.
+    full_NM = mask.full_kv_indices[0, 0].gather(1, (place_M - partial_N1).clamp(min=0))
+    blocks_NM = torch.where(place_M < partial_N1, mask.kv_indices[0, 0, :, :M], full_NM)
     # Now by token: may a query of block n see a key of the M blocks that n gathers?
-    token = torch.arange(BLOCK, device=blocks_NM.device)
-    query = torch.arange(N * BLOCK, device=blocks_NM.device).view(N, BLOCK, 1, 1)
-    key = (blocks_NM[:, :, None] * BLOCK + token).view(N, 1, M, BLOCK)
-    seen = (visible_NM.view(N, 1, M, 1) & mask.mask_mod(0, 0, query, key)).flatten(2)
+    key = (blocks_NM[:, :, None] * BLOCK + index[:BLOCK]).view(N, 1, M * BLOCK)
+    visible = (place_M < visible_N1).repeat_interleave(BLOCK, dim=1)[:, None]
+    seen = visible & mask.mask_mod(0, 0, index.view(N, BLOCK, 1), key)
     # Both are [N, BLOCK, M * BLOCK].
     bias = torch.where(seen, 0.0, -torch.inf)
 
@@ -1014,8 +1054,7 @@ def block_sparse(mask: BlockMask, scale: float) -> Callable:
         def gathered(x_1HTK: Tensor) -> Tensor:
             """The M blocks of keys or values that each query block gathers, [H * N, M * BLOCK, K].
             A kv head is repeated for all query heads that share it."""
-            sharing = H // x_1HTK.size(1)
-            blocks = x_1HTK[0].unsqueeze(1).expand(-1, sharing, -1, -1).reshape(H, N, BLOCK, K)
+            blocks = x_1HTK[0].repeat_interleave(H // x_1HTK.size(1), dim=0).view(H, N, BLOCK, K)
             return blocks.index_select(1, blocks_NM.flatten()).view(H * N, M * BLOCK, K)
         q = q_1HTK.reshape(H * N, BLOCK, K)
         biases = bias.to(q.dtype).expand(H, N, BLOCK, -1).reshape(H * N, BLOCK, -1)
@@ -1273,37 +1312,6 @@ class Progress(NamedTuple):
 def checkpoints_of(log_path: Path) -> list[Path]:
     """Newest first."""
     return sorted(log_path.with_suffix("").glob("step*.pt"), reverse=True)
-
-def training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict:
-    """{"model": {parameter: tensor}, "optimizers": {state: {parameter: tensor}}}, whole on every
-    process. These are the tensors that training uses, not copies."""
-    state = {"model": dict(model.state_dict()), "optimizers": {}}
-    for optimizer in optimizers:
-        for name, tensors in optimizer.state.items():
-            # One entry per parameter, except that a stack is filled up for the processes.
-            assert 0 <= len(tensors) - len(optimizer.params) < optimizer.world.size, name
-            assert isinstance(tensors, list) or tensors.ndim > 1, f"{name}: [n] must be [n, 1]"
-            # This process has only its own rows of a tensor, or of a stack. Fetch the others.
-            for tensor in tensors if isinstance(tensors, list) else [tensors]:
-                optimizer.world.all_gather(tensor).result()
-            state["optimizers"].setdefault(name, {}).update(zip(optimizer.params, tensors))
-    return state
-
-@torch.no_grad()
-def load_training_state(saved: dict, model: nn.Module, optimizers: list[Optimizer], world: World):
-    """Copies what the first process has in `saved` to the model and the optimizers of every
-    process. All processes take part."""
-    state = training_state(model, optimizers)
-    saved_groups = {"the weight": saved["model"], **saved["optimizers"]}
-    for group, tensors in {"the weight": state["model"], **state["optimizers"]}.items():
-        for name, tensor in tensors.items():
-            if world.rank == 0:
-                source = saved_groups.get(group, {}).get(name)
-                require(source is not None and source.shape == tensor.shape, "the checkpoint "
-                        f"lacks {group} of {name} in the shape {list(tensor.shape)}")
-                tensor.copy_(source)
-            if world.size > 1:
-                dist.broadcast(tensor, src=0)
 
 def due(step: int, plan: "Plan") -> tuple[bool, bool]:
     """Whether the run validates, and whether it saves, after this number of steps. At the step that

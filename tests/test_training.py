@@ -409,6 +409,42 @@ def test_the_saved_model_is_the_trained_one_and_safe_to_load(tmp_path, shards, s
     assert val_loss == pytest.approx(losses(log_of(tmp_path))[-1], abs=1e-4)
 
 
+@pytest.mark.both_scripts
+def test_the_lists_of_blocks_agree_with_the_rule_by_token(script):
+    """FlexAttention asks the rule about partial blocks alone, so the rule must allow every pair of
+    a full block. The lists for the backward pass must be those of the forward pass, transposed."""
+    world = script.World(0, 1, torch.device("cpu"))
+    hp = script.resolve(script.PRESETS["demo"], world.device)
+    masks = []
+
+    def attend_under(mask, scale):
+        masks.append(mask)
+        return script.block_sparse(mask, scale)
+
+    model = script.GPT(hp, attend_under, torch.float32)
+    for spacing in (7, 200, 384, 500, 5000):
+        tokens = torch.zeros(1024, dtype=torch.int32)
+        tokens[::spacing] = hp.vocab_size - 1
+        script.evaluate(model, [(tokens, tokens.long())], 0, hp, world)
+
+    N = 1024 // script.BLOCK
+    position = torch.arange(1024)
+    full_blocks = 0
+    for mask in masks:
+        def listed(name):
+            count, order = getattr(mask, f"{name}_num_blocks"), getattr(mask, f"{name}_indices")
+            chosen = torch.arange(N) < count[0, 0, :, None]
+            return torch.zeros(N, N, dtype=torch.bool).scatter(1, order[0, 0].long(), chosen)
+
+        partial, full = listed("kv"), listed("full_kv")
+        assert torch.equal(partial, listed("q").T) and torch.equal(full, listed("full_q").T)
+        assert not (partial & full).any()
+        allowed = mask.mask_mod(0, 0, position[:, None], position).view(N, script.BLOCK, N, -1)
+        assert allowed.all(3).all(1)[full].all(), "a full block holds a pair that the rule forbids"
+        full_blocks += int(full.sum())
+    assert full_blocks > 10
+
+
 def test_zero_steps_are_a_validation(tmp_path, shards):
     train(train_gpt, *TINY, *shards, f"--records={tmp_path}", "--num_iterations=0")
     assert losses(log_of(tmp_path)) == pytest.approx([math.log(320)], abs=1e-4)
