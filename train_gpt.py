@@ -1,9 +1,9 @@
 """Train a GPT as fast as the hardware allows: the NanoGPT speedrun in one file.
 
 The task is a validation loss of 3.28 nats per token on FineWeb, in the least training time on eight
-H100 GPUs. The preset `speedrun` is the record of 2025-01-26 (2.93 minutes); `demo` is the same code
-with a small model, which a laptop trains in minutes. The number of GPUs changes how long training
-takes, not what is trained.
+H100 GPUs. The preset `speedrun` has the method of the record of 2025-01-26 (2.93 minutes); `demo`
+is the same code with a small model, which a laptop trains in minutes. The number of GPUs changes
+how long training takes but, except for rounding, not what is trained.
 
     torchrun --nproc_per_node=8 train_gpt.py            # the speedrun
     python train_gpt.py --preset=demo                   # the demo, on a CPU or one GPU
@@ -13,11 +13,12 @@ takes, not what is trained.
 Each run writes records/<UTC time>_<name>.log, with the settings, the environment, this source and a
 line per step; its two newest checkpoints lie in the folder of the same name. To try an idea, copy
 this file and change the copy. Sections 1 to 9 are the method, in reading order; section 10 is
-attention where there is no GPU. Sections 11 to 14 keep a run safe and report what happened. Where
-section 9 calls their functions, the names tell enough.
+attention where there is no GPU. Sections 11 to 14 keep a run safe and report what happened.
+Section 9 calls a few of their functions: `due` says whether a step validates and saves, and until
+log.release() the lines of a resumed run wait (see RunLog).
 
 Suffixes give the shapes of most tensors: x_TD is [T, D]. T tokens, D model width, H heads, K head
-width, V vocabulary, N blocks of 128 tokens.
+width, V vocabulary, N blocks of 128 tokens; 1 is a dimension of length 1.
 
 "Record" and a date or number mean an entry of the speedrun's list of world records, which explains
 each one: https://github.com/KellerJordan/modded-nanogpt. Needs torch 2.13 or newer.
@@ -137,7 +138,7 @@ class Hyperparameters:
 PRESETS = {
     "speedrun": Hyperparameters(),
     # Small enough for a laptop, with three later finds: smear, key offset and the embedding of
-    # pairs. The speedrun stays what the record of its day was.
+    # pairs. The speedrun does without them, as the record of its day did.
     "demo": Hyperparameters(
         name="demo", save_every=100, val_loss_every=50, train_files="data/demo/demo_train_*.bin",
         val_files="data/demo/demo_val_*.bin", vocab_size=257, train_seq_len=1024, val_seq_len=16384,
@@ -152,13 +153,13 @@ PRESETS = {
 # A CPU with one of these is faster in bfloat16 than in float32.
 BF16_UNITS = ("amx_bf16", "avx512_bf16")
 
-# What a resumed run cannot change: the run's name and place, how it began, and what decides which
-# tokens come next.
+# Settings that a resumed run refuses to change: the run's name and place, how it began, and what
+# decides which tokens come next. (Where another one changes a tensor's shape, loading refuses it.)
 KEPT = ("name", "records", "seed", "train_seq_len", "micro_batches", "training_data")
 
 def check_method(hp: Hyperparameters):
-    """Refuses settings of the method that contradict each other. It is called by check_settings,
-    after that has checked each setting's range and the length of the layers' strings."""
+    """Refuses settings of the method that contradict each other. check_settings calls it when each
+    setting's range and the length of the layers' strings are known to be right."""
     idle = [mark for mark, has in zip(hp.value_embeds, hp.attention) if has == "." and mark != "."]
     require(not idle, f"--value_embeds={hp.value_embeds} marks a layer without --attention")
     require(hp.window_start <= hp.window_end,
@@ -233,7 +234,7 @@ class CastedLinear(nn.Linear):
     explains them."""
 
     def __init__(self, in_features, out_features, *, zero=False, parts=1, fp8_scales=None):
-        self.zero = zero  # first, since nn.Linear's constructor calls reset_parameters
+        self.zero = zero  # first, because nn.Linear's constructor calls reset_parameters
         super().__init__(in_features, out_features, bias=False)
         # The optimizer sees the parameter but not the layer. A parameter keeps such an attribute
         # when the model moves to another device.
@@ -241,7 +242,7 @@ class CastedLinear(nn.Linear):
         self.fp8_scales = fp8_scales
 
     def reset_parameters(self):
-        # Weights are set here and nowhere else: draw_weights calls this once more.
+        # This layer's weights are set here and nowhere else: draw_weights calls this once more.
         std = 0.0 if self.zero else 0.5 * self.in_features**-0.5
         nn.init.uniform_(self.weight, -math.sqrt(3) * std, math.sqrt(3) * std)
 
@@ -257,7 +258,7 @@ class Rotary(nn.Module):
     def __init__(self, head_dim: int, max_seq_len: int, base: float):
         super().__init__()
         frequencies = base ** -torch.linspace(0, 1, head_dim // 4, dtype=torch.float64)
-        positions = torch.arange(max_seq_len, dtype=torch.float64)  # float32 is inexact at 256K
+        positions = torch.arange(max_seq_len, dtype=torch.float64)  # in float32, angles are inexact
         angles = torch.outer(positions, frequencies)[:, None]  # [T, 1, K / 4]
         self.register_buffer("cos", angles.cos().float(), persistent=False)
         self.register_buffer("sin", angles.sin().float(), persistent=False)
@@ -390,8 +391,8 @@ class GPT(nn.Module):
 
     def embedded(self, tokens_T: Tensor, begins_T: Tensor) -> Tensor:
         """The tokens' embeddings. pair_rows adds an embedding of each token together with the one
-        before it, where pairs share rows by a hash (record #62); smear adds a learned share of the
-        embedding before (record #34)."""
+        before it, where pairs share rows by a hash (after record #62); smear adds a learned share
+        of the embedding before (after record #34)."""
         x_TD = self.embed(tokens_T)
         if self.hp.pair_rows:
             before_T = F.pad(tokens_T[:-1], (1, 0), value=self.end_of_text)
@@ -417,9 +418,9 @@ class GPT(nn.Module):
         this loss as well: what only training shall minimize belongs under `if self.training`."""
         total = 0
         for x, targets in zip(x_TD.split(self.LOGITS_TOKENS), targets_T.split(self.LOGITS_TOKENS)):
-            # F.cross_entropy would look for the maximum first and, in the backward pass, add up a
-            # one-hot row for each token. Neither is needed: exp() cannot overflow, because logits
-            # are at most 2c <= 70. Of raw logits, nll_loss returns minus the target's.
+            # F.cross_entropy would find each row's maximum first and, in the backward pass, build
+            # one-hot rows. Neither is needed: exp() cannot overflow, because logits are at most
+            # 2c <= 70. nll_loss only picks the target's logit and changes its sign.
             logits_TV = self.logits(x)
             log_sum_T = logits_TV.exp().sum(-1).log()
             minus_target_T = F.nll_loss(logits_TV, targets, reduction="none", ignore_index=-1)
@@ -492,7 +493,8 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor) -> lis
     def mask(window_blocks: Tensor) -> BlockMask:
         seen_NN = some_visible_NN & (distance_NN < window_blocks)
         partial_NN, full_NN = seen_NN & ~all_visible_NN, seen_NN & all_visible_NN
-        # The key blocks of each query block, and, for the backward pass, the other way round.
+        # "kv" lists the key blocks of each query block; "q", for the backward pass, the query
+        # blocks of each key block. (BlockMask.from_kv_blocks would take a detour to derive it.)
         return BlockMask(seq_lengths=(len(tokens_T), len(tokens_T)), BLOCK_SIZE=(BLOCK, BLOCK),
                          mask_mod=sees, **lists("kv", partial_NN), **lists("full_kv", full_NN),
                          **lists("q", partial_NN.T), **lists("full_q", full_NN.T))
@@ -642,17 +644,21 @@ class Optimizer:
     An optimizer defines three phases of a step. train_step runs each one for all optimizers before
     the next one, so that the exchange of one overlaps the arithmetic of another:
         begin()       starts to sum the gradients over the processes
-        update(step)  computes the update of this process's part, and starts to send the result
-        finish(step)  waits until every process has all parts
-    Before begin(), p.grad is the gradient of this process's micro-batches alone. update() has the
-    sum over all processes, of this process's rows; clipping by the norm of all gradients would be
-    a phase between the two. Until finish() ends, the rows of a parameter may be old and new.
+        update(step)  computes the update of this process's rows, and starts to send the result
+        finish(step)  waits for the results of the others; a MatrixOptimizer then applies them
+    Clipping by the norm of all gradients would be a phase between begin() and update().
+
+    What a process has of a matrix, or of a stack of matrices, that is divided among several:
+        p.grad           all rows, but summed over its own micro-batches only
+        summed gradient  its own rows, in update()
+        parameter        all rows; between Adam's update() and finish(), only its own are new
+        state            tensors for all rows, of which only its own are up to date
 
     What it remembers from step to step belongs in `state`, under a name, with one entry per
     parameter, in the order of `params`: in a list, or stacked in one tensor. Adam has the list
     state["mean"], Muon the stack state["momentum"]. Checkpoints save it, and it is reset after the
-    warmup. Each tensor has its whole shape, but a process reads and writes only its own rows,
-    world.rows(tensor); training_state fetches the others. (Storing its own rows alone would save
+    warmup. A process reads and writes its own rows, world.rows(tensor); gather_training_state
+    fetches the others. (Storing its own rows alone would save
     1.1 GB on each of eight GPUs, but need code to split and join tensors.)"""
 
     def __init__(self, params: dict, lr: float, hp: Hyperparameters, world: World):
@@ -680,7 +686,7 @@ class Adam(Optimizer):
         self.sums = [self.world.reduce_scatter(p.grad) for p in self.params.values()]
 
     def update(self, step: int):
-        gradients = [exchange.result() for exchange in self.sums]
+        gradients = [self.sums.pop(0).result() for _ in self.params]  # no longer kept from here on
         local = [self.world.rows(p.detach()) for p in self.params.values()]
         means = [self.world.rows(mean) for mean in self.state["mean"]]
         mean_squares = [self.world.rows(square) for square in self.state["mean_square"]]
@@ -764,8 +770,8 @@ class Muon(MatrixOptimizer):
 
 def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
     """Approximates U V^T for each matrix U S V^T of x [n, rows, cols] by a quintic iteration, which
-    is chosen to be steep at zero: singular values end up between 0.7 and 1.2 (Keller Jordan, record
-    #3)."""
+    is chosen to be steep at zero: singular values end up between 0.7 and 1.2, except for those that
+    are almost zero (Keller Jordan, record #3)."""
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = x.size(1) > x.size(2)
     x = x.mT if tall else x
@@ -868,7 +874,7 @@ def record_event(device: torch.device) -> torch.cuda.Event | None:
     return torch.cuda.current_stream().record_event() if device.type == "cuda" else None
 
 def wait_for(event: torch.cuda.Event | None):
-    """Polls, so that signals have an effect even if the GPU waits for a process that is gone. In
+    """Polls, so that signals have an effect even while a GPU waits for a process that is gone. In
     torch.cuda.synchronize() they would not."""
     while event and not event.query():
         time.sleep(1e-4)
@@ -911,18 +917,19 @@ def evaluate(model, sequences: list, step: int, hp: Hyperparameters, world: Worl
     wait_for(record_event(world.device))
     return float(total) / hp.val_tokens
 
-def training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict:
+def gather_training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict:
     """{"model": {parameter: tensor}, "optimizers": {state: {parameter: tensor}}}, whole on every
-    process. These are the tensors that training uses, not copies. The state of random generators is
-    not among them, because training draws nothing at random. A method with dropout would have to
-    save it, and to seed each process differently."""
+    process. All processes take part, because each fetches the rows that others have. These are the
+    tensors that training uses, not copies. The state of random generators is not among them,
+    because training draws nothing at random. A method with dropout would have to save it, and to
+    seed each process differently."""
     state = {"model": dict(model.state_dict()), "optimizers": {}}
     for optimizer in optimizers:
         for name, tensors in optimizer.state.items():
             # One entry per parameter, except that a stack is filled up for the processes.
             assert 0 <= len(tensors) - len(optimizer.params) < optimizer.world.size, name
-            assert isinstance(tensors, list) or tensors.ndim > 1, f"{name}: [n] must be [n, 1]"
-            # This process has only its own rows of a tensor, or of a stack. Fetch the others.
+            # A vector would not be divided among the processes, so nobody would fetch the rest.
+            assert isinstance(tensors, list) or tensors.ndim > 1, f"{name}: make [n] an [n, 1]"
             for tensor in tensors if isinstance(tensors, list) else [tensors]:
                 optimizer.world.all_gather(tensor).result()
             state["optimizers"].setdefault(name, {}).update(zip(optimizer.params, tensors))
@@ -932,7 +939,7 @@ def training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict:
 def load_training_state(saved: dict, model: nn.Module, optimizers: list[Optimizer], world: World):
     """Copies what the first process has in `saved` to the model and the optimizers of every
     process. All processes take part."""
-    state = training_state(model, optimizers)
+    state = gather_training_state(model, optimizers)
     saved_groups = {"the weight": saved["model"], **saved["optimizers"]}
     for group, tensors in {"the weight": state["model"], **state["optimizers"]}.items():
         for name, tensor in tensors.items():
@@ -946,9 +953,9 @@ def load_training_state(saved: dict, model: nn.Module, optimizers: list[Optimize
 
 def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: World):
     """Compiles everything and allocates memory, by one step and one validation on random tokens.
-    `train` then restores the weights and the optimizers' state. Run everything here that a later
-    step would compile, also what happens at every tenth step only: after this, a recompile ends the
-    run, since it would be timed."""
+    `train` then restores the weights and the optimizers' state. If your method does something at
+    some steps only, do it here too: whatever is compiled later ends the run, because compiling
+    would be timed."""
     # Without this, compiled programs with FP8Linear in them would not be kept on the disk.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
 
@@ -984,7 +991,7 @@ def train(plan: "Plan", world: World, log: "RunLog"):
     # The warmup is not timed. It trains, on random tokens, so it is undone: the first process puts
     # back the initial state, or that of the checkpoint, and sends it to the others.
     began = time.perf_counter()
-    state = copy.deepcopy(training_state(plain_model, optimizers))
+    state = copy.deepcopy(gather_training_state(plain_model, optimizers))
     warm_up(model, optimizers, hp, world)
     if plan.checkpoint and world.rank == 0:
         state = read_checkpoint(plan.checkpoint)
@@ -1034,20 +1041,19 @@ def block_sparse(mask: BlockMask, scale: float) -> Callable:
     Those that see fewer gather other blocks as well, which are masked out. In the example of
     build_block_masks, M is 3, and query block 0 gathers itself and two more, which are masked out.
     """
-    partial_N1 = mask.kv_num_blocks[0, 0, :, None]
-    visible_N1 = partial_N1 + mask.full_kv_num_blocks[0, 0, :, None]
-    N, M = len(visible_N1), int(visible_N1.max())
-    index = torch.arange(N * BLOCK, device=visible_N1.device)  # 0, 1, 2 and so on
-    place_M = index[:M]
-    # Each query block's list of partial blocks comes first, then its list of full ones.
-    full_NM = mask.full_kv_indices[0, 0].gather(1, (place_M - partial_N1).clamp(min=0))
-    blocks_NM = torch.where(place_M < partial_N1, mask.kv_indices[0, 0, :, :M], full_NM)
-    # Now by token: may a query of block n see a key of the M blocks that n gathers?
-    key = (blocks_NM[:, :, None] * BLOCK + index[:BLOCK]).view(N, 1, M * BLOCK)
-    visible = (place_M < visible_N1).repeat_interleave(BLOCK, dim=1)[:, None]
-    seen = visible & mask.mask_mod(0, 0, index.view(N, BLOCK, 1), key)
-    # Both are [N, BLOCK, M * BLOCK].
-    bias = torch.where(seen, 0.0, -torch.inf)
+    partial_count_N1 = mask.kv_num_blocks[0, 0, :, None]
+    count_N1 = partial_count_N1 + mask.full_kv_num_blocks[0, 0, :, None]
+    N, M = len(count_N1), int(count_N1.max())
+    token_NB = torch.arange(N * BLOCK, device=count_N1.device).view(N, BLOCK)
+    # Which blocks each query block gathers: those of its partial list, then those of its full list.
+    place_M = torch.arange(M, device=count_N1.device)
+    full_NM = mask.full_kv_indices[0, 0].gather(1, (place_M - partial_count_N1).clamp(min=0))
+    blocks_NM = torch.where(place_M < partial_count_N1, mask.kv_indices[0, 0, :, :M], full_NM)
+    # Now by token: which of the M * BLOCK keys that its block gathers does a query see?
+    key = token_NB[blocks_NM].view(N, 1, M * BLOCK)
+    listed = (place_M < count_N1).repeat_interleave(BLOCK, dim=1).view(N, 1, M * BLOCK)
+    sees = listed & mask.mask_mod(0, 0, token_NB.view(N, BLOCK, 1), key)
+    bias = torch.where(sees, 0.0, -torch.inf)  # [N, BLOCK, M * BLOCK]
 
     def attend(q_1HTK: Tensor, k_1HTK: Tensor, v_1HTK: Tensor) -> Tensor:
         _, H, T, K = q_1HTK.shape
@@ -1059,12 +1065,12 @@ def block_sparse(mask: BlockMask, scale: float) -> Callable:
             return blocks.index_select(1, blocks_NM.flatten()).view(H * N, M * BLOCK, K)
         q = q_1HTK.reshape(H * N, BLOCK, K)
         biases = bias.to(q.dtype).expand(H, N, BLOCK, -1).reshape(H * N, BLOCK, -1)
-        scores = torch.baddbmm(biases, q, gathered(k_1HTK).mT, alpha=scale)  # shaped as biases
+        scores = torch.baddbmm(biases, q, gathered(k_1HTK).mT, alpha=scale)
         return (scores.softmax(-1) @ gathered(v_1HTK)).view(1, H, T, K)
     return attend
 
 # =================================================================================================
-# Below this line nothing changes what is trained: it starts, checks, logs, saves and resumes runs.
+# Below this line is no method: it reads settings, and starts, checks, logs, saves and resumes runs.
 # =================================================================================================
 
 # ---- 11. Start and end of a process -------------------------------------------------------------
@@ -1111,8 +1117,8 @@ def world_of_this_process() -> World:
     return World(rank, size, torch.device("cuda", local_rank))
 
 def connect(world: World, script_hash: str):
-    """Joins the other processes and makes sure that all run the same script. They first meet in
-    a store, which keeps to the timeout; NCCL would wait forever for one that is missing."""
+    """Joins the other processes and makes sure that all run the same script. They first meet in a
+    store, which keeps to the timeout; NCCL would wait forever for one that is missing."""
     device_id = world.device if world.device.type == "cuda" else None
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
@@ -1164,9 +1170,10 @@ def first_line(e: Exception) -> str:
 class RunLog:
     """The first process's log file and console; on other processes, writing does nothing.
 
-    Lines that cannot be written, because the disk is full, are tried again with the next one. All
-    lines of a resumed run wait until its first step is done; only then is the log cut back to the
-    checkpoint, so a resume that fails changes nothing."""
+    Lines that cannot be written, because the disk is full, wait in `waiting` and are tried again
+    with the next one. When a run is resumed, `held` keeps all its lines there until its first loss
+    is known; only then does `release` cut the log back to the checkpoint and let them through. So a
+    resume that fails changes nothing."""
 
     def __init__(self, plan: "Plan", world: World):
         self.hp = plan.hp
@@ -1206,9 +1213,10 @@ class RunLog:
                 self.warned = True
 
     def write_loss(self, kind: str, loss: float, step: int, scheduled: int, seconds: float):
-        """Writes a loss: the val_loss after `step` updates, or the train_loss before the last of
-        them. The window and the learning rate are those of the step `scheduled`, counted from 0. A
-        loss that is not finite ends the run."""
+        """Writes a loss after `step` updates: the val_loss of these weights, or the train_loss of
+        the last update, which was computed just before it. The line also gives the window and the
+        learning rate that the schedules have for `scheduled`, the number of updates that the loss
+        had seen. A loss that is not finite ends the run."""
         if math.isfinite(loss):
             self.release()
         average = f"{1000 * seconds / step:.2f}" if step else "nan"
@@ -1315,9 +1323,9 @@ def checkpoints_of(log_path: Path) -> list[Path]:
     return sorted(log_path.with_suffix("").glob("step*.pt"), reverse=True)
 
 def due(step: int, plan: "Plan") -> tuple[bool, bool]:
-    """Whether the run validates, and whether it saves, after this number of steps. At the step that
-    it resumes from, both are already done; but a run that was complete is validated again if its
-    loss is unknown or something has changed."""
+    """Whether the run validates, and whether it saves, after this number of steps. At the step from
+    which it resumes, it does neither, because the run before has; but a run that was complete is
+    validated again if its loss is unknown or something has changed."""
     last = step == plan.hp.num_iterations
     if plan.checkpoint and step == plan.start.step:
         return (last and (math.isnan(plan.start.val_loss) or len(plan.changes) > 0)), False
@@ -1329,7 +1337,7 @@ def save_checkpoint(now: Progress, model, optimizers, plan: "Plan", log: RunLog)
     """Saves under a temporary name and renames, so that what has a checkpoint's name is whole. A
     failure does not end the run: a line says why, and the next save tries again. All processes take
     part; the first one writes."""
-    state = training_state(model, optimizers)
+    state = gather_training_state(model, optimizers)
     if log.file is None:
         return True
     now = now._replace(log_bytes=log.file.tell())

@@ -17,7 +17,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 from test_model import sequence, tiny_model
 
 import train_gpt
-from train_gpt import (build_optimizers, connect, train_step, training_state,
+from train_gpt import (build_optimizers, connect, train_step, gather_training_state,
                        world_of_this_process)
 
 torch.set_num_threads(1)
@@ -90,7 +90,7 @@ def trained(world, dtype, collectives):
                           world)
         assert loss.isfinite()
     train_gpt.dist = dist
-    state = training_state(model, optimizers)
+    state = gather_training_state(model, optimizers)
     groups = {"model": state["model"]} | state["optimizers"]
     return {(kind, name): tensor.clone() for kind, tensors in groups.items()
             for name, tensor in tensors.items()}

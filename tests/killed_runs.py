@@ -110,7 +110,7 @@ PLACES = {
     "after a validation":
         lambda: die_at_call(SCRIPT, "evaluate", 3, after=True),
     "gathering a checkpoint":
-        lambda: die_at_call(SCRIPT, "training_state", 3, after=True),
+        lambda: die_at_call(SCRIPT, "gather_training_state", 3, after=True),
     "half a checkpoint written":
         lambda: half_a_checkpoint(2),
     "before the rename":

@@ -13,7 +13,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from train_gpt import (  # noqa: E402
     PRESETS, Adam, MatrixOptimizer, Muon, Optimizer, World, connect, load_training_state, lr_scale,
-    train_step, training_state, world_of_this_process)
+    train_step, gather_training_state, world_of_this_process)
 
 MICRO_BATCHES = 24
 ALONE = World(0, 1, torch.device("cpu"))
@@ -149,12 +149,12 @@ mine = range(world.rank * share, (world.rank + 1) * share)
 # Four steps, by all processes together and by one.
 model, optimizers = build(world, seed=0)
 take_steps(model, optimizers, range(2), mine)
-saved = copied(training_state(model, optimizers))
+saved = copied(gather_training_state(model, optimizers))
 take_steps(model, optimizers, range(2, 4), mine)
-got = copied(training_state(model, optimizers))
+got = copied(gather_training_state(model, optimizers))
 alone, alone_optimizers = build(ALONE, seed=0)
 take_steps(alone, alone_optimizers, range(4), range(MICRO_BATCHES))
-want = training_state(alone, alone_optimizers)
+want = gather_training_state(alone, alone_optimizers)
 assert_same(got, want, assert_close)
 assert set(got["model"]) == {f"p{i}" for i in range(len(SHAPES))}
 owned = {kind: {int(name[1:]) for name in tensors} for kind, tensors in got["optimizers"].items()}
@@ -174,15 +174,15 @@ model, optimizers = build(world, seed=1 + world.rank)
 take_steps(model, optimizers, range(1), mine)  # leaves a state of its own to be overwritten
 load_training_state(saved if world.rank == 0 else dict(model={}, optimizers={}), model, optimizers,
                     world)
-assert_same(training_state(model, optimizers), saved, assert_equal)
+assert_same(gather_training_state(model, optimizers), saved, assert_equal)
 take_steps(model, optimizers, range(2, 4), mine)
-assert_same(training_state(model, optimizers), got, assert_equal)
+assert_same(gather_training_state(model, optimizers), got, assert_equal)
 
 # And so does one process from what several have saved.
 alone, alone_optimizers = build(ALONE, seed=9)
 load_training_state(saved, alone, alone_optimizers, ALONE)
 take_steps(alone, alone_optimizers, range(2, 4), range(MICRO_BATCHES))
-assert_same(training_state(alone, alone_optimizers), want, assert_close)
+assert_same(gather_training_state(alone, alone_optimizers), want, assert_close)
 
 print(f"rank {world.rank}: equal", flush=True)
 if world.size > 1:

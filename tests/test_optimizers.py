@@ -14,7 +14,7 @@ from torch import nn
 import train_gpt
 from train_gpt import (PRESETS, Adam, CastedLinear, MatrixOptimizer, Muon, Optimizer, UserError,
                        World, build_optimizers, load_training_state, newton_schulz, train_step,
-                       training_state)
+                       gather_training_state)
 
 HP = dataclasses.replace(PRESETS["demo"], dtype="float32", cooldown_frac=0.0)
 
@@ -199,7 +199,7 @@ def test_adam_is_torchs(dtype, monkeypatch):
             take_step(adam, step)
         reference.step()
         assert all(torch.equal(p, q) for p, q in zip(ours, theirs))
-    state = training_state(torch.nn.Module(), table)["optimizers"]
+    state = gather_training_state(torch.nn.Module(), table)["optimizers"]
     for ours_is, theirs_is in (("mean", "exp_avg"), ("mean_square", "exp_avg_sq")):
         for i, q in enumerate(theirs):
             assert torch.equal(state[ours_is][str(i)], reference.state[q][theirs_is]), ours_is
@@ -257,7 +257,7 @@ def test_training_goes_on_to_the_same_bits_from_a_state_that_is_loaded():
     for step in range(2):
         train_step(ours, [sequence(seed=step)], a, step, hp, ALONE)
         train_step(theirs, [sequence(seed=9)], b, step, hp, ALONE)
-    state = training_state(ours, a)
+    state = gather_training_state(ours, a)
     means, momenta = set(state["optimizers"]["mean"]), set(state["optimizers"]["momentum"])
     assert means | momenta == set(state["model"]) and not means & momenta
     load_training_state(state, theirs, b, ALONE)
@@ -283,7 +283,7 @@ def test_a_state_that_lacks_a_tensor_is_refused_by_its_name():
     table = build_optimizers(model, hp, ALONE)
     for kind, name, found in (("momentum", "blocks.0.mlp.fc.weight", None),
                               ("mean", "lm_head.weight", torch.zeros(3, 2))):
-        state = training_state(model, table)
+        state = gather_training_state(model, table)
         if found is None:
             del state["optimizers"][kind][name]
         else:
@@ -313,7 +313,7 @@ def test_a_state_may_have_any_name():
     model.p.grad = torch.ones(4, 4)
     take_step(optimizer)
     saved = {name: {key: tensor.clone() for key, tensor in tensors.items()}
-             for name, tensors in training_state(model, [optimizer])["optimizers"].items()}
+             for name, tensors in gather_training_state(model, [optimizer])["optimizers"].items()}
     saved = dict(model={"p": torch.full((4, 4), 5.0)}, optimizers=saved)
     assert set(saved["optimizers"]) == {"step", "model", "optimizers", "facts"}
     model.p.grad = torch.full((4, 4), 7.0)
@@ -453,7 +453,7 @@ def test_a_state_that_would_not_be_saved_whole_is_refused(state):
     world = World(0, 1, torch.device("cpu"))
     model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4) for name in "ab"})
     optimizer = train_gpt.Adam(dict(model.named_parameters()), 0.1, HP, world)
-    train_gpt.training_state(model, [optimizer])
+    train_gpt.gather_training_state(model, [optimizer])
     optimizer.state["more"] = state(len(optimizer.params))
     with pytest.raises(AssertionError, match="more"):
-        train_gpt.training_state(model, [optimizer])
+        train_gpt.gather_training_state(model, [optimizer])
