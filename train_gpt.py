@@ -14,8 +14,8 @@ Each run writes records/<UTC time>_<name>.log, with the settings, the environmen
 line per step; its two newest checkpoints lie in the folder of the same name. To try an idea, copy
 this file and change the copy. Sections 1 to 9 are the method, in reading order; section 10 is
 attention where there is no GPU. Sections 11 to 14 keep a run safe and report what happened.
-Section 9 calls a few of their functions: `due` says whether a step validates and saves, and until
-log.release() the lines of a resumed run wait (see RunLog).
+Section 9 calls a few of their functions: `due` says whether a step validates and saves. The lines
+of a resumed run wait for its first loss; log.release() is for a run without one (see RunLog).
 
 Suffixes give the shapes of most tensors: x_TD is [T, D]. T tokens, D model width, H heads, K head
 width, V vocabulary, N blocks of 128 tokens; 1 is a dimension of length 1.
@@ -154,7 +154,8 @@ PRESETS = {
 BF16_UNITS = ("amx_bf16", "avx512_bf16")
 
 # Settings that a resumed run refuses to change: the run's name and place, how it began, and what
-# decides which tokens come next. (Where another one changes a tensor's shape, loading refuses it.)
+# decides which tokens come next. (Loading refuses others that add a tensor or change its shape.
+# Where one removes a tensor, what was saved of it is ignored.)
 KEPT = ("name", "records", "seed", "train_seq_len", "micro_batches", "training_data")
 
 def check_method(hp: Hyperparameters):
@@ -290,7 +291,7 @@ class CausalSelfAttention(nn.Module):
                 attend: Callable) -> Tensor:
         T = len(x_TD)
         qkv = self.qkv(x_TD).view(T, -1, self.hp.head_dim)
-        # Queries and keys are normed and rotated alike, which takes fewer operations at once.
+        # Queries and keys are normed and rotated alike; both together take fewer operations.
         qk, v = qkv.split((sum(self.head_counts[:2]), self.head_counts[2]), dim=1)
         q, k = self.rotary(norm(qk)).split(self.head_counts[:2], dim=1)
         if self.hp.key_offset:
@@ -418,9 +419,9 @@ class GPT(nn.Module):
         this loss as well: what only training shall minimize belongs under `if self.training`."""
         total = 0
         for x, targets in zip(x_TD.split(self.LOGITS_TOKENS), targets_T.split(self.LOGITS_TOKENS)):
-            # F.cross_entropy would find each row's maximum first and, in the backward pass, build
-            # one-hot rows. Neither is needed: exp() cannot overflow, because logits are at most
-            # 2c <= 70. nll_loss only picks the target's logit and changes its sign.
+            # F.cross_entropy would find each row's maximum first and, in the backward pass, sum
+            # the rows of nll_loss's gradient. Neither is needed: exp() cannot overflow, because
+            # logits are at most 2c <= 70. nll_loss picks the target's logit and changes its sign.
             logits_TV = self.logits(x)
             log_sum_T = logits_TV.exp().sum(-1).log()
             minus_target_T = F.nll_loss(logits_TV, targets, reduction="none", ignore_index=-1)
@@ -472,7 +473,7 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor) -> lis
         return (key <= query) & (document_T[query] == document_T[key])
 
     # Maps of [query block, key block], without the window yet. They must agree with `sees`: change
-    # them when you change it, because nothing asks it about the pairs of a full block. Documents
+    # them when you change it, because FlexAttention asks it about partial blocks only. Documents
     # are numbered upwards, so it is enough to compare those of a block's first and last tokens:
     #     some pair is visible   query block >= key block, first[query block] <= last[key block]
     #     all pairs are          query block > key block, last[query block] == first[key block]
@@ -494,7 +495,7 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor) -> lis
         seen_NN = some_visible_NN & (distance_NN < window_blocks)
         partial_NN, full_NN = seen_NN & ~all_visible_NN, seen_NN & all_visible_NN
         # "kv" lists the key blocks of each query block; "q", for the backward pass, the query
-        # blocks of each key block. (BlockMask.from_kv_blocks would take a detour to derive it.)
+        # blocks of each key block. (BlockMask.from_kv_blocks would take a detour to derive these.)
         return BlockMask(seq_lengths=(len(tokens_T), len(tokens_T)), BLOCK_SIZE=(BLOCK, BLOCK),
                          mask_mod=sees, **lists("kv", partial_NN), **lists("full_kv", full_NN),
                          **lists("q", partial_NN.T), **lists("full_q", full_NN.T))
@@ -645,7 +646,7 @@ class Optimizer:
     the next one, so that the exchange of one overlaps the arithmetic of another:
         begin()       starts to sum the gradients over the processes
         update(step)  computes the update of this process's rows, and starts to send the result
-        finish(step)  waits for the results of the others; a MatrixOptimizer then applies them
+        finish(step)  waits for the results of the others; MatrixOptimizer then applies all of them
     Clipping by the norm of all gradients would be a phase between begin() and update().
 
     What a process has of a matrix, or of a stack of matrices, that is divided among several:
@@ -658,8 +659,8 @@ class Optimizer:
     parameter, in the order of `params`: in a list, or stacked in one tensor. Adam has the list
     state["mean"], Muon the stack state["momentum"]. Checkpoints save it, and it is reset after the
     warmup. A process reads and writes its own rows, world.rows(tensor); gather_training_state
-    fetches the others. (Storing its own rows alone would save
-    1.1 GB on each of eight GPUs, but need code to split and join tensors.)"""
+    fetches the others. (Storing its own rows alone would save 1.1 GB on each of eight GPUs, but
+    need code to split and join tensors.)"""
 
     def __init__(self, params: dict, lr: float, hp: Hyperparameters, world: World):
         dtypes = {p.dtype for p in params.values()}
@@ -686,7 +687,7 @@ class Adam(Optimizer):
         self.sums = [self.world.reduce_scatter(p.grad) for p in self.params.values()]
 
     def update(self, step: int):
-        gradients = [self.sums.pop(0).result() for _ in self.params]  # no longer kept from here on
+        gradients = [self.sums.pop(0).result() for _ in self.params]  # self.sums keeps none
         local = [self.world.rows(p.detach()) for p in self.params.values()]
         means = [self.world.rows(mean) for mean in self.state["mean"]]
         mean_squares = [self.world.rows(square) for square in self.state["mean_square"]]
@@ -1038,13 +1039,13 @@ def block_sparse(mask: BlockMask, scale: float) -> Callable:
     """Attention under the same mask in plain PyTorch, for CPUs, where FlexAttention has no
     gradient. Every query block gathers M key blocks and attends to these alone, so time and memory
     grow with T times the window, not with T squared. M is the most that any query block sees.
-    Those that see fewer gather other blocks as well, which are masked out. In the example of
-    build_block_masks, M is 3, and query block 0 gathers itself and two more, which are masked out.
-    """
+    Those that see fewer fill up with other blocks or repeat one, and these are masked out. In the
+    example of build_block_masks, M is 3, and query block 0 gathers the blocks 0, 0 and 1, of which
+    only the first counts."""
     partial_count_N1 = mask.kv_num_blocks[0, 0, :, None]
     count_N1 = partial_count_N1 + mask.full_kv_num_blocks[0, 0, :, None]
     N, M = len(count_N1), int(count_N1.max())
-    token_NB = torch.arange(N * BLOCK, device=count_N1.device).view(N, BLOCK)
+    token_NB = torch.arange(N * BLOCK, device=count_N1.device).view(N, BLOCK)  # [N, BLOCK]
     # Which blocks each query block gathers: those of its partial list, then those of its full list.
     place_M = torch.arange(M, device=count_N1.device)
     full_NM = mask.full_kv_indices[0, 0].gather(1, (place_M - partial_count_N1).clamp(min=0))
@@ -1070,7 +1071,8 @@ def block_sparse(mask: BlockMask, scale: float) -> Callable:
     return attend
 
 # =================================================================================================
-# Below this line is no method: it reads settings, and starts, checks, logs, saves and resumes runs.
+# Nothing below this line is part of the method: it reads settings, and starts, checks, logs, saves
+# and resumes runs.
 # =================================================================================================
 
 # ---- 11. Start and end of a process -------------------------------------------------------------
@@ -1172,8 +1174,8 @@ class RunLog:
 
     Lines that cannot be written, because the disk is full, wait in `waiting` and are tried again
     with the next one. When a run is resumed, `held` keeps all its lines there until its first loss
-    is known; only then does `release` cut the log back to the checkpoint and let them through. So a
-    resume that fails changes nothing."""
+    is known and finite; only then does `release` cut the log back to the checkpoint and let them
+    through. So a resume that fails changes nothing."""
 
     def __init__(self, plan: "Plan", world: World):
         self.hp = plan.hp
@@ -1215,8 +1217,8 @@ class RunLog:
     def write_loss(self, kind: str, loss: float, step: int, scheduled: int, seconds: float):
         """Writes a loss after `step` updates: the val_loss of these weights, or the train_loss of
         the last update, which was computed just before it. The line also gives the window and the
-        learning rate that the schedules have for `scheduled`, the number of updates that the loss
-        had seen. A loss that is not finite ends the run."""
+        learning rate that the schedules have for `scheduled`, the number of updates before the loss
+        was computed. A loss that is not finite ends the run."""
         if math.isfinite(loss):
             self.release()
         average = f"{1000 * seconds / step:.2f}" if step else "nan"
@@ -1324,8 +1326,8 @@ def checkpoints_of(log_path: Path) -> list[Path]:
 
 def due(step: int, plan: "Plan") -> tuple[bool, bool]:
     """Whether the run validates, and whether it saves, after this number of steps. At the step from
-    which it resumes, it does neither, because the run before has; but a run that was complete is
-    validated again if its loss is unknown or something has changed."""
+    which it resumes, it does neither, because the run did what was due before it saved. But a run
+    that was complete is validated again if its loss is unknown or something has changed."""
     last = step == plan.hp.num_iterations
     if plan.checkpoint and step == plan.start.step:
         return (last and (math.isnan(plan.start.val_loss) or len(plan.changes) > 0)), False
