@@ -177,8 +177,8 @@ KEPT = ("name", "records", "seed", "train_seq_len", "micro_batches", "stages", "
 def check_method(hp: Hyperparameters):
     """Refuses settings of the method that contradict each other. check_settings calls it when each
     setting's range and the length of the layers' strings are known to be right."""
-    idle = [mark for mark, has in zip(hp.value_embeds, hp.attention) if has == "." and mark != "."]
-    require(not idle, f"--value_embeds={hp.value_embeds} marks a layer without --attention")
+    unused = [mark for mark, x in zip(hp.value_embeds, hp.attention) if mark != "." and x != "x"]
+    require(not unused, f"--value_embeds={hp.value_embeds} marks a layer without --attention")
     require(hp.num_heads % (hp.num_kv_heads or 1) == 0,
             f"--num_kv_heads={hp.num_kv_heads} does not divide --num_heads={hp.num_heads}")
     parse_stages(hp.stages)
@@ -412,7 +412,7 @@ class GPT(nn.Module):
         super().__init__()
         self.hp = hp
         self.attend_under = attend_under
-        self.end_of_text = hp.vocab_size - 1
+        self.end_of_text = hp.vocab_size - 1  # in the shards, each document begins with it
         padded_vocab = math.ceil(hp.vocab_size / 64) * 64  # a multiple suits the matrix units
         self.embed = nn.Embedding(padded_vocab, hp.model_dim, dtype=dtype, sparse=True)
         self.pair_embed = nn.Embedding(hp.pair_rows, hp.model_dim, dtype=dtype, sparse=True)
@@ -827,15 +827,15 @@ class MatrixOptimizer(Optimizer):
     A subclass defines direction(gradients, step), which makes the updates of this process's
     matrices from their gradients, [n / processes, height, width] in float32. The zeros that fill up
     the stack may be among them, and in the first step all gradients of the blocks are zero, because
-    the layers that start at zero let none through. Keep what the subclass remembers as state[name],
-    a stack of two or more dimensions, [n, ...] where n is self.shape[0], and use
-    world.rows(state[name]). `parts` is that of CastedLinear: n counts whole matrices, not their
+    the layers that start at zero let none through. What the subclass remembers belongs in a stack
+    state[name] of at least two dimensions, the first of length self.shape[0]; it reads and writes
+    world.rows(state[name]). `parts` is that of CastedLinear; stacks count whole matrices, not their
     parts."""
 
     def __init__(self, params, lr, hp, world):
         super().__init__(params, lr, hp, world)
         kinds = {(p.shape, getattr(p, "parts", 1)) for p in params.values()}
-        shape, self.parts = min(kinds)
+        shape, self.parts = next(iter(kinds))
         require(len(kinds) == 1 and len(shape) == 2, f"{list(params)}: one row of the table takes "
                 f"matrices of one height, one width and one number of parts, not {kinds}")
         self.shape = (math.ceil(len(params) / world.size) * world.size, *shape)
@@ -952,7 +952,7 @@ def read_tokens(path: str, start: int, count: int, vocab_size: int, pin: bool = 
     with open_file(path, "rb") as f:
         f.seek(SHARD_HEADER_BYTES + 2 * start)
         require(f.readinto(tokens.numpy()) == tokens.nbytes, f"{path} has become shorter")
-    largest = tokens.numpy().max()  # by NumPy, which starts no threads
+    largest = tokens.numpy().max()  # by NumPy: torch's threads would disturb those that train
     require(largest < vocab_size, f"{path} holds the token {largest}, which is not below "
             f"--vocab_size={vocab_size}; data/inspect_shards.py says where")
     return tokens
@@ -1155,7 +1155,7 @@ def train(plan: "Plan", world: World, log: "RunLog"):
             clock.stop()
             if validates:
                 val_loss = evaluate(model, val_sequences, step, hp, world)
-                log.write_loss("val_loss", val_loss, step, step, clock.elapsed)
+                log.write_loss("val_loss", val_loss, step, scheduled=step, seconds=clock.elapsed)
             if saves:
                 now = Progress(step, clock.elapsed, val_loss if validates else math.nan)
                 saved = save_checkpoint(now, model, optimizers, plan, log)
@@ -1482,7 +1482,7 @@ def save_checkpoint(now: Progress, model, optimizers, plan: "Plan", log: RunLog)
     part; the first one writes."""
     state = gather_training_state(model, optimizers)
     if log.file is None:
-        return True
+        return True  # only the first process knows whether it was saved
     now = now._replace(log_bytes=log.file.tell())
     path = log.path.with_suffix("") / f"step{now.step:08}.pt"
     try:
