@@ -43,7 +43,6 @@ import zipfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timedelta, timezone
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
@@ -505,7 +504,7 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor) -> lis
 
 def flex(mask: BlockMask, scale: float) -> Callable:
     """Attention under a mask by FlexAttention, for GPUs, to be compiled."""
-    return partial(flex_attention, block_mask=mask, scale=scale, enable_gqa=True)
+    return lambda q, k, v: flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)
 
 # ---- 5. FP8 linear ------------------------------------------------------------------------------
 
@@ -674,8 +673,9 @@ class Optimizer:
 
 class Adam(Optimizer):
     """Adam (arXiv:1412.6980) by PyTorch's fused kernel, which decays weights as AdamW does
-    (arXiv:1711.05101); in the table, partial(Adam, weight_decay=0.1) is an optimizer with decay.
-    Each process updates its rows of every matrix, and all of every vector and scalar."""
+    (arXiv:1711.05101); in the table, functools.partial(Adam, weight_decay=0.1) is an optimizer
+    with decay. Each process updates its rows of every matrix, and all of every vector and scalar.
+    """
 
     def __init__(self, params, lr, hp, world, weight_decay=0.0):
         super().__init__(params, lr, hp, world)
@@ -740,14 +740,13 @@ class MatrixOptimizer(Optimizer):
         self.sum = self.world.reduce_scatter(self.gradients)
 
     def update(self, step: int):
-        gradients = self.sum.result().float()
-        self.world.rows(self.updates).copy_(self.direction(gradients, step))
+        self.world.rows(self.updates).copy_(self.direction(self.sum.result().float(), step))
         self.gather = self.world.all_gather(self.updates)
 
     def finish(self, step: int):
-        lr = self.lr * lr_scale(step, self.hp)
         for update, p in zip(self.gather.result(), self.params.values()):
-            p.add_(update, alpha=-lr)  # there is no weight decay; its place would be here
+            # There is no weight decay; its place would be here.
+            p.add_(update, alpha=-self.lr * lr_scale(step, self.hp))
 
 class Muon(MatrixOptimizer):
     """Nesterov momentum, orthogonalized (Keller Jordan et al., 2024): every direction of the update
@@ -761,8 +760,7 @@ class Muon(MatrixOptimizer):
 
     def direction(self, gradients: Tensor, step: int) -> Tensor:
         beta = muon_momentum(step, self.hp)
-        momentum = self.world.rows(self.state["momentum"])
-        momentum.lerp_(gradients, 1 - beta)
+        momentum = self.world.rows(self.state["momentum"]).lerp_(gradients, 1 - beta)
         update = gradients.lerp(momentum, beta).to(self.updates.dtype)  # Nesterov: one step ahead
         matrices = update.unflatten(1, (self.parts, -1)).flatten(0, 1)
         # Matrices with more rows than columns are scaled up, so that outputs change as much.
@@ -1089,6 +1087,10 @@ def main(argv: list[str]):
         end_if_torchrun_is_gone()
         connect(world, sha256(script.encode()))
         dist.broadcast_object_list(plans, src=0)  # this replaces the None of the others
+        shards = find_shards(plans[0].hp.train_files) + find_shards(plans[0].hp.val_files)
+        found = [None] * world.size
+        dist.all_gather_object(found, shards)  # what each process finds on its machine
+        require(found.count(shards) == world.size, "data differ between machines: copy one to all")
     plan = plans[0]
     if command.check:
         build_optimizers(GPT(plan.hp, flex, getattr(torch, plan.hp.dtype)), plan.hp, world)

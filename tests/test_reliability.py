@@ -3,6 +3,7 @@ consoles and shards that vanish, ranks and launchers that die, two writers of on
 
 import dataclasses
 import functools
+import glob
 import inspect
 import json
 import os
@@ -550,15 +551,16 @@ def test_nohup_is_respected(tmp_path, shards):
 TWO = [*LONG, "--num_iterations=40"]
 
 
-def two_launchers(script, other, *flags) -> list[subprocess.Popen]:
-    """Two torchrun agents, as on two machines, that meet by a c10d rendezvous."""
+def two_launchers(script, other, *flags, folders=(None, None)) -> list[subprocess.Popen]:
+    """Two torchrun agents, as on two machines, that meet by a c10d rendezvous. Each starts in a
+    folder of its own, if `folders` names them."""
     port = random.randint(20000, 50000)
     agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1",
              "--rdzv_backend=c10d", "--rdzv_id=test", f"--rdzv_endpoint=127.0.0.1:{port}",
              "--local_addr=127.0.0.1"]
     return [subprocess.Popen([*agent, path, *flags], stdout=subprocess.PIPE,
-                             stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)
-            for path in (script, other)]
+                             stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT, cwd=folder)
+            for path, folder in zip((script, other), folders)]
 
 
 @pytest.fixture(scope="module")
@@ -594,6 +596,30 @@ def test_two_launchers_with_different_scripts_are_refused(tmp_path, shards):
     assert all(agent.returncode for agent in agents), output
     errors = re.findall("(?m)^error: .*", "".join(output))
     assert errors and all("differs between machines" in line for line in errors), output
+    assert not (tmp_path / "r").exists(), "nothing was begun"
+
+
+@pytest.mark.both_scripts
+def test_two_launchers_with_different_data_are_refused(tmp_path, shards, script):
+    """As where the second machine has other shards under the same names. Each machine's ranks would
+    train and validate on its own."""
+    patterns = dict(flag.lstrip("-").split("=") for flag in shards)
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        for name, pattern in patterns.items():
+            (folder / name).mkdir(parents=True)
+            for path in glob.glob(pattern):
+                shutil.copy(path, folder / name)
+    changed = bytearray(next((folders[1] / "train_files").iterdir()).read_bytes())
+    changed[1026] ^= 1  # of the first tokens
+    next((folders[1] / "train_files").iterdir()).write_bytes(changed)
+    agents = two_launchers(script.__file__, script.__file__, *TWO,
+                           *(f"--{name}={name}/*.bin" for name in patterns),
+                           f"--records={tmp_path}/r", folders=folders)
+    output = [agent.communicate(timeout=200)[0] for agent in agents]
+    assert all(agent.returncode for agent in agents), output
+    errors = re.findall("(?m)^error: .*", "".join(output))
+    assert errors and all("data differ between machines" in line for line in errors), output
     assert not (tmp_path / "r").exists(), "nothing was begun"
 
 

@@ -583,7 +583,7 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor) -> lis
 
 def flex(mask: BlockMask, scale: float) -> Callable:
     """Attention under a mask by FlexAttention, for GPUs, to be compiled."""
-    return partial(flex_attention, block_mask=mask, scale=scale, enable_gqa=True)
+    return lambda q, k, v: flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)
 
 # ---- 5. FP8 linear ------------------------------------------------------------------------------
 
@@ -850,8 +850,7 @@ class MatrixOptimizer(Optimizer):
         self.sum = self.world.reduce_scatter(self.gradients)
 
     def update(self, step: int):
-        gradients = self.sum.result().float()
-        self.world.rows(self.updates).copy_(self.direction(gradients, step))
+        self.world.rows(self.updates).copy_(self.direction(self.sum.result().float(), step))
         self.gather = self.world.all_gather(self.updates)
 
     def finish(self, step: int):
@@ -1230,6 +1229,10 @@ def main(argv: list[str]):
         end_if_torchrun_is_gone()
         connect(world, sha256(script.encode()))
         dist.broadcast_object_list(plans, src=0)  # this replaces the None of the others
+        shards = find_shards(plans[0].hp.train_files) + find_shards(plans[0].hp.val_files)
+        found = [None] * world.size
+        dist.all_gather_object(found, shards)  # what each process finds on its machine
+        require(found.count(shards) == world.size, "data differ between machines: copy one to all")
     plan = plans[0]
     if command.check:
         build_optimizers(GPT(plan.hp, flex, getattr(torch, plan.hp.dtype)), plan.hp, world)
