@@ -184,7 +184,8 @@ def resolve(hp: Hyperparameters, device: torch.device) -> Hyperparameters:
 
 def batch_size(step: int, hp: Hyperparameters) -> int:
     """The number of sequences in a step, on all processes together. If you let it grow during the
-    run, change tokens_seen as well, and keep each size divisible by the number of processes."""
+    run, change tokens_seen and the factor of FP8's gradient (in GPT) as well, and keep each size
+    divisible by the number of processes."""
     return hp.micro_batches
 
 def tokens_seen(step: int, hp: Hyperparameters) -> int:
@@ -192,8 +193,8 @@ def tokens_seen(step: int, hp: Hyperparameters) -> int:
     return step * hp.micro_batches * hp.train_seq_len
 
 def window_tokens(step: int, hp: Hyperparameters) -> int:
-    """The long window in tokens. It grows linearly, block by block, and stays between window_start
-    and window_end."""
+    """The long window in tokens. It would grow linearly from zero, block by block, but is kept
+    between window_start and window_end."""
     # As in the record, growth ends half a block below window_end: in `speedrun` at 1728 tokens.
     # Rounded up, that is window_end, 1792, from 96 % of the run on.
     grown = (hp.window_end - BLOCK / 2) * step / max(1, hp.num_iterations)
@@ -763,7 +764,7 @@ class Muon(MatrixOptimizer):
         momentum = self.world.rows(self.state["momentum"]).lerp_(gradients, 1 - beta)
         update = gradients.lerp(momentum, beta).to(self.updates.dtype)  # Nesterov: one step ahead
         matrices = update.unflatten(1, (self.parts, -1)).flatten(0, 1)
-        # Matrices with more rows than columns are scaled up, so that outputs change as much.
+        # Those with more rows than columns are scaled up, to change outputs as much as others do.
         scale = max(1, matrices.size(1) / matrices.size(2)) ** 0.5
         return scale * self.orthogonalize(matrices).reshape_as(update)
 
@@ -951,10 +952,10 @@ def load_training_state(saved: dict, model: nn.Module, optimizers: list[Optimize
                 dist.broadcast(tensor, src=0)
 
 def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: World):
-    """Compiles everything and allocates memory, by one step and one validation on random tokens.
-    `train` then restores the weights and the optimizers' state. If your method does something at
-    some steps only, do it here too: whatever is compiled later ends the run, because compiling
-    would be timed."""
+    """Compiles everything and allocates memory, by a backward pass, a step and a validation, all on
+    random tokens. `train` then restores the weights and the optimizers' state. If your method does
+    something at some steps only, do it here too: whatever is compiled later ends the run, because
+    compiling would be timed."""
     # Without this, compiled programs with FP8Linear in them would not be kept on the disk.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
 

@@ -877,7 +877,7 @@ class Muon(MatrixOptimizer):
         momentum.lerp_(gradients, 1 - beta)
         update = gradients.lerp(momentum, beta).to(self.updates.dtype)  # Nesterov: one step ahead
         matrices = update.unflatten(1, (self.parts, -1)).flatten(0, 1)
-        # Matrices with more rows than columns are scaled up, so that outputs change as much.
+        # Those with more rows than columns are scaled up, to change outputs as much as others do.
         scale = max(1, matrices.size(1) / matrices.size(2)) ** 0.5
         update = scale * self.orthogonalize(matrices).reshape_as(update)
         row_squares = self.world.rows(self.state["row_squares"])
