@@ -17,7 +17,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 from test_model import sequence, tiny_model
 
 import train_gpt
-from train_gpt import (build_optimizers, connect, train_step, gather_training_state,
+from train_gpt import (build_optimizers, connect, gather_training_state, train_step,
                        world_of_this_process)
 
 torch.set_num_threads(1)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from train_gpt import (  # noqa: E402
-    PRESETS, Adam, MatrixOptimizer, Muon, Optimizer, World, connect, load_training_state, lr_scale,
-    train_step, gather_training_state, world_of_this_process)
+    PRESETS, Adam, MatrixOptimizer, Muon, Optimizer, World, connect, gather_training_state,
+    load_training_state, lr_scale, train_step, world_of_this_process)
 
 MICRO_BATCHES = 24
 ALONE = World(0, 1, torch.device("cpu"))

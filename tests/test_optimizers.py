@@ -13,8 +13,8 @@ from torch import nn
 
 import train_gpt
 from train_gpt import (PRESETS, Adam, CastedLinear, MatrixOptimizer, Muon, Optimizer, UserError,
-                       World, build_optimizers, load_training_state, newton_schulz, train_step,
-                       gather_training_state)
+                       World, build_optimizers, gather_training_state, load_training_state,
+                       newton_schulz, train_step)
 
 HP = dataclasses.replace(PRESETS["demo"], dtype="float32", cooldown_frac=0.0)
 
