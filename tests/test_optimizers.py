@@ -1,5 +1,5 @@
 """Newton-Schulz, Muon and Adam: against oracles, in one process and (with gloo, by torchrun) in
-several."""
+several; which optimizer trains which parameters; the state that is saved."""
 
 import dataclasses
 import subprocess
@@ -7,14 +7,14 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, TINY, launch, log_path, losses
+from conftest import ENVIRONMENT, ROOT, TINY, launch, log_path, losses
 from test_model import ALONE, WINDOW, sequence, tiny_model
 from torch import nn
 
 import train_gpt
-from train_gpt import (PRESETS, Adam, CastedLinear, MatrixOptimizer, Muon, Optimizer, UserError,
-                       World, build_optimizers, gather_training_state, load_training_state,
-                       newton_schulz, train_step)
+from train_gpt import (PRESETS, Adam, CastedLinear, Muon, Optimizer, UserError, build_optimizers,
+                       gather_training_state, load_training_state, newton_schulz, train_step,
+                       warm_up)
 
 HP = dataclasses.replace(PRESETS["demo"], dtype="float32", cooldown_frac=0.0)
 
@@ -32,10 +32,13 @@ def with_momentum(momentum, **changes):
                                **changes)
 
 
-def plain(x, steps=5):
-    """In place of newton_schulz: changes nothing."""
-    return x
+def copied(state):
+    if isinstance(state, dict):
+        return {name: copied(value) for name, value in state.items()}
+    return state.clone()
 
+
+# ---- Newton-Schulz and Muon
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows, cols", [(64, 64), (256, 64), (64, 256)])
@@ -65,72 +68,26 @@ def test_each_matrix_of_a_stack_is_orthogonalized_as_if_it_were_alone():
         torch.testing.assert_close(together[i], alone, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("parts, cols", [(1, 32), (3, 32), (3, 16), (2, 64)])
-def test_the_parts_of_a_stacked_matrix_are_orthogonalized_one_by_one(parts, cols):
+@pytest.mark.parametrize("parts, rows, cols", [(3, 32, 32), (3, 32, 16), (4, 16, 64)])
+def test_the_matrices_of_a_stacked_parameter_are_orthogonalized_one_by_one(parts, rows, cols):
     torch.manual_seed(0)
-    layer = CastedLinear(cols, 96, zero=True, parts=parts)
-    muon = Muon({"p": layer.weight}, 1.0, with_momentum(0.0), ALONE)
-    layer.weight.grad = torch.randn(96, cols)
+    params = {name: nn.Parameter(torch.zeros(parts, rows, cols)) for name in "ab"}
+    muon = Muon(params, 1.0, with_momentum(0.0), ALONE)
+    for p in params.values():
+        p.grad = torch.randn(p.shape)
     take_step(muon)
-    chunks = layer.weight.detach().chunk(parts), layer.weight.grad.chunk(parts)
-    for part, gradient in zip(*chunks, strict=True):
-        scale = max(1, len(part) / cols) ** 0.5
-        want = -scale * newton_schulz(gradient[None])[0]
-        torch.testing.assert_close(part, want, rtol=1e-4, atol=1e-5)
-
-
-class SwiGLU(nn.Module):
-    """A gated MLP whose two input matrices are one stacked weight, as a user would write it."""
-
-    def __init__(self, dim):
-        super().__init__()
-        self.fc = CastedLinear(dim, 8 * dim, parts=2)
-        self.proj = CastedLinear(4 * dim, dim, zero=True)
-
-    def forward(self, x_TD):
-        gate, x = self.fc(x_TD).chunk(2, dim=-1)
-        return self.proj(nn.functional.silu(gate) * x)
-
-
-def test_parts_that_a_layer_declares_reach_muon_through_the_models_table(monkeypatch):
-    """The table needs no change for a stacked SwiGLU matrix: its halves are orthogonalized one by
-    one, each of them tall, where Q, K and V are three."""
-    monkeypatch.setattr(train_gpt, "MLP", SwiGLU)
-    model, hp = tiny_model()
-    seen = []
-
-    def watch(x, steps=5):
-        seen.append(tuple(x.shape))
-        return newton_schulz(x, steps)
-
-    monkeypatch.setattr(train_gpt, "newton_schulz", watch)
-    optimizers = build_optimizers(model, hp, ALONE)
-    before = model.blocks[0].mlp.fc.weight.detach().clone()
-    model(*sequence(), WINDOW).backward()
-    gradient = model.blocks[0].mlp.fc.weight.grad.clone()
-    hp_at_start = dataclasses.replace(hp, muon_momentum_start=0.0, muon_momentum_end=0.0)
-    for optimizer in optimizers:
-        optimizer.hp = hp_at_start
-        take_step(optimizer)
-    # Of 3 layers Q, K, V [64, 32] each and projections [32, 64]; of 4 layers both halves of fc.
-    assert sorted(seen) == sorted([(9, 64, 32), (3, 32, 64), (8, 128, 32), (4, 32, 128)])
-    update = (model.blocks[0].mlp.fc.weight.detach() - before) / -hp.muon_lr
-    for part, want in zip(update.chunk(2), gradient.chunk(2)):
-        torch.testing.assert_close(part, 2 * newton_schulz(want[None])[0], rtol=1e-3, atol=1e-4)
-
-
-def test_a_class_of_matrices_that_differ_in_parts_is_refused():
-    params = {"stacked": CastedLinear(8, 6, parts=2).weight, "single": CastedLinear(8, 6).weight}
-    with pytest.raises(UserError, match="one height, one width"):
-        Muon(params, 0.1, HP, ALONE)
+    for p in params.values():
+        for matrix, gradient in zip(p.detach(), p.grad):
+            want = -max(1, rows / cols) ** 0.5 * newton_schulz(gradient[None])[0]
+            torch.testing.assert_close(matrix, want, rtol=1e-4, atol=1e-5)
 
 
 def test_agrees_with_the_muon_of_torch():
     """On the same gradients for several steps; torch's own takes one matrix at a time and works in
     bfloat16."""
     torch.manual_seed(0)
-    ours = [torch.nn.Parameter(torch.randn(s)) for s in ((32, 16), (16, 32), (32, 16), (16, 16))]
-    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    ours = [nn.Parameter(torch.randn(s)) for s in ((32, 16), (16, 32), (32, 16), (16, 16))]
+    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
     oracle = torch.optim.Muon(theirs, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.0,
                               ns_coefficients=(3.4445, -4.775, 2.0315), ns_steps=5, eps=1e-7)
     hp = with_momentum(0.9, dtype="bfloat16")
@@ -151,8 +108,8 @@ def test_agrees_with_the_muon_of_torch():
 
 
 def test_nesterov_momentum_by_hand(monkeypatch):
-    monkeypatch.setattr(train_gpt, "newton_schulz", plain)
-    p = torch.nn.Parameter(torch.zeros(2, 2))
+    monkeypatch.setattr(train_gpt, "newton_schulz", lambda x, steps=5: x)
+    p = nn.Parameter(torch.zeros(2, 2))
     hp = dataclasses.replace(HP, muon_momentum_start=0.85, muon_momentum_end=0.95,
                              muon_momentum_steps=2)
     muon = Muon({"p": p}, 0.1, hp, ALONE)
@@ -166,28 +123,21 @@ def test_nesterov_momentum_by_hand(monkeypatch):
     torch.testing.assert_close(p.detach(), torch.full((2, 2), want))
 
 
-@pytest.mark.parametrize("shapes", [((4, 8), (8, 4)), ((4,), (4,)), ((2, 4, 8),)],
-                         ids=["two shapes", "vectors", "a stack"])
-def test_muon_refuses_what_is_not_matrices_of_one_shape(shapes):
-    params = {f"p{i}": torch.nn.Parameter(torch.zeros(shape)) for i, shape in enumerate(shapes)}
-    with pytest.raises(UserError, match="one height, one width") as caught:
-        Muon(params, 0.1, HP, ALONE)
-    assert all(name in str(caught.value) for name in params) and "\n" not in str(caught.value)
-
+# ---- Adam
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adam_is_torchs(dtype, monkeypatch):
     torch.manual_seed(0)
     scales = [1.0, 1.0, 0.5, 0.25]
     monkeypatch.setattr(train_gpt, "lr_scale", lambda step, hp: scales[step])
-    values = [torch.randn(shape, dtype=dtype) for shape in ((30, 8), (5,), (2, 2))]
-    ours = [torch.nn.Parameter(value.clone()) for value in values]
-    theirs = [torch.nn.Parameter(value.clone()) for value in values]
+    values = [torch.randn(shape, dtype=dtype) for shape in ((30, 8), (5,), ())]
+    ours = [nn.Parameter(value.clone()) for value in values]
+    theirs = [nn.Parameter(value.clone()) for value in values]
     hp = dataclasses.replace(HP, dtype=str(dtype).removeprefix("torch."), adam_beta1=0.8,
                              adam_beta2=0.95, adam_eps=1e-7)
-    table = [Adam({"0": ours[0], "1": ours[1]}, 0.1, hp, ALONE),
-             Adam({"2": ours[2]}, 0.02, hp, ALONE)]
-    groups = [dict(params=theirs[:2], lr=0.1), dict(params=theirs[2:], lr=0.02)]
+    table = [Adam({"0": ours[0]}, 0.1, hp, ALONE),
+             Adam({"1": ours[1], "2": ours[2]}, 0.02, hp, ALONE)]
+    groups = [dict(params=theirs[:1], lr=0.1), dict(params=theirs[1:], lr=0.02)]
     reference = torch.optim.Adam(groups, fused=True, betas=(0.8, 0.95), eps=1e-7)
     for step, scale in enumerate(scales):
         for group, peak in zip(reference.param_groups, (0.1, 0.02)):
@@ -199,11 +149,13 @@ def test_adam_is_torchs(dtype, monkeypatch):
             take_step(adam, step)
         reference.step()
         assert all(torch.equal(p, q) for p, q in zip(ours, theirs))
-    state = gather_training_state(torch.nn.Module(), table)["optimizers"]
+    state = gather_training_state(nn.Module(), table)["optimizers"]
     for ours_is, theirs_is in (("mean", "exp_avg"), ("mean_square", "exp_avg_sq")):
         for i, q in enumerate(theirs):
             assert torch.equal(state[ours_is][str(i)], reference.state[q][theirs_is]), ours_is
 
+
+# ---- Training steps
 
 class Descent(Optimizer):
     """Plain gradient descent on whole parameters, without state."""
@@ -235,23 +187,122 @@ def test_a_step_follows_the_mean_gradient_of_its_micro_batches():
         assert p.grad is None and not torch.equal(p, before[name]), name
 
 
-def test_the_models_table_has_a_stack_for_each_shape_of_matrices():
-    model, hp = tiny_model()
+# ---- Which optimizer trains what
+
+def test_the_table_has_a_stack_for_each_shape_of_matrices():
+    model, hp = tiny_model(num_kv_heads=2)
     table = build_optimizers(model, hp, ALONE)
-    muons = [row for row in table if isinstance(row, Muon)]
-    assert [(len(row.params), row.parts) for row in muons] == [(3, 3), (3, 1), (4, 1), (4, 1)]
-    assert {row.lr for row in muons} == {hp.muon_lr}
+    muons = {frozenset(row.params): row for row in table if isinstance(row, Muon)}
+    assert set(muons) == {frozenset(f"blocks.{layer}.{name}" for layer in layers)
+                          for name, layers in (("attn.qkv", (0, 1, 3)),
+                                               ("attn.proj.weight", (0, 1, 3)),
+                                               ("mlp.fc.weight", range(4)),
+                                               ("mlp.proj.weight", range(4)))}
+    assert {row.lr for row in muons.values()} == {hp.muon_lr}
     adams = {frozenset(row.params): row.lr for row in table if isinstance(row, Adam)}
     mixes = {f"blocks.{layer}.residual_mix" for layer in range(4)}
     mixes |= {f"blocks.{layer}.attn.value_mix" for layer in (0, 1, 3)}
-    assert adams == {
+    assert adams == {  # two kv heads are as wide as the model, so all embeddings have one shape
         frozenset({"lm_head.weight"}): hp.head_lr,
-        frozenset({"embed.weight", "pair_embed.weight", "value_embeds.0.weight"}): hp.embed_lr,
-        frozenset({"smear", "skip_weights"} | mixes): hp.scalar_lr}
+        frozenset({"embed.weight", "value_embeds.0.weight"}): hp.embed_lr,
+        frozenset({"skip_weights"} | mixes): hp.scalar_lr}
 
+
+@pytest.mark.parametrize("changes", [
+    dict(attention="....", value_embeds="...."), dict(value_embeds="...."),
+    dict(num_kv_heads=1), dict(num_kv_heads=4)], ids=str)
+def test_every_parameter_has_one_optimizer_and_is_trained(changes):
+    """Also without attention or value embeddings, and where the latter are of another shape than
+    the embedding."""
+    model, hp = tiny_model(**changes)
+    optimizers = build_optimizers(model, hp, ALONE)
+    before = copied(dict(model.named_parameters()))
+    assert sorted(name for each in optimizers for name in each.params) == sorted(before)
+    train_step(model, [sequence()], optimizers, 0, hp, ALONE)
+    for name, p in model.named_parameters():
+        assert not torch.equal(p, before[name]), name
+
+
+def test_a_vector_or_a_number_that_no_row_names_is_trained_by_adam():
+    model, hp = tiny_model()
+    model.gains = nn.Parameter(torch.ones(7))
+    model.temperature = nn.Parameter(torch.tensor(1.0))
+    last = build_optimizers(model, hp, ALONE)[-1]
+    assert type(last) is Adam and last.lr == hp.scalar_lr
+    assert {"gains", "temperature", "skip_weights"} <= set(last.params)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    take_step(last)
+    for p in (model.gains, model.temperature):
+        torch.testing.assert_close(p.detach(), torch.ones_like(p) - hp.scalar_lr)
+
+
+def test_a_matrix_that_no_row_names_is_an_error_that_names_it():
+    model, hp = tiny_model()
+    model.gate = CastedLinear(32, 4)
+    with pytest.raises(UserError, match="build_optimizers") as caught:
+        build_optimizers(model, hp, ALONE)
+    assert "gate.weight" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_row_that_no_parameter_fits_is_refused():
+    """It may have a mistake in its pattern; what it was meant for would train at another rate."""
+    model, hp = tiny_model()
+    model.tokens = model.embed
+    del model.embed, model.value_embeds
+    with pytest.raises(UserError, match=r"no parameter fits the row embed.*weight") as caught:
+        build_optimizers(model, hp, ALONE)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_first_row_that_fits_takes_a_parameter():
+    model, hp = tiny_model()
+    model.value_embeds["7"] = nn.ModuleDict({"mlp": nn.ModuleDict()})
+    model.value_embeds["7"]["mlp"]["fc"] = CastedLinear(32, 128)  # which looks like Muon's
+    optimizers = build_optimizers(model, hp, ALONE)
+    taking = [o for o in optimizers if "value_embeds.7.mlp.fc.weight" in o.params]
+    assert len(taking) == 1 and type(taking[0]) is Adam and taking[0].lr == hp.embed_lr
+
+
+def test_frozen_parameters_stay_as_they_are():
+    model, hp = tiny_model()
+    frozen = {"skip_weights", "embed.weight", "blocks.1.mlp.fc.weight"}
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    optimizers = build_optimizers(model, hp, ALONE)
+    before = copied(dict(model.named_parameters()))
+    warm_up(model, optimizers, hp, ALONE)  # does not miss their gradients
+    train_step(model, [sequence()], optimizers, 0, hp, ALONE)
+    unchanged = {name for name, p in model.named_parameters() if torch.equal(p, before[name])}
+    assert unchanged == frozen
+
+
+@pytest.mark.parametrize("name", ["gains", "embed.weight", "blocks.0.mlp.fc.weight"])
+def test_a_parameter_in_another_precision_is_an_error(name):
+    model, hp = tiny_model()
+    model.gains = nn.Parameter(torch.ones(7))
+    owner, _, attribute = name.rpartition(".")
+    parameter = nn.Parameter(model.get_parameter(name).detach().double())
+    setattr(model.get_submodule(owner), attribute, parameter)
+    with pytest.raises(UserError, match="float64") as caught:
+        build_optimizers(model, hp, ALONE)
+    assert name in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_parameter_that_no_gradient_reaches_is_named():
+    model, hp = tiny_model()
+    model.value_embeds["7"] = nn.Embedding(320, 64)  # which no layer mixes in
+    optimizers = build_optimizers(model, hp, ALONE)
+    with pytest.raises(UserError, match=r"gradient.* value_embeds\.7\.weight") as caught:
+        warm_up(model, optimizers, hp, ALONE)
+    assert "\n" not in str(caught.value)
+
+
+# ---- What is saved
 
 def test_training_goes_on_to_the_same_bits_from_a_state_that_is_loaded():
-    """From one model and its optimizers to others, which have been trained elsewhere."""
+    """From one model and its optimizers to others, which have been trained elsewhere and then make
+    a warmup, which leaves no trace."""
     (ours, hp), (theirs, _) = tiny_model(seed=1), tiny_model(seed=2)
     a, b = build_optimizers(ours, hp, ALONE), build_optimizers(theirs, hp, ALONE)
     for step in range(2):
@@ -261,6 +312,7 @@ def test_training_goes_on_to_the_same_bits_from_a_state_that_is_loaded():
     means, momenta = set(state["optimizers"]["mean"]), set(state["optimizers"]["momentum"])
     assert means | momenta == set(state["model"]) and not means & momenta
     load_training_state(state, theirs, b, ALONE)
+    warm_up(theirs, b, hp, ALONE)
     for step in range(2, 4):
         for model, table in ((ours, a), (theirs, b)):
             train_step(model, [sequence(seed=step)], table, step, hp, ALONE)
@@ -268,181 +320,31 @@ def test_training_goes_on_to_the_same_bits_from_a_state_that_is_loaded():
         assert torch.equal(p, q), name
 
 
-def test_a_row_of_the_table_that_no_parameter_fits_is_refused():
-    """It may have a mistake in its pattern; what it was meant for would train at another rate."""
-    hp = dataclasses.replace(PRESETS["demo"], attention="....", value_embeds="....",
-                             dtype="float32", num_kv_heads=4)
-    model = train_gpt.GPT(hp, train_gpt.block_sparse, torch.float32)
-    with pytest.raises(UserError, match=r"no parameter fits the row blocks.*attn.*qkv") as caught:
-        build_optimizers(model, hp, ALONE)
-    assert "\n" not in str(caught.value)
+def lacks(tensors, name):
+    del tensors[name]
 
 
-def test_a_state_that_lacks_a_tensor_is_refused_by_its_name():
+def has_another_shape(tensors, name):
+    tensors[name] = torch.zeros(3, 2)
+
+
+def has_one_more(tensors, name):
+    tensors["surplus"] = torch.zeros(3)
+
+
+@pytest.mark.parametrize("damage, words", [(lacks, "{}"), (has_another_shape, "{}"),
+                                           (has_one_more, "surplus")])
+@pytest.mark.parametrize("group, name", [("model", "skip_weights"), ("mean", "lm_head.weight"),
+                                         ("momentum", "blocks.0.mlp.fc.weight")])
+def test_a_state_that_is_not_this_scripts_is_refused_by_the_name_of_a_tensor(group, name, damage,
+                                                                           words):
     model, hp = tiny_model()
     table = build_optimizers(model, hp, ALONE)
-    for kind, name, found in (("momentum", "blocks.0.mlp.fc.weight", None),
-                              ("mean", "lm_head.weight", torch.zeros(3, 2))):
-        state = gather_training_state(model, table)
-        if found is None:
-            del state["optimizers"][kind][name]
-        else:
-            state["optimizers"][kind][name] = found
-        with pytest.raises(UserError, match=f"{kind} of {name}") as caught:
-            load_training_state(state, model, table, ALONE)
-        assert "\n" not in str(caught.value)
-
-
-class Named(MatrixOptimizer):
-    """Its state has the names that a checkpoint uses for other things."""
-
-    def __init__(self, params, lr, hp, world):
-        super().__init__(params, lr, hp, world)
-        for name in ("step", "model", "optimizers", "facts"):
-            self.state[name] = torch.zeros(self.shape, device=world.device)
-
-    def direction(self, gradients, step):
-        for name in self.state:
-            self.world.rows(self.state[name]).add_(gradients)
-        return self.world.rows(self.state["step"])
-
-
-def test_a_state_may_have_any_name():
-    model = nn.ParameterDict({"p": torch.ones(4, 4)})
-    optimizer = Named(dict(model.named_parameters()), 0.1, HP, ALONE)
-    model.p.grad = torch.ones(4, 4)
-    take_step(optimizer)
-    saved = {name: {key: tensor.clone() for key, tensor in tensors.items()}
-             for name, tensors in gather_training_state(model, [optimizer])["optimizers"].items()}
-    saved = dict(model={"p": torch.full((4, 4), 5.0)}, optimizers=saved)
-    assert set(saved["optimizers"]) == {"step", "model", "optimizers", "facts"}
-    model.p.grad = torch.full((4, 4), 7.0)
-    take_step(optimizer)
-    load_training_state(saved, model, [optimizer], ALONE)
-    assert torch.equal(model.p, torch.full((4, 4), 5.0))
-    assert all(torch.equal(stack[0], torch.ones(4, 4)) for stack in optimizer.state.values())
-
-
-class Traced:
-    """A collective's handle that notes when it is waited for."""
-
-    def __init__(self, events, name):
-        self.events = events
-        self.name = name
-
-    def wait(self):
-        self.events.append(f"wait {self.name}")
-
-
-def test_what_one_optimizer_sends_travels_while_another_computes(monkeypatch):
-    """All gradients are on their way before the first update. What an optimizer has updated is on
-    its way before the next one computes, and is waited for after the last one has."""
-    events = []
-
-    def traced(kind):
-        def launch(*args, **kwargs):
-            number = sum(event.startswith(f"launch {kind}") for event in events)
-            events.append(f"launch {kind} {number}")
-            return Traced(events, f"{kind} {number}")
-        return launch
-
-    monkeypatch.setattr(train_gpt.dist, "all_gather_single", traced("gather"))
-    monkeypatch.setattr(train_gpt.dist, "reduce_scatter_single", traced("scatter"))
-    monkeypatch.setattr(train_gpt.dist, "all_reduce", traced("reduce"))
-    model, hp = tiny_model()
-    world = World(1, 4, torch.device("cpu"))
-    optimizers = build_optimizers(model, hp, world)
-    for i, optimizer in enumerate(optimizers):
-        def traced_update(step, i=i, update=optimizer.update):
-            events.append(f"begin {i}")
-            update(step)
-            events.append(f"end {i}")
-        monkeypatch.setattr(optimizer, "update", traced_update)
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    train_step(model, [], optimizers, 0, hp, world)  # what follows the micro-batches
-    assert len(set(events)) == len(events), "something is launched or waited for twice"
-    launches = [event for event in events if event.startswith("launch")]
-    assert {f"wait{event[6:]}" for event in launches} <= set(events)
-    first = events.index("begin 0")
-    last = events.index(f"end {len(optimizers) - 1}")
-    divided = {name for row in optimizers if isinstance(row, Adam)
-               for name, p in row.params.items() if p.ndim > 1 and len(p) % 4 == 0}
-    assert "lm_head.weight" in divided and "skip_weights" not in divided
-    muons = sum(isinstance(row, Muon) for row in optimizers)
-    for kind in ("scatter", "gather"):
-        assert sum(f"launch {kind}" in event for event in events) == muons + len(divided)
-    for i, event in enumerate(events[:-2]):  # the last two are the loss, once all is launched
-        if event.startswith(("launch scatter", "launch reduce", "wait gather")):
-            assert i < first if "launch" in event else i > last
-        elif event.startswith(("wait scatter", "wait reduce", "launch gather")):
-            assert first < i < last
-    assert events[-1].startswith("wait reduce")
-
-
-@pytest.mark.parametrize("ranks, dtype", [(3, "float32"), (8, "float32"), (2, "bfloat16")])
-def test_distributed_optimizers_equal_a_single_process(ranks, dtype):
-    """With 5, 2 and 1 parameters of a shape: on 3 processes the stack is filled up, on 8 most
-    processes have none of the matrices. The state is saved in the middle and restored; two
-    optimizers are a user's own."""
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
-         str(ROOT / "tests" / "optimizer_worker.py"), dtype], capture_output=True, text=True,
-        timeout=200)
-    assert done.returncode == 0 and done.stdout.count("equal") == ranks, done.stdout + done.stderr
-
-
-SOAP = """class Soap(MatrixOptimizer):
-    def __init__(self, params, lr, hp, world):
-        super().__init__(params, lr, hp, world)
-        n, rows, cols = self.shape
-        self.state["weight"] = torch.zeros(n, rows, rows, device=world.device)
-        self.state["step"] = torch.zeros(self.shape, device=world.device)
-
-    def direction(self, gradients, step):
-        left = self.world.rows(self.state["weight"])
-        squares = self.world.rows(self.state["step"])
-        left.lerp_(gradients @ gradients.mT, 0.1)
-        basis = torch.linalg.eigh(left).eigenvectors
-        rotated = basis.mT @ gradients
-        squares.lerp_(rotated.square(), 0.1)
-        return basis @ (rotated / (squares.sqrt() + 1e-6))
-
-
-class Muon(MatrixOptimizer):
-"""
-
-
-@pytest.mark.parametrize("ranks", [None, 2])
-def test_a_users_optimizer_trains_saves_and_resumes(tmp_path, shards, ranks):
-    """A class with one method and its own state, and one row of the table: in a copy of the script,
-    on one process and on two. Its states have names that also mean something in a checkpoint."""
-    text = (ROOT / "train_gpt.py").read_text()
-    row = '(r"blocks\\.\\d+\\.mlp\\.fc\\.weight",      Muon, hp.muon_lr)'
-    assert text.count(row) == text.count("class Muon(MatrixOptimizer):\n") == 1
-    text = text.replace(row, row.replace("Muon, hp.muon_lr", "Soap, 0.003"))
-    script = tmp_path / "soap.py"
-    script.write_text(text.replace("class Muon(MatrixOptimizer):\n", SOAP))
-    launch(*TINY, *shards, "--save_every=3", f"--records={tmp_path}/records", script=script,
-           ranks=ranks)
-    log = log_path(tmp_path / "records")
-    whole = log.read_text()
-    curve = losses(whole, "train_loss")
-    assert len(curve) == 6 and curve[-1] < curve[0] - 0.1
-    last, middle = train_gpt.checkpoints_of(log)
-    saved = torch.load(middle, weights_only=True)
-    trained_by_soap = {f"blocks.{layer}.mlp.fc.weight" for layer in range(4)}
-    assert set(saved["optimizers"]["weight"]) == set(saved["optimizers"]["step"]) == trained_by_soap
-    assert saved["optimizers"]["weight"]["blocks.0.mlp.fc.weight"].any()
-    end = torch.load(last, weights_only=True)
-    last.unlink()
-    launch(f"--resume={log}", script=script, ranks=ranks)
-    again = torch.load(last, weights_only=True)
-    for name, p in end["model"].items():
-        assert torch.equal(p, again["model"][name]), name
-    for kind, tensors in end["optimizers"].items():
-        for name, tensor in tensors.items():
-            assert torch.equal(tensor, again["optimizers"][kind][name]), (kind, name)
+    state = copied(gather_training_state(model, table))
+    damage(state["model"] if group == "model" else state["optimizers"][group], name)
+    with pytest.raises(UserError, match=words.format(name)) as caught:
+        load_training_state(state, model, table, ALONE)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("state", [lambda n: torch.zeros(2 * n, 3), lambda n: [torch.zeros(3)],
@@ -450,10 +352,73 @@ def test_a_users_optimizer_trains_saves_and_resumes(tmp_path, shards, ranks):
 def test_a_state_that_would_not_be_saved_whole_is_refused(state):
     """If the number of entries is not that of the parameters, zip() would leave out the rest. A
     vector is not divided among the processes, so that the entries of the others would be lost."""
-    world = World(0, 1, torch.device("cpu"))
-    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4) for name in "ab"})
-    optimizer = train_gpt.Adam(dict(model.named_parameters()), 0.1, HP, world)
-    train_gpt.gather_training_state(model, [optimizer])
+    model = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in "ab"})
+    optimizer = Adam(dict(model.named_parameters()), 0.1, HP, ALONE)
+    gather_training_state(model, [optimizer])
     optimizer.state["more"] = state(len(optimizer.params))
     with pytest.raises(AssertionError, match="more"):
-        train_gpt.gather_training_state(model, [optimizer])
+        gather_training_state(model, [optimizer])
+
+
+# ---- Several processes
+
+@pytest.mark.parametrize("ranks, dtype", [(3, "float32"), (4, "bfloat16")])
+def test_distributed_optimizers_equal_a_single_process(ranks, dtype):
+    """With 5, 2 and 1 parameters of a shape: the stacks are filled up, and some processes have none
+    of the matrices. The state is saved in the middle and restored; two optimizers are a user's
+    own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
+         str(ROOT / "tests" / "optimizer_worker.py"), dtype], capture_output=True, text=True,
+        timeout=200, env=ENVIRONMENT)
+    assert done.returncode == 0 and done.stdout.count("equal") == ranks, done.stdout + done.stderr
+
+
+SOAP = """class Soap(Muon):
+    def __init__(self, params, lr, hp, world):
+        super().__init__(params, lr, hp, world)
+        n, rows, cols = self.gradients.shape
+        self.state["model"] = torch.zeros(n, rows, rows, device=world.device)
+        self.state["step"] = torch.zeros(n, rows, cols, device=world.device)
+
+    def direction(self, gradients, step):
+        left = self.world.rows(self.state["model"])
+        squares = self.world.rows(self.state["step"])
+        left.lerp_(gradients @ gradients.mT, 0.1)
+        basis = torch.linalg.eigh(left).eigenvectors
+        rotated = basis.mT @ gradients
+        squares.lerp_(rotated.square(), 0.1)
+        return basis @ (rotated / (squares.sqrt() + 1e-6))
+
+def newton_schulz("""
+
+
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_a_users_optimizer_trains_saves_and_resumes(tmp_path, shards, ranks):
+    """A class with one method and its own state, and one row of the table: in a copy of the script,
+    on one process and on two. Its states have names that also mean something in a checkpoint."""
+    text = (ROOT / "train_gpt.py").read_text()
+    table = "    table = [\n"
+    assert text.count(table) == text.count("def newton_schulz(") == 1
+    row = r'        (r"blocks\.\d+\.mlp\.fc\.weight", Soap, 0.003),'
+    text = text.replace(table, f"{table}{row}\n").replace("def newton_schulz(", SOAP)
+    script = tmp_path / "soap.py"
+    script.write_text(text)
+    launch(*TINY, *shards, "--save_every=3", f"--records={tmp_path}/whole", script=script,
+           ranks=ranks)
+    log = log_path(tmp_path / "whole")
+    curve = losses(log.read_text(), "train_loss")
+    assert len(curve) == 6 and curve[-1] < curve[0] - 0.1
+    middle, last = sorted(log.with_suffix("").glob("*.pt"))
+    saved = torch.load(middle, weights_only=True)["optimizers"]
+    trained_by_soap = {f"blocks.{layer}.mlp.fc.weight" for layer in range(4)}
+    assert set(saved["model"]) == set(saved["step"]) == trained_by_soap
+    assert saved["model"]["blocks.0.mlp.fc.weight"].any()
+    launch(f"--resume={middle}", f"--records={tmp_path}/resumed", script=script, ranks=ranks)
+    again = log_path(tmp_path / "resumed").with_suffix("") / last.name
+    end, again = torch.load(last, weights_only=True), torch.load(again, weights_only=True)
+    groups, groups_again = ({"model of the run": state["model"], **state["optimizers"]}
+                            for state in (end, again))
+    for kind, tensors in groups.items():
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, groups_again[kind][name]), (kind, name)
