@@ -267,3 +267,21 @@ def test_a_layer_more_or_less_leaves_the_initial_weights_of_all_others_as_they_w
     assert not torch.equal(base["embed.weight"], drawn(seed=4)["embed.weight"])
     fc = [base[f"blocks.{layer}.mlp.fc.weight"] for layer in range(4)]
     assert not any(torch.equal(fc[0], weight) for weight in fc[1:]), "layers begin alike"
+
+
+def test_tied_weights_are_drawn_once_and_as_the_embedding():
+    model, hp = tiny_model(randomize=False)
+    want = model.embed.weight.detach().clone()
+    model.lm_head.weight = model.embed.weight
+    draw_weights(model, 0)
+    assert torch.equal(model.embed.weight, want) and model.lm_head.weight is model.embed.weight
+
+
+def test_a_model_has_its_initial_weights_when_it_is_constructed():
+    """In a notebook nobody calls draw_weights. Here memory that nobody has filled would be NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        loss = GPT(HP, torch.float32, flex=False)(*sequence(), WINDOW)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert loss.item() == pytest.approx(math.log(320), abs=1e-5)
