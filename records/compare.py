@@ -9,29 +9,34 @@
 
 A log is this project's, or published by the speedrun since October 2024, or captured from a
 console. A file may hold several runs, one after the other. A folder stands for every .log and .txt
-below it. The runs named first are A, those after --vs are B, the baseline: "B -> A" and A - B
-throughout.
+below it. A resumed run is read with the logs that it continues, which lie beside its own, where its
+checkpoint lay, or in another folder that is named. The runs named first are A, those after --vs are
+B, the baseline: "B -> A" and A - B throughout.
 
-Only finished runs with finite losses enter the statistics, and none that was resumed with other
-settings as long as there are others; what is left out is named. Runs that all end at one step
-before their schedule does count as finished there. A copy of a run, by its losses, counts once.
+Only finished runs with finite losses enter the statistics, and none that was resumed with another
+script or other settings, or whose first log is missing, as long as there are others; what is left
+out is named. Runs that all end at one step before their schedule does count as finished there. A
+copy of a run, by its losses, counts once.
 Where the sides ran the same seeds, their differences are tested in pairs, beside Welch's test.
 --update-readme keeps the table's last column, which is written by hand.
-Exit status: 0 all read, 1 some input was no log (the rest is still reported), 2 wrong usage.
+Exit status: 0 all read, 1 some log was none or missing (the rest is still reported), 2 wrong usage.
 
 --json prints one object, with null for what the logs do not say or too few runs cannot say:
-  version: 4; target: the loss to reach; loss: the name of the loss that is read; unread: a line
-    for each input that was no log
+  version: 5; target: the loss to reach; loss: the name of the loss that is read; unread: a line
+    for each input that was no log, and for each log that is missing
   sides: A, or A and B: label, name, warnings, independent, used (names of the runs in the
     statistics), copies (names of those left out as copies), loss and seconds (n, mean, sd,
     interval: 95 % of the mean; of loss p: one-sided t-test), at (the step of the last losses, where
     the runs agree), rules (rows of rule, value, holds, runs_needed, first: the earliest step, with
     --first), others (source diffs within the side), runs
-  runs: name, path, steps, total, seconds, tokens, ms_per_step, loss, finished, diverged, changed
-    (on resuming), mixed (resumed on other ranks, another host or torch), reached (step and seconds
-    at the target), validations (rows of step, total, kind, loss, seconds, ms_per_step, tokens, lr,
+  runs: name, path, logs (rows of path and the step it begins at, the oldest first), missing (why
+    the oldest of them is not the run's beginning, else null), steps, total, seconds, tokens,
+    ms_per_step, loss, finished, diverged, changed (settings, on resuming), mixed (in what else the
+    logs of the run differ, such as script, ranks, host or torch), reached (step and seconds at the
+    target), validations (rows of step, total, kind, loss, seconds, ms_per_step, tokens, lr,
     window), hardware, torch, ranks, seed, parameters, timed_on and validated_on (what must agree
-    before times, losses compare), source (its sha256), hyperparameters and environment (as logged)
+    before times, losses compare), source (its sha256), hyperparameters and environment (as the
+    newest log has them)
   comparison: hyperparameters, environment (rows of name, values in B, in A), parameters (in B, in
     A, where they differ), source (a diff), loss and seconds (by Welch's test: difference A - B,
     interval, p), paired (the same by the t-test of differences, with seeds and sd), no_effect (of
@@ -56,12 +61,13 @@ from collections import Counter
 from itertools import chain, pairwise
 from pathlib import Path
 
-import numpy as np
-from scipy import optimize, stats
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from records import logs
-from records.logs import BadInput, read, read_run
+from records.logs import BadInput, read
+
+with logs.installed():
+    import numpy as np
+    from scipy import optimize, stats
 
 TARGET = 3.28                     # a loss over the GPT-2 vocabulary; over another it means nothing
 ALPHA = 0.01                      # the speedrun's level of significance
@@ -220,7 +226,7 @@ def first_step(rule, by_step, target):
 
 # ---- One side ------------------------------------------------------------------------------------
 
-RUN_ITSELF = {"seed", "name", "records", "command"}  # differ from run to run and are no setting
+RUN_ITSELF = {"seed", "name", "records", "command", "resumed"}  # differ from run to run
 NOT_GIVEN = "(not given)"
 
 class Side:
@@ -237,7 +243,7 @@ class Side:
             for run in runs:
                 run.end_at(at)
         whole = self.finished_runs(kept)
-        self.used = [run for run in whole if not run.changed] or whole
+        self.used = [run for run in whole if not of_two_methods(run)] or whole
         losses = [run.loss for run in self.used]
         self.loss = spread(losses) | {"p": p_below(losses, target)}
         self.seconds = spread([run.seconds for run in self.used])
@@ -266,8 +272,8 @@ class Side:
             timed, untimed = marks_of(run)
             marks = untimed if len(untimed) > 3 else timed  # a few losses may agree by chance
             rivals = owners.get(min(marks, default=None, key=str), [])
-            original = next((rival for rival in rivals if marks <= set().union(*marks_of(rival))),
-                            None)
+            original = next((rival for rival in rivals if marks <= set().union(*marks_of(rival))
+                             and not share_logs(run, rival)), None)
             if original:
                 self.copies.append(run.name)
                 self.warnings.append(f"run {run.name} of {self.label} has the losses of "
@@ -296,10 +302,12 @@ class Side:
     def warn_about_runs(self, at):
         label = self.label
         for run in self.runs:
-            if run.changed:
-                kept = "kept, for there is no other" if run in self.used else "left out"
-                self.warnings.append(f"run {run.name} of {label} was resumed with other settings, "
-                                     f"{kept}: {'; '.join(run.changed)}")
+            if run.changed or run.mixed:
+                what = "; ".join([*run.changed, *run.mixed])
+                text = f"run {run.name} of {label} was resumed with differences ({what})"
+                if of_two_methods(run):
+                    text += ", kept, for there is no other" if run in self.used else ", left out"
+                self.warnings.append(text)
         seeds = Counter(run.seed for run in self.used if run.seed)
         shared = [seed for seed, n in seeds.items() if n > 1]
         others = [run for run in self.runs if run not in self.used and run.name not in self.copies]
@@ -323,7 +331,7 @@ class Side:
         if len(sources) > 1:
             mixed.append("source")
             self.others = self.differing_sources(sources)
-        if len({run.timed_on for run in self.used}) > 1 or any(run.mixed for run in self.used):
+        if len({run.timed_on for run in self.used}) > 1:
             mixed.append("hardware")
         if mixed:
             self.warnings.append(f"runs of {self.label} differ from each other in: "
@@ -344,6 +352,14 @@ def name_of(runs):
     if len(folders) == 1 and RECORDS not in folders:
         return folders.pop().name
     return runs[0].name
+
+def of_two_methods(run):
+    """Whether its losses are those of more than one script or set of settings, or may be."""
+    return bool(run.changed or run.missing or "script" in run.mixed)
+
+def share_logs(run, other):
+    """Whether one continues the other, or both continue a third one: then they are no copies."""
+    return len(run.logs + other.logs) > 2 and not set(run.logs).isdisjoint(other.logs)
 
 def marks_of(run):
     """By which a copy of a run is known: its validations with their times, and without."""
@@ -561,6 +577,8 @@ def about_power(comparison):
     return f"{text}; the one seen is too small for any number of runs that one could make."
 
 def about_time(a, b, comparison):
+    if any(run.mixed for run in a.used + b.used):
+        return "Times do not compare, a run was resumed with differences (see the warnings)."
     if not comparable_times(a, b):
         return "Times do not compare, the hardware, the ranks or the rules of the clock differ."
     test = test_that_speaks(comparison, "seconds")
@@ -978,9 +996,12 @@ def records_table(records):
     """One row of markdown for each folder of tracked logs."""
     folders = {}
     for path in tracked_logs(records):
-        folders.setdefault(path.parent, []).append(read_run(path, path.stem))
+        folders.setdefault(path.parent, []).append(path)
     rows = [HEADER, re.sub(r"[^|]+", "---", HEADER)]
-    for folder, runs in folders.items():
+    for folder, paths in folders.items():
+        runs, unread = read(paths)
+        if unread:
+            raise BadInput(unread[0])
         name = folder.relative_to(records).as_posix()
         side = Side(name, runs, None)
         used = side.used
@@ -1084,7 +1105,7 @@ def report(options):
     if options.plot:
         save_picture(sides, target, options.plot)
     if options.json:
-        print(json.dumps({"version": 4, "target": target, "loss": options.loss, "sides": sides,
+        print(json.dumps({"version": 5, "target": target, "loss": options.loss, "sides": sides,
                           "comparison": comparison, "unread": unread},
                          indent=1, default=as_json, allow_nan=False))
         return 1 if unread else 0

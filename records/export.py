@@ -5,9 +5,10 @@
     python records/export.py RUN --to wandb --project speedrun --follow
 
 RUN is a run's log, its folder, or a folder of logs, of this project or published by the speedrun
-(see compare.py); of a run that was killed, or is alive, what the log holds so far is written. jsonl
-and csv go to stdout, or to --out, a new file. A tracker gets one run a log, named like it, with
-hyperparameters and environment as its configuration, and at each step train_loss, val_loss and
+(see compare.py); of a run that was killed, or is alive, what the log holds so far is written. A
+resumed run is written whole, with the steps of the logs that it continues, under the name of the
+newest one. jsonl and csv go to stdout, or to --out, a new file. A tracker gets a run of that name,
+with hyperparameters and environment as its configuration, and at each step train_loss, val_loss and
 what else the log says. Where a step was trained and validated, the rest is the training's.
 
   tensorboard  a folder for each log in --out (default: runs), where a second export replaces the
@@ -16,20 +17,19 @@ what else the log says. Where a step was trained and validated, the rest is the 
   wandb        into --project; files in --out (default: ./wandb), until `wandb sync` with
                WANDB_MODE=offline
 
---follow looks every second for new lines, of one run, until its last validation or Ctrl+C. Where
---resume cuts the log, all of it is written anew: in jsonl from another "run" line on, which voids
-what stands before it; in csv the rows come again, and the later hold; in tensorboard they replace
-the first; wandb and trackio get another run of that name.
+--follow looks every second for new lines, of one run, until its last validation or Ctrl+C. A run
+that is resumed goes on in another log: follow that one.
 
 JSON lines, version 1, numbers as numbers, null for what the log does not say:
   first of a run: kind "run", version, run (its name), path, hyperparameters, environment (both as
-    logged), changed (on resuming)
+    the newest log has them), changed (settings, on resuming), mixed (in what else the logs of a
+    resumed run differ: script, ranks, host, torch)
   one for each line of a step: run, step, total (steps to do), kind ("train", "val", or null where
     no loss is given), loss (nats a token; null where not finite), seconds (of training),
     ms_per_step (mean so far), tokens (trained on), lr (factor of the learning rates), window (of
     attention, in tokens)
-CSV has the latter as columns, then hyperparameters.NAME, environment.NAME and changed, the same in
-all rows of a run.
+CSV has the latter as columns, then hyperparameters.NAME, environment.NAME, changed and mixed, the
+same in all rows of a run.
 """
 
 import ast
@@ -42,9 +42,11 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from data import common
-from data.common import UserError, require
 from records import logs
+
+with logs.installed():
+    from data import common
+    from data.common import UserError, require
 
 def value_of(text: str):
     """A logged setting as JSON has it: a number, boolean, list or text."""
@@ -55,14 +57,15 @@ def value_of(text: str):
 
 def settings_of(run) -> dict:
     values = {name: value_of(text) for name, text in run.hyperparameters.items()}
-    return {"hyperparameters": values, "environment": run.environment, "changed": run.changed}
+    return {"hyperparameters": values, "environment": run.environment, "changed": run.changed,
+            "mixed": run.mixed}
 
 def flat_settings(run) -> dict:
     """The same by names of one level."""
     settings = settings_of(run)
     found = {f"{kind}.{name}": value for kind in ("hyperparameters", "environment")
              for name, value in settings[kind].items()}
-    return found | {"changed": "; ".join(run.changed)}
+    return found | {name: "; ".join(settings[name]) for name in ("changed", "mixed")}
 
 # What runs are written to, one after the other: start, add for each line, finish.
 
@@ -180,21 +183,16 @@ TARGETS = {"jsonl": JsonLines, "csv": Csv, "tensorboard": TensorBoard, "trackio"
 def export(run, target, follow: bool):
     """Write what the log of a run holds; with follow, until the run has ended."""
     target.start(run)
-    written = [run.changed]
+    written = 0  # lines
     try:
         while True:
-            said = [run.changed, *run.lines]
-            if said[:len(written)] != written:  # a resume has cut the log
-                target.finish()
-                target.start(run)
-                written = said[:1]
-            for line in said[len(written):]:
+            for line in run.lines[written:]:
                 target.add(run, line)
-            written = said
+            written = len(run.lines)
             if run.finished or not follow:
                 return
             time.sleep(1)
-            run = logs.read_run(run.path, run.name)
+            run = logs.read_run(run.path, run.name, [path for path, _ in run.logs])
     finally:
         target.finish()
 

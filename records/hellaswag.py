@@ -21,12 +21,15 @@ from http.client import HTTPException
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-from tqdm import tqdm
+from records import logs
 
-from data.common import UserError, publish, staging
+with logs.installed():
+    import torch
+    import torch.nn.functional as F
+    from torch import Tensor
+    from tqdm import tqdm
+
+    from data.common import UserError, publish, staging
 from records.sample import Trained, arguments, features, load_run, note, number, start, tokenizer_of
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"

@@ -4,23 +4,37 @@ October 2024, and captured consoles. compare.py judges the runs that are found h
 What a run did stands in its step lines. The source in a log may hold any text, also whole logs in
 its strings, and none of that is ever read as a result: this project's logs give the SHA-256 and
 the length of their source; in the others, the source ends where the log names its Python.
+
+A resumed run has a log of its own, whose head says `resumed: CHECKPOINT at step N`. The checkpoint
+lies in a folder with the name of the log that the run continues, its parent. The logs of such a
+chain are read as one run, which is called by the newest of them.
 """
 
 import ast
+import contextlib
+import copy
 import hashlib
 import math
 import os
 import re
+import sys
 import warnings
 from collections import namedtuple
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
-
 class BadInput(Exception):
     """An error that the user can fix: the message is one line."""
+
+@contextlib.contextmanager
+def installed():
+    """Ends the program with one line where a package is missing that is imported within."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        print(f"error: {error.name} is not installed here: activate .venv "
+              "(source .venv/bin/activate), or use ./run.sh", file=sys.stderr)
+        sys.exit(2)
 
 # ---- The sections of a log -----------------------------------------------------------------------
 
@@ -52,7 +66,7 @@ def source_and_steps(text, script):
     if script:
         lines = text.split("\n")
         count = int(script[2])
-        for end, last in ((count, "\n"), (count + 1, "")):  # with a last newline, or without one
+        for end, last in ((count, "\n"), (count + 1, ""), (count, "")):  # or no last newline
             source = "\n".join(lines[:end]) + last
             same = hashlib.sha256(source.encode()).hexdigest() == script[1]
             if same and lines[end:end + 1] == [SEPARATOR]:
@@ -129,11 +143,7 @@ STEP = re.compile(
     rf"(?:(?P<kind>train|val)_loss:(?P<loss>{LOSS}) )?(?:val_\w+:\S+ )*"
     rf"train_time:(?P<time>{NUMBER})(?P<unit>ms|s) step_avg:(?P<average>nan|{NUMBER})ms"
     rf"(?: tokens:(?P<tokens>\d{{1,18}}))?(?: lr:(?P<lr>{NUMBER}))?"
-    r"(?: window:(?P<window>\d{1,18}))?(?: .*)?$")
-CHANGED = re.compile(  # on resuming; not where the run lies
-    r"(?m)^changed: (?!(?:name|records|save_every) )(.*)$")
-RESUMED = re.compile(
-    r"(?ma)^resumed: step \d+ at \S+, on (\d{1,9}) rank\(s\) of (\S+)(?: with torch (\S+))?$")
+    r"(?: window:(?P<window>\d{1,18}))?(?: .*)?(?<!\.\.\.)$")  # a full disk has cut a line with ...
 PARAMETERS = re.compile(r"(?ma)^model: (\d{1,15}) parameters")
 VAL_LOSS = "val_loss"
 
@@ -185,49 +195,40 @@ def split_runs(lines):
 
 # ---- Runs ----------------------------------------------------------------------------------------
 
-@dataclass
-class Where:
-    """What a run trained on; `mixed` if it was resumed on something else."""
-    hardware: str | None
-    torch: str | None
-    ranks: str | None
-    mixed: bool
+RESUMED = re.compile(r"(?a)(.+) at step (\d{1,15})")
+NO_SETTINGS = {"name", "records", "save_every"}  # whose change on resuming changes no result
 
-def where_it_ran(environment, steps):
-    """From the environment, and from the `resumed:` lines, which say where it went on."""
-    device = environment.get("gpus") or environment.get("cpu", "")
-    ranks = [environment.get("ranks")]
-    hosts = [environment.get("host", "").partition(",")[0]]
-    torches = [environment.get("torch", "").partition(",")[0]]
-    for rank_count, host, torch in RESUMED.findall(steps):
-        ranks.append(rank_count)
-        hosts.append(host)
-        torches.append(torch or torches[-1])
-    places = [list(dict.fromkeys(filter(None, values))) for values in (ranks, hosts, torches)]
-    return Where(hardware=re.sub(r"^(\d+) x (NVIDIA )?", r"\1x ", device) or None,
-                 torch=" then ".join(places[2]) or None, ranks=" then ".join(places[0]) or None,
-                 mixed=any(len(values) > 1 for values in places))
+def place_of(environment):
+    """What a run trained on: values that must stay the same where it is resumed."""
+    names = ["ranks", "threads", "host", "cpu", "gpus", "torch"]
+    names += [name for name in environment if name.startswith("gpu ")]
+    found = {name: environment.get(name, "") for name in names}
+    for name in ("host", "torch"):  # without the platform, without Python
+        found[name] = found[name].partition(",")[0]
+    return found
 
 class Run:
-    """One run, as its log tells it."""
+    """One run, as its log tells it; `follow` adds the logs that it continues."""
 
     def __init__(self, name, path, sections, lines):
         settings = sections.hyperparameters
         environment = sections.environment
-        where = where_it_ran(environment, sections.steps)
+        device = environment.get("gpus") or environment.get("cpu", "")
         parameters = PARAMETERS.search(sections.steps) if settings else None
         self.name = name
         self.path = path
-        self.changed = CHANGED.findall(sections.steps)
+        self.logs = [(path, 0)]  # of its chain, the oldest first, each with the step it begins at
+        self.missing = None  # why the beginning of the chain is not among them
+        self.changed = []  # settings, on resuming
+        self.mixed = []  # in what else the logs of the chain differ
         self.reached = None  # where it meets the target
         self.hyperparameters = settings
         self.environment = environment
         self.source = sections.source
         self.parameters = int(parameters[1]) if parameters else None
-        self.hardware = where.hardware
-        self.torch = where.torch
-        self.ranks = where.ranks
-        self.mixed = where.mixed
+        self.hardware = re.sub(r"^(\d+) x (NVIDIA )?", r"\1x ", device) or None
+        self.torch = environment.get("torch", "").partition(",")[0] or None
+        self.ranks = environment.get("ranks")
         self.seed = settings.get("seed")
         self.take(lines)
         # What must agree before times compare, and before losses do: data by content, not by path.
@@ -236,6 +237,37 @@ class Run:
         self.timed_on = (self.hardware, self.ranks, threads, self.free_steps(), *gpus)
         shards = re.findall(r"val\S* (\d+ tokens)", environment.get("data", ""))
         self.validated_on = (settings.get("val_tokens"), settings.get("vocab_size"), *shards)
+
+    def resumed(self):
+        """(checkpoint, step) from which this log continues another one, else None."""
+        match = RESUMED.fullmatch(self.environment.get("resumed", ""))
+        return (match[1], int(match[2])) if match else None
+
+    def follow(self, before):
+        """Continue the run `before`, up to the step at which this log begins."""
+        _, step = self.resumed()
+        own = self.lines
+        lines = [line for line in before.lines if line.step <= step]
+        repeated = any(line.step == step and line.kind != "train" for line in lines)
+        self.take(lines + [line for line in own if line.step > step or not repeated])
+        if own:
+            self.total = own[-1].total  # `before` may have set out to do fewer steps
+        self.finished = self.finished and bool(own) and self.steps >= self.total
+        self.logs = [*before.logs, (self.path, step)]
+        self.missing = before.missing
+        old, new = (run.hyperparameters for run in (before, self))
+        changed = [name for name in dict.fromkeys([*old, *new])
+                   if old.get(name) != new.get(name) and name not in NO_SETTINGS]
+        self.changed = before.changed + [f"{name} was {old.get(name)} and is {new.get(name)}"
+                                         for name in changed]
+        old, new = ({"script": run.source} | place_of(run.environment) for run in (before, self))
+        differing = [name for name in old | new if old.get(name) != new.get(name)]
+        self.mixed = list(dict.fromkeys([*before.mixed, *differing]))
+        for name in ("hardware", "torch", "ranks"):
+            values = (getattr(before, name) or "").split(" then ")
+            if getattr(self, name) != values[-1]:
+                values.append(getattr(self, name))
+            setattr(self, name, " then ".join(filter(None, values)) or None)
 
     def take(self, lines):
         """Set what follows from the step lines."""
@@ -268,18 +300,91 @@ class Run:
     def find_target(self, target):
         """Set reached to the (step, seconds) where the validation loss first meets the target, on
         the straight line from the validation before."""
-        points = [point for point in self.validations if point.loss is not None]
-        for i, point in enumerate(points):
+        before = None
+        for point in self.validations:
+            if point.loss is None:
+                continue
             if point.loss <= target:
-                line = [point, *points[max(i - 1, 0):i]]
-                losses = [end.loss for end in line]
-                step = np.interp(target, losses, [end.step for end in line])
-                seconds = np.interp(target, losses, [end.seconds for end in line])
-                self.reached = (float(step), float(seconds))
+                share = (target - point.loss) / (before.loss - point.loss) if before else 0
+                before = before or point
+                self.reached = (point.step - share * (point.step - before.step),
+                                point.seconds - share * (point.seconds - before.seconds))
                 return
+            before = point
+
+# ---- Chains of logs ------------------------------------------------------------------------------
+
+class Reader:
+    """Reads logs, each file once, and joins those of resumed runs. A parent is looked for by its
+    file name: beside the log, where the checkpoint's path says, and among the files in `paths`."""
+
+    def __init__(self, paths, loss_name=VAL_LOSS):
+        self.loss_name = loss_name
+        self.paths = {os.path.basename(path): str(path) for path in paths}
+        self.found = {}  # real path -> the runs of a file, without the logs that they continue
+
+    def pieces(self, path):
+        file = os.path.realpath(path)
+        if file not in self.found:
+            try:
+                text = Path(path).read_bytes().decode("utf-8-sig", "replace")
+                runs = runs_in(text.replace("\r\n", "\n"), str(path), self.loss_name)
+            except OSError as error:
+                raise BadInput(f"{path}: cannot be read ({error.strerror})") from None
+            except BadInput as error:
+                raise BadInput(f"{path}: {error}") from None
+            self.found[file] = runs
+        return self.found[file]
+
+    def parent_of(self, piece):
+        """The log that a piece continues. Raises BadInput that says why there is none."""
+        checkpoint, _ = piece.resumed()
+        named = f"{os.path.dirname(checkpoint)}.log"
+        name = os.path.basename(named)
+        beside = os.path.join(os.path.dirname(piece.path), name)
+        for path in (beside, named, self.paths.get(name, "")):
+            if os.path.isfile(path):
+                parents = self.pieces(path)
+                if len(parents) > 1:
+                    raise BadInput(f"{path} holds {len(parents)} runs")
+                return parents[0]
+        raise BadInput(f"{name} is missing")
+
+    def runs(self, path, name):
+        """The runs in a file: one, or where there are several, NAME#1, NAME#2 and so on."""
+        runs = [self.joined(piece) for piece in self.pieces(path)]
+        for i, run in enumerate(runs):
+            run.name = name if len(runs) == 1 else f"{name}#{i + 1}"
+        return runs
+
+    def joined(self, piece):
+        """A run with all logs that it continues."""
+        chain = [piece]  # the newest first
+        missing = None
+        while chain[-1].resumed():
+            try:
+                parent = self.parent_of(chain[-1])
+            except BadInput as error:
+                missing = str(error)
+                break
+            if parent in chain:
+                raise BadInput(f"{piece.path}: no run (it goes back to {parent.path} again and "
+                               "again; a log continues an older one)")
+            chain.append(parent)
+        run = copy.copy(chain.pop())
+        if missing:
+            run.missing = missing
+            run.mixed = ["a missing log"]
+        while chain:
+            before = run
+            run = copy.copy(chain.pop())
+            run.follow(before)
+        return run
 
 def read(arguments, loss_name=VAL_LOSS):
-    """The runs of one side, each file once, and a line for each input that is no log."""
+    """The runs of one side, each file once, and a line for each input that is no log and for each
+    log that is missing. A log that another one continues is a part of that run, and a run of its
+    own as well if it was finished."""
     files = {}
     unread = []
     for argument in arguments:
@@ -290,27 +395,19 @@ def read(arguments, loss_name=VAL_LOSS):
             unread.append(f"{argument}: no .log or .txt file in this folder")
         files |= {os.path.realpath(path): str(path) for path in paths}
     top = os.path.commonpath([os.path.dirname(file) for file in files]) if files else ""
+    reader = Reader(files.values(), loss_name)
     runs = []
     for file, path in files.items():
         name = os.path.splitext(os.path.relpath(file, top))[0]
         try:
-            runs += read_file(path, name, loss_name)
+            runs += reader.runs(path, name)
         except BadInput as error:
             unread.append(str(error))
+    continued = {os.path.realpath(path) for run in runs for path, _ in run.logs[:-1]}
+    runs = [run for run in runs if run.finished or os.path.realpath(run.path) not in continued]
+    unread += [f"{run.path}: read without its beginning, {run.missing}; put that log beside this "
+               "one, or name its folder too" for run in runs if run.missing]
     return runs, unread
-
-def read_file(path, name, loss_name=VAL_LOSS):
-    """The runs in a file: one, or where there are several, NAME#1, NAME#2 and so on."""
-    try:
-        text = Path(path).read_bytes().decode("utf-8-sig", "replace").replace("\r\n", "\n")
-        runs = runs_in(text, str(path), loss_name)
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be read ({error.strerror})") from None
-    except BadInput as error:
-        raise BadInput(f"{path}: {error}") from None
-    for i, run in enumerate(runs):
-        run.name = name if len(runs) == 1 else f"{name}#{i + 1}"
-    return runs
 
 def runs_in(text, path, loss_name):
     runs = []
@@ -331,9 +428,9 @@ def runs_in(text, path, loss_name):
         raise BadInput("no log (no line of a step in it)")
     return runs
 
-def read_run(path, name):
-    """The run in a file that holds one."""
-    runs = read_file(path, name)
+def read_run(path, name, others=()):
+    """The run in a file that holds one; `others` are files among which its parents may be."""
+    runs = Reader(others).runs(path, name)
     if len(runs) > 1:
         raise BadInput(f"{path}: holds {len(runs)} runs, expected one; name a file of one run")
     return runs[0]

@@ -5,14 +5,16 @@
 
 Both scripts train in turn, --repeat times each, with seeds that both sides share: layers that a
 change leaves alone then begin with the same weights, and the data come in the same order, so that
-the differences of the pairs spread far less than the runs do. Each run is started by run.sh, on the
-same number of processes and threads as any other. Before the first one each script trains one step,
-which does not count but shows its mistakes.
+the differences of the pairs spread far less than the runs do. Each run is started as run.sh starts
+any other, on the same number of processes and threads. Before the first one each script trains one
+step, which does not count but shows its mistakes.
 
 The race lies in records/race_NAME, a folder of logs for each side; NAME is the copy's, or --name.
-Interrupted, the same command goes on with the run that was cut short, from its beginning; it
-refuses if a script or a flag has changed since. With a higher --repeat it adds pairs. It ends with
-the verdict of compare.py (verdict.txt), a picture (race.png) and what was changed (NAME.patch).
+If it is interrupted, the same command goes on with it; it refuses if a script or a flag has changed
+since. A run that was cut short starts anew, unless you resume it yourself: its seed counts once it
+is finished, with the same script and settings on the same machine. With a higher --repeat the
+command adds pairs. It ends with the verdict of compare.py (verdict.txt), a picture (race.png) and
+what was changed (NAME.patch).
 
 Flags go to both sides as they are, those in --only_ours to the copy alone. --seed=N makes N the
 first seed (default 1), --records=FOLDER moves the race, and --target=LOSS is a loss to reach, which
@@ -35,19 +37,17 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-
 ROOT = Path(__file__).resolve().parent.parent
-RUN = ROOT / "run.sh"
+LAUNCH = ROOT / "records" / "launch.py"
 sys.path.insert(0, str(ROOT))
-from data.common import ArgumentParser, UserError, require, run
 from records import compare, logs
 
-STEP = re.compile(r"(?m)^step:(\d+)/(\d+) (?:.*?val_loss:(\S+))?")
+with logs.installed():
+    from data.common import ArgumentParser, UserError, require, run
+
+STEP = re.compile(r"step:(\d+)/(\d+) (?:.*?val_loss:(\S+))?")
 LOG = re.compile(r"(?m)^log: (.+)$")
+
 @dataclass
 class Racer:
     """One side of a race."""
@@ -121,6 +121,7 @@ def definition(race: Race) -> dict:
 
 def begin_or_go_on(race: Race):
     """Write down what is raced; or refuse if a race of this name is of something else."""
+    race.folder.mkdir(parents=True, exist_ok=True)
     path = race.folder / "race.json"
     now = definition(race)
     if not path.exists():
@@ -153,81 +154,47 @@ def flat(table, path="") -> dict:
 def counted(race: Race, racer: Racer) -> dict:
     """{seed: run} of the finished runs of one side: the first of each seed."""
     found = {}
-    for path in sorted(Path(race.folder, racer.name).glob("*.log")):
-        with contextlib.suppress(logs.BadInput):
-            one = logs.read_run(path, path.stem)
-            same = hashlib.sha256(one.source.encode()).hexdigest() == racer.sha256
-            if one.finished and not one.diverged and same and one.seed in map(str, race.seeds):
-                found.setdefault(int(one.seed), one)
+    for one in logs.read([race.folder / racer.name])[0]:
+        same = hashlib.sha256(one.source.encode()).hexdigest() == racer.sha256
+        whole = one.finished and not (one.diverged or one.changed or one.mixed)
+        if same and whole and one.seed in map(str, race.seeds):
+            found.setdefault(int(one.seed), one)
     return found
-
-def put_away_unfinished(race: Race):
-    """Move logs of runs that were cut short out of the way; nothing writes them any more."""
-    for racer in race.racers():
-        kept = {one.path for one in counted(race, racer).values()}
-        for path in Path(race.folder, racer.name).glob("*.log"):
-            if str(path) not in kept:
-                away = race.folder / "interrupted"
-                away.mkdir(exist_ok=True)
-                os.replace(path, away / path.name)
-
-@contextlib.contextmanager
-def lock(race: Race):
-    """Held by this program and by what it starts: where it was killed, a run may outlive it."""
-    race.folder.mkdir(parents=True, exist_ok=True)
-    with open(race.folder / "lock", "w") as file:
-        waited = False
-        while fcntl:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not waited:
-                    say(f"a run of this race is still at work in {race.folder}: waiting for its "
-                        "end, to count it (Ctrl+C stops waiting)")
-                waited = True
-                time.sleep(0.1)
-        yield file
 
 def say(text: str, end: str = "\n"):
     print(f"race: {compare.printable(text)}", end=end, flush=True)
 
-def start(race: Race, racer: Racer, seed: int, records: Path, lock_file, watch, more=(),
-          **variables):
-    """Train by run.sh; (the log that the run names or None, its output). watch(new output) is
-    called ten times a second. The output goes to a file, so that no run needs a reader."""
+def start(racer: Racer, seed: int, records: Path, watch, more=(), **variables):
+    """Train; (the log that the run names or None, its output). Each line of the output goes to
+    watch() as it comes."""
     saves = any(flag.partition("=")[0] == "--save_every" for flag in racer.flags)
     flags = [*racer.flags, *([] if saves else ["--save_every=0"]), f"--seed={seed}",
              f"--name={racer.name}", f"--records={records}", *more]
-    console = race.folder / "console.txt"
-    environment = os.environ | {"PYTHON": sys.executable} | variables
-    inherited = [lock_file.fileno()] if fcntl else []
-    with open(console, "wb") as written, open(console, encoding="utf-8", errors="replace") as read:
-        program = subprocess.Popen(["bash", str(RUN), racer.script, *flags],
-                                   stdin=subprocess.DEVNULL, stdout=written,
-                                   stderr=subprocess.STDOUT, env=environment, pass_fds=inherited)
+    output = ""
+    with subprocess.Popen([sys.executable, "-W", "ignore", str(LAUNCH), racer.script, *flags],
+                          stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, text=True, errors="replace",
+                          env=os.environ | variables) as program:
         try:
-            while program.poll() is None:
-                time.sleep(0.1)
-                watch(read.read())
-        finally:
+            for line in program.stdout:
+                output += line
+                watch(line)
+        except BaseException:
             program.terminate()
-            program.wait()
-    output = console.read_text(encoding="utf-8", errors="replace")
+            raise
     named = LOG.findall(output)
     if program.returncode or not named:
         return None, output
     return Path(named[-1]), output
 
-def one_step(race: Race, racer: Racer, lock_file):
+def one_step(race: Race, racer: Racer):
     """A run of one step that does not count, to show the script's mistakes: on one process, so that
     their traceback is the last of its output. A script may refuse that number of steps, so that
     two are tried then."""
     records = race.folder / "one_step"
     for steps in (1, 2):
         more = [f"--num_iterations={steps}", "--val_loss_every=0", "--save_every=0"]
-        path, output = start(race, racer, race.seeds[0], records, lock_file, lambda text: None,
-                             more, NPROC="1")
+        path, output = start(racer, race.seeds[0], records, lambda line: None, more, NPROC="1")
         last = output.strip().rpartition("\n")[2]
         if path or "num_iterations" not in last:
             break
@@ -251,16 +218,15 @@ class Progress:
         self.began = time.monotonic()
         self.first = None  # (time, step) when the first step was seen
         self.loss = "-"
-        self.rest = ""
 
-    def watch(self, text: str):
-        found = STEP.findall(self.rest + text)
-        self.rest = (self.rest + text)[-300:].rpartition("\n")[2]
+    def watch(self, line: str):
+        found = STEP.match(line)
         if not found:
             return
         now = time.monotonic()
-        step, total = map(int, found[-1][:2])
-        self.loss = next((loss for *_, loss in reversed(found) if loss), self.loss)
+        step = int(found[1])
+        total = int(found[2])
+        self.loss = found[3] or self.loss
         if step and not self.first:
             self.first = (now, step)
         if not self.first or step == self.first[1]:
@@ -318,7 +284,7 @@ def standing(race: Race) -> str:
         text += f", paired p = {test['p']:.2g}"
     return text
 
-def run_all(race: Race, lock_file):
+def run_all(race: Race):
     """Train what is missing. A run that fails ends the race, with its output."""
     missing = missing_runs(race)
     total = 2 * len(race.seeds)
@@ -332,13 +298,12 @@ def run_all(race: Race, lock_file):
     elif missing:
         say("one step of each script, which does not count, to see whether it runs")
         for racer in race.racers():
-            one_step(race, racer, lock_file)
+            one_step(race, racer)
     for i, (pair, racer, seed) in enumerate(missing):
         what = f"pair {pair} of {len(race.seeds)}, {racer.name}, seed {seed}"
         say(what)
         progress = Progress(what, len(missing) - i, estimate)
-        path, output = start(race, racer, seed, race.folder / racer.name, lock_file,
-                             progress.watch)
+        path, output = start(racer, seed, race.folder / racer.name, progress.watch)
         progress.end()
         estimate = False
         if not path:
@@ -377,18 +342,15 @@ def main():
     require(race.target is None or math.isfinite(race.target), "--target must be a number")
     say(f"{race.ours.name} against {race.theirs.name}: {len(race.seeds)} pairs of runs, seeds "
         f"{race.seeds[0]} to {race.seeds[-1]}, in {race.folder}")
-    with lock(race) as lock_file:
-        begin_or_go_on(race)
-        put_away_unfinished(race)
-        try:
-            run_all(race, lock_file)
-        except KeyboardInterrupt:
-            done = sum(len(counted(race, racer)) for racer in race.racers())
-            print()
-            say(f"{done} of {2 * len(race.seeds)} runs are done; the same command goes on from "
-                "there")
-            raise
-        finish(race)
+    begin_or_go_on(race)
+    try:
+        run_all(race)
+    except KeyboardInterrupt:
+        done = sum(len(counted(race, racer)) for racer in race.racers())
+        print()
+        say(f"{done} of {2 * len(race.seeds)} runs are done; the same command goes on from there")
+        raise
+    finish(race)
 
 if __name__ == "__main__":
     sys.exit(run(main, errors=(logs.BadInput,)))

@@ -11,7 +11,6 @@ gives the same text on the same hardware.
 """
 
 import codecs
-import dataclasses
 import hashlib
 import importlib.util
 import itertools
@@ -23,18 +22,21 @@ from types import ModuleType
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import torch
-from torch import Tensor, nn
+from records import logs
 
-from data import common
-from data.common import UserError
-from data.vocab import TOKENIZERS, load_tokenizer
+with logs.installed():
+    import torch
+    from torch import Tensor, nn
+
+    from data import common
+    from data.common import UserError
+    from data.vocab import TOKENIZERS, load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTROL = [*range(32), *range(127, 160)]  # a terminal may take these for commands
 ESCAPES = {code: f"\\x{code:02x}" for code in CONTROL if chr(code) not in "\n\t"}
-NEEDED = ("BLOCK", "GPT", "Hyperparameters", "Rotary", "block_sparse", "checkpoints_of",
-          "read_checkpoint", "window_tokens")  # what a training script must have
+NEEDED = ("BLOCK", "GPT", "Hyperparameters", "Rotary", "read_checkpoint",
+          "window_tokens")  # what a training script must have
 
 
 class Trained(NamedTuple):
@@ -106,7 +108,7 @@ def source_hash(path: Path) -> str | None:
 
 def check_script(checkpoint: Path, saved: dict, path: Path, asked: bool):
     """Raises UserError where path is not the script of the run, unless it was asked for by name."""
-    trained_by = saved["facts"].get("script")
+    trained_by = saved.get("script")
     if source_hash(path) == trained_by:
         return
     message = f"{checkpoint}: was trained by another script than {path} as it is now"
@@ -131,17 +133,31 @@ def folder_of(run: Path) -> Path:
     return run
 
 
-def find_checkpoint(run: Path, script: ModuleType) -> Path:
-    folder = folder_of(run)
+def checkpoints_of(folder: Path, last: int = 10**8) -> list[Path]:
+    """A run's checkpoints up to the step `last`, the oldest first."""
+    return sorted(path for path in folder.glob("step*.pt") if path.name <= f"step{last:08}.pt")
+
+
+def find_checkpoint(run: Path) -> Path:
+    """The newest checkpoint of a run. If a resumed run has not saved one yet, it is the newest of
+    the log that it continues, up to the step from which it does."""
     if run.suffix == ".pt" and run.is_file():
         return run
+    folder = folder_of(run)
     if run.suffix == ".pt" or not (folder.is_dir() or run.is_file()):
         raise UserError(f"{run}: there is no such run; name its log, its folder or a checkpoint")
-    checkpoints = script.checkpoints_of(folder.parent / f"{folder.name}.log")
+    checkpoints = checkpoints_of(folder)
+    log = folder.parent / f"{folder.name}.log"
+    if not checkpoints and log.is_file():
+        chain = logs.read_run(log, folder.name)
+        for (before, _), (_, step) in reversed([*itertools.pairwise(chain.logs)]):
+            checkpoints = checkpoints or checkpoints_of(folder_of(Path(before)), step)
+        if chain.missing and not checkpoints:
+            raise UserError(f"{log}: has saved no checkpoint yet, and {chain.missing}")
     if not checkpoints:
         raise UserError(f"{folder}: has no checkpoint; the run has not saved one yet, or was told "
                         "to save none (--save_every=0)")
-    return checkpoints[0]
+    return checkpoints[-1]
 
 
 def load_model(run, device="cpu", script_path: Path | None = None) -> Trained:
@@ -150,19 +166,16 @@ def load_model(run, device="cpu", script_path: Path | None = None) -> Trained:
     there is no model, where another script trained it, or where it does not fit."""
     path = script_path or ROOT / "train_gpt.py"
     script = load_script(path)
-    checkpoint = find_checkpoint(Path(run), script)
     try:
+        checkpoint = find_checkpoint(Path(run))
         saved = script.read_checkpoint(checkpoint)
-    except script.UserError as e:
-        raise UserError(one_line(e)) from None
-    if not isinstance(saved, dict) or not isinstance(saved.get("facts"), dict):
-        raise UserError(f"{checkpoint}: is not a checkpoint of a run")
+    except (script.UserError, logs.BadInput) as e:
+        raise UserError(one_line(e).removeprefix("--resume=")) from None
     check_script(checkpoint, saved, path, asked=script_path is not None)
     try:
-        settings = [field.name for field in dataclasses.fields(script.Hyperparameters)]
-        hp = script.Hyperparameters(**{name: saved["facts"][name] for name in settings})
+        hp = script.Hyperparameters(**saved["settings"])
         weights = saved["model"]
-        model = script.GPT(hp, script.block_sparse, weights["embed.weight"].dtype)
+        model = script.GPT(hp, weights["embed.weight"].dtype, flex=False)
         model.load_state_dict(weights)
     except Exception as e:
         reason = f"{type(e).__name__}: {one_line(e)}"
@@ -207,13 +220,9 @@ def features(trained: Trained, tokens: list[int]) -> Tensor:
             longer = script.Rotary(hp.head_dim, len(padded), hp.rope_base).to(device)
             rotary.cos = longer.cos
             rotary.sin = longer.sin
-    window = script.window_tokens(hp.num_iterations, hp)
-    model.mean_loss = lambda x_TD, *rest: x_TD  # in place of the loss, which forward() ends with
-    try:
-        return model(torch.tensor(padded, dtype=torch.int32, device=device), None,
-                     torch.tensor(window, dtype=torch.int32, device=device))
-    finally:
-        del model.mean_loss  # of this object; its class keeps its own
+    with device:  # where new tensors are made, those of the masks too
+        window = torch.tensor(script.window_tokens(hp.num_iterations, hp), dtype=torch.int32)
+        return model.features(torch.tensor(padded, dtype=torch.int32), window)
 
 
 @torch.no_grad()
