@@ -34,6 +34,7 @@ from data.common import ArgumentParser, UserError, require, run
 DEMO_TEXT = ("--out data/demo --name demo --tokenizer bytes --shuffle --glob *.py "
              "--exclude *-packages --exclude test --exclude tests --exclude idle_test "
              "--exclude encodings --exclude entities.py")
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def say(text: str):
@@ -105,9 +106,8 @@ def prepare_machine(gpus: int):
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # processes are as fast as threads
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "1000000000")  # keep what a step frees
     os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", "2000000000")
-    driver = Path("/proc/driver/nvidia/version")
-    if driver.exists() and "CUDA_VISIBLE_DEVICES" not in os.environ:
-        version = re.search(r"\d+[.]\S+", driver.read_text())[0]
+    if NVIDIA_DRIVER.exists() and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        version = re.search(r"\d+[.]\S+", NVIDIA_DRIVER.read_text())[0]
         raise UserError(f"torch {torch.__version__} sees no GPU with NVIDIA driver {version}; "
                         "install a torch that fits it, or set CUDA_VISIBLE_DEVICES= for a CPU")
 
