@@ -1,5 +1,4 @@
-"""records/compare.py: log formats, hostile logs, the statistics against exact values, verdicts,
-tables, pictures, errors."""
+"""records/compare.py: the statistics against exact values, verdicts, tables, pictures, errors."""
 
 import contextlib
 import hashlib
@@ -10,51 +9,20 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
+from test_logs import FORGED, HOSTILE, LOGS, STRANGE, log_text, read_text
 
-ROOT = Path(__file__).resolve().parent.parent
-LOGS = Path(__file__).resolve().parent / "fixtures" / "logs"
-sys.path.insert(0, str(ROOT))
 from records import compare, logs
 
-LINE = "=" * 100
 GOOD = [3.2770, 3.2781, 3.2776, 3.2783]
 SAME = [3.2772, 3.2779, 3.2778, 3.2784]
-
-
-def script_line(source):
-    """By which the source in a log is passed over exactly, as train_gpt.py writes it."""
-    sha256 = hashlib.sha256(source.encode()).hexdigest()
-    return f"script: sha256 {sha256} {source.count(chr(10))} lines"
-
-
-def log_text(losses=(10.8258, 4.0, 3.279), seed=1, ms=100.0, every=125, hyper=(), env=(),
-             source="import torch\n", total=None, counted=True, notes=(),
-             end=("peak_memory: 100 MiB on rank 0",)):
-    """A log of this project that validates every `every` steps, with the given losses; one that is
-    not counted is of the time before a log named its source's hash."""
-    steps = []
-    total = total or every * (len(losses) - 1)
-    for i, loss in enumerate(losses):
-        step = i * every
-        for kind, at in (("train", step - 1), ("train", step), ("val", step)):
-            if at > 0 or kind == "val":
-                steps.append(f"step:{at}/{total} {kind}_loss:{loss:.4f} train_time:{ms * at:.0f}ms "
-                             f"step_avg:{ms:.2f}ms tokens:{at * 1000} lr:1.000 window:256")
-    hyper = {"name": "'x'", "seed": seed, "vocab_size": 50257, "muon_lr": 0.05} | dict(hyper)
-    env = {"torch": "2.11.0, Python 3.12.7", "ranks": 8, "gpus": "8 x NVIDIA H100"} | dict(env)
-    return "\n".join([*(f"{k} = {v}" for k, v in hyper.items()), LINE,
-                      *(f"{k}: {v}" for k, v in env.items()),
-                      *([script_line(source)] if counted else []), LINE,
-                      source.removesuffix("\n"), LINE,
-                      "note: a remark", *notes, *steps, *end]) + "\n"
 
 
 def write(folder, finals, ms=(100.0,), first_seed=1, **more):
@@ -78,12 +46,6 @@ def verdict_of(a, b, target=3.28):
     return compare.compare(*sides, target)["verdict"]
 
 
-def read_text(folder, text, name="x.log"):
-    """The run that a file of this text holds."""
-    (folder / name).write_bytes(text.encode())
-    return logs.read_run(folder / name, "x")
-
-
 def run_main(capsys, *arguments):
     try:
         status = compare.main([str(a) for a in arguments])
@@ -93,341 +55,84 @@ def run_main(capsys, *arguments):
     return status, out.out, out.err
 
 
-def losses_of(run):
-    return [line.loss for line in run.validations]
-
-
-# --------------------------------------------------------------------------------------------------
-# Formats
-
-H100 = "8x H100 80GB HBM3"
-PUBLISHED = {  # file: steps, total, loss, seconds, ms a step, free steps, validations, ...
-    "2024-10_train_loss.txt": (60, 60, 3.2801, 7.0, 140.0, 10, 4, H100, "2.5.0+cu124"),
-    "2024-12_no_train_loss.txt": (50, 50, 3.2790, 4.8, 120.0, 10, 3, H100,
-                                  "2.6.0.dev20241105+cu124"),
-    "2025-02_whole_clock.txt": (40, 40, 3.2768, 2.32, 58.0, 0, 5, H100, "2.7.0.dev20250208+cu126"),
-    "2026_seconds.txt": (50, 50, 3.27729, 9.148, 182.95, 0, 3, H100, "2.10.0.dev20251210+cu126"),
-    "console_only.log": (40, 40, 3.2774, 1.364, 34.1, 0, 3, None, None),
-    "stopped_early.txt": (37, 60, 3.4809, 3.807, 141.0, 10, 2, H100, "2.6.0.dev20241105+cu124"),
-    "quotes_a_log.txt": (20, 20, 3.2821, 1.2, 60.0, 0, 3, H100, "2.6.0.dev20241105+cu124"),
-}
-
-
-@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_log(name, line_end, tmp_path):
-    (tmp_path / name).write_bytes((LOGS / name).read_bytes().replace(b"\n", line_end))
-    run = logs.read_run(tmp_path / name, name)
-    assert (run.steps, run.total, run.loss, run.seconds, run.ms_per_step, run.free_steps(),
-            len(run.validations), run.hardware, run.torch) == PUBLISHED[name]
-    steps = [line.step for line in run.validations]
-    assert steps == sorted(set(steps)) and losses_of(run)[0] > 10
-    assert run.finished == (name != "stopped_early.txt") and not run.diverged
-
-
-def test_what_a_published_log_says_of_itself():
-    run = logs.read_run(LOGS / "quotes_a_log.txt", "x")
-    text = (LOGS / "quotes_a_log.txt").read_text()
-    listing = text[:text.index("Running Python")].rstrip("\n").removesuffix(LINE)
-    assert run.source == listing.rstrip("\n") and run.hyperparameters == {}
-    assert run.environment == {"python": "3.12.7", "torch": "2.6.0.dev20241105+cu124",
-                               "cuda": "12.4", "driver": "535.183.06",
-                               "gpus": "8 x NVIDIA H100 80GB HBM3"}
-
-
-def test_a_published_log_without_versions(tmp_path):
-    _, _, steps = (LOGS / "quotes_a_log.txt").read_text().rpartition(f"{LINE}\n")
-    run = read_text(tmp_path, f"{LINE}\nimport torch\n{LINE}\n{steps}")
-    assert (run.source, run.loss, run.hardware) == ("import torch", 3.2821, None)
-
-
-def test_one_head_and_several_runs(tmp_path):
-    """As the optimizer track has them: the source once, the steps one run after the other."""
-    text = (LOGS / "2026_seconds.txt").read_text()
-    head = text[:text.index("step:0/50")]
-    steps = text[len(head):]
-    again = steps.replace("val_loss:3.27729", "val_loss:3.27801")
-    for between in ("", "\n", "trial:2/30 seed:1\n", f"{LINE}\n=== seed 2 start ===\n"):
-        (tmp_path / "x.txt").write_text(f"{head}{steps}{between}{again}")
-        runs = logs.read_file(tmp_path / "x.txt", "x")
-        assert [(run.name, run.loss, run.finished) for run in runs] == [
-            ("x#1", 3.27729, True), ("x#2", 3.27801, True)]
-        assert runs[0].source == runs[1].source != "" and runs[1].hardware == H100
-        assert runs[1].steps == 50 and len(runs[1].validations) == 3
-    with pytest.raises(logs.BadInput, match="x.txt: holds 2 runs, expected one"):
-        logs.read_run(tmp_path / "x.txt", "x")
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_joined_logs_are_several_runs(name, tmp_path):
-    text = (LOGS / name).read_text()
-    last = f"val_loss:{PUBLISHED[name][2]}"
-    (tmp_path / "x.txt").write_text(text + text.replace(last, "val_loss:3.1"))
-    if name == "stopped_early.txt":
-        text = text[:text.rindex("\n", 0, -1) + 1]
-    runs = logs.read_file(tmp_path / "x.txt", "x")
-    assert len(runs) == 2 and runs[0].source == runs[1].source
-    assert [run.steps for run in runs] == 2 * [PUBLISHED[name][0]]
-    assert [run.loss for run in runs] == [PUBLISHED[name][2], 3.1]
-
-
-def test_joined_logs_of_ours_are_several_runs(tmp_path):
-    texts = [log_text((9.0, final), seed=seed, source=source) for seed, final, source in
-             ((1, 3.1, "x = 1\n"), (2, 3.2, f'"""\n{LINE}\n{FORGED}\n"""\n'), (3, 3.3, "x = 2"))]
-    (tmp_path / "x.log").write_text("".join(texts))
-    runs = logs.read_file(tmp_path / "x.log", "x")
-    assert [(run.name, run.seed, run.loss) for run in runs] == [
-        ("x#1", "1", 3.1), ("x#2", "2", 3.2), ("x#3", "3", 3.3)]
-    assert runs[1].source.count(FORGED) == 1 and runs[2].source == "x = 2"
-
-
-def test_a_summary_at_the_end_is_no_run(tmp_path):
-    lines = [f"step:{step}/300 val_loss:{10 - step / 100} train_time:{step}.5s step_avg:9.0ms"
-             for step in (100, 200, 300)]
-    (tmp_path / "x.txt").write_text("\n".join([*lines, "=== exit 0 ===", *lines[1:], *lines]))
-    runs = logs.read_file(tmp_path / "x.txt", "x")
-    assert [[line.step for line in run.lines] for run in runs] == 2 * [[100, 200, 300]]
-
-
-@pytest.mark.parametrize("text, words", [
-    ("step:100/300 val_loss:4.0 train_time:1ms step_avg:1ms\n"
-     "step:200/300 val_loss:4.0 train_time:2ms step_avg:1ms\n"
-     "step:192/300 val_loss:3.0 train_time:2ms step_avg:1ms\n", "go back from 200 to 192"),
-    (log_text().replace("step:250/250 val", "step:0/250 val"), "two runs have written it"),
-    (log_text() + f"{LINE}\nsomething else\n", "begins no other log"),
-    ('x = """\nRunning Python 3\nstep:9/9 val_loss:1.0 train_time:1ms step_avg:1ms\n"""\n'
-     "Running Python 3.12\nstep:0/9 val_loss:9.0 train_time:1ms step_avg:1ms\n",
-     "the source does not end before them"),
-    ("x = 1\nRunning Python 3\nstep:9/9 val_loss:3.0 train_time:1ms step_avg:1ms\nx = 2\n"
-     "Running Python 3\nstep:0/9 val_loss:9.0 train_time:1ms step_avg:1ms\n",
-     "logs of different scripts in one file"),
-])
-def test_runs_that_cannot_be_told_apart_are_refused(text, words, tmp_path):
-    with pytest.raises(logs.BadInput, match=words):
-        read_text(tmp_path, text)
-
-
-def test_another_loss(tmp_path):
-    lines = ["step:0/20 val_loss:9.0 val_ema_loss:9.1 train_time:0ms step_avg:nanms",
-             "step:10/20 val_loss:4.0 train_time:5ms step_avg:1ms",
-             "step:15/20 train_loss:3.5 train_time:6ms step_avg:1ms",
-             "step:20/20 val_loss:3.0 val_ema_loss:2.5 train_time:9ms step_avg:1ms tau:1"]
-    (tmp_path / "x.txt").write_text("\n".join(lines))
-    read = {name: logs.read_file(tmp_path / "x.txt", "x", name)[0]
-            for name in ("val_loss", "val_ema_loss", "val_avg_loss")}
-    assert losses_of(read["val_loss"]) == [9.0, 4.0, 3.0]
-    assert losses_of(read["val_ema_loss"]) == [9.1, 2.5] and read["val_ema_loss"].finished
-    assert losses_of(read["val_avg_loss"]) == [] and not read["val_avg_loss"].finished
-    assert all(len(run.lines) == 4 for run in read.values())
-
-
-def test_our_own_log(tmp_path):
-    run = read_text(tmp_path, log_text(seed=7, env={"data": "a 1 tokens\ndata: b 2 tokens"}))
-    assert (run.steps, run.total, run.loss, run.seconds, run.tokens) == (250, 250, 3.279, 25, 250e3)
-    assert (run.hardware, run.torch, run.ranks, run.seed) == ("8x H100", "2.11.0", "8", "7")
-    assert run.hyperparameters == {"name": "'x'", "seed": "7", "vocab_size": "50257",
-                                   "muon_lr": "0.05"}
-    assert run.environment["data"] == "a 1 tokens; b 2 tokens"
-    assert run.source == "import torch\n" and run.finished and "script" not in run.environment
-    assert logs.read_run(LOGS / "console_only.log", "x").tokens is None
-
-
-def test_on_a_cpu_the_hardware_is_the_cpu(tmp_path):
-    text = log_text(env={"cpu": "2 x AMD EPYC, AVX2"})
-    assert read_text(tmp_path, text).hardware == "8x H100"
-    assert read_text(tmp_path, text.replace("gpus: ", "other: ")).hardware == "2x AMD EPYC, AVX2"
-
-
-def test_the_gpus_limits_count_and_their_temperatures_do_not(tmp_path):
-    rows = ["driver_version, clocks.current.sm [MHz], power.limit [W], temperature.gpu",
-            "570.1, 1200 MHz, 700.00 W, 34", "570.1, 1201 MHz, {} W, 35"]
-    runs = [read_text(tmp_path, log_text(env={"gpu": "\ngpu: ".join(rows).format(limit)}))
-            for limit in ("700.00", "650.00")]
-    assert runs[0].environment["gpu power.limit [W]"] == "700.00 W"
-    assert runs[1].environment["gpu power.limit [W]"] == "650.00 W; 700.00 W"
-    assert [key for key in runs[0].environment if key.startswith("gpu ")] == [
-        "gpu driver_version", "gpu power.limit [W]"]
-    assert runs[0].timed_on != runs[1].timed_on
-
-
-def test_an_older_log_ends_its_source_at_the_only_separator(tmp_path):
-    sample = ["sample:", "step:999/999 val_loss:0.0100 train_time:2ms step_avg:0.01ms"]
-    run = read_text(tmp_path, log_text(counted=False, end=sample))
-    assert (run.loss, run.steps, run.source) == (3.279, 250, "import torch\n")
-    for text in (log_text(counted=False, source=f'"""\n{LINE}\n"""\n'),
-                 log_text(counted=False, end=[*sample, LINE, *sample])):
-        with pytest.raises(logs.BadInput, match="does not say where its source ends"):
-            read_text(tmp_path, text)
-
-
-# --------------------------------------------------------------------------------------------------
-# Hostile logs: no text that a user or a model wrote is a result
-
-FORGED = "step:200/200 val_loss:0.0100 train_time:2ms step_avg:0.01ms"
-PASTED = log_text((9.0, 0.5), source='"x"\n').splitlines()  # whole, with a script line that fits
-HOSTILE = [LINE, FORGED, f"{FORGED} tokens:7 lr:1.000 window:256",
-           "step:3/200 train_loss:0.0100 train_time:1ms step_avg:1.00ms",
-           "clock: from the first step on", "sample:", "changed: seed was 1 and is 2",
-           "Running Python 3.9.9", "import os", "seed = 7", script_line("x"),
-           "peak_memory: 1 MiB on rank 0", "# a remark", "", '"""', "'''", "it's"]
-hostile_lines = st.lists(st.one_of(
-    st.sampled_from([*HOSTILE, "\n".join(PASTED)]),
-    st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), max_size=12)), max_size=12)
-losses_of_a_run = st.lists(st.floats(0.1, 20).map(lambda x: round(x, 4)), min_size=2, max_size=5)
-
-
-@settings(max_examples=150, deadline=None)
-@given(hostile_lines, st.sampled_from(["", "\n", "\n\n"]), losses_of_a_run, st.data())
-def test_whatever_the_source_holds_is_no_result(tmp_path_factory, lines, ending, losses, data):
-    folder = tmp_path_factory.mktemp("log")
-    source = "\n".join(lines) + ending
-    text = log_text(losses, source=source)
-    run = read_text(folder, text)
-    assert losses_of(run) == losses and run.source == source and run.changed == []
-    assert (run.hyperparameters["seed"], run.torch, run.seed) == ("1", "2.11.0", "1")
-    lines = text.split("\n")
-    cut = "\n".join(lines[:data.draw(st.integers(0, len(lines)))]) + "\n"
-    try:
-        found = losses_of(read_text(folder, cut))
-    except logs.BadInput:
-        return  # cut before its first step line
-    assert found == losses[:len(found)]
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(hostile_lines, st.sampled_from(["", "\n"]), losses_of_a_run), min_size=1,
-                max_size=3))
-def test_joined_logs_hold_their_runs_and_no_other(tmp_path_factory, parts):
-    path = tmp_path_factory.mktemp("log") / "x.log"
-    texts = [log_text(losses, source="\n".join(lines) + end) for lines, end, losses in parts]
-    path.write_bytes("".join(texts).encode())
-    runs = logs.read_file(path, "x")
-    assert [losses_of(run) for run in runs] == [losses for *_, losses in parts]
-    assert [run.source for run in runs] == ["\n".join(lines) + end for lines, end, _ in parts]
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.sampled_from(HOSTILE[:2] + HOSTILE[3:-1]), max_size=6),
-       st.lists(losses_of_a_run, min_size=1, max_size=3), st.booleans())
-def test_a_published_source_is_no_result(tmp_path_factory, lines, runs_losses, each_time):
-    """Its strings may hold whole logs; where the runs cannot be told from them, none is read."""
-    path = tmp_path_factory.mktemp("log") / "x.txt"
-    source = "import os\ntext = r'''\n" + "\n".join(lines).replace("'''", "") + "\n'''\n"
-    head = f"{source}{LINE}\nRunning Python 3.12\n{LINE}\n"
-    texts = ["\n".join(f"step:{i}/{len(losses) - 1} val_loss:{loss} train_time:{i}ms step_avg:1ms"
-                       for i, loss in enumerate(losses)) + "\n" for losses in runs_losses]
-    path.write_text((head if each_time else "").join(["", *texts] if each_time else
-                                                     [head + texts[0], *texts[1:]]))
-    try:
-        found = [losses_of(run) for run in logs.read_file(path, "x")]
-    except logs.BadInput as error:
-        assert "Running Python 3.9.9" in lines, error
-        return
-    if "Running Python 3.9.9" not in lines:
-        assert found == runs_losses
-
-
-@pytest.mark.parametrize("ending", ["", "\n", "\n\n", "\n\n\n"])
-def test_a_source_is_known_by_its_hash_and_need_not_be_python(tmp_path, ending):
-    source = f'x = """\n{LINE}\nclock: now\n{FORGED}\nnever closed{ending}'
-    text = log_text(source=source)
-    run = read_text(tmp_path, text)
-    assert run.source == source and run.loss == 3.279
-    assert f"sha256 {compare.as_json(run)['source']} " in text
-    for other in (text.replace(script_line(source), script_line(source + "\nmore\nlines")),
-                  text.replace("never closed", "ever closed")):
-        assert other != text
-        with pytest.raises(logs.BadInput, match="its source is cut or changed"):
-            read_text(tmp_path, other)
-
-
-STRANGE = ["step:5/9 val_loss:3.0 train_time:1.2.3ms step_avg:1.00ms",
-           f"step:{'9' * 5000}/9 val_loss:3.0 train_time:1ms step_avg:1ms",
-           "step:5/0 val_loss:3.0 train_time:1ms step_avg:1ms",
-           "step:5/9 val_loss:x train_time:1ms step_avg:1.00ms",
-           "step:5/9 val_loss:1.2.3 train_time:1ms step_avg:1.00ms",
-           "step:5/9 val_loss:inf train_time:1ms step_avg:1.00ms",
-           f"step:5/9 val_loss:3.0 train_time:{'9' * 400}ms step_avg:1ms",
-           "step:5/9 val_loss:3.0 train_time:nanms step_avg:5ms",
-           "step:20/9 val_loss:2.0 train_time:5ms step_avg:0ms",
-           "step:5/9 val_loss:3.0 train_time:1ms step_avg:1ms tokens:" + "9" * 5000,
-           "step:٣/٩ val_loss:3.0 train_time:1ms step_avg:1ms",
-           "step:9/9 val_loss:-1.0 train_time:0ms step_avg:0ms tokens:0"]
-
-
-@pytest.mark.filterwarnings("error")
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.sampled_from([*STRANGE, *HOSTILE]), max_size=8),
-       st.lists(st.sampled_from([*STRANGE, *HOSTILE]), max_size=8))
-def test_strange_lines_are_no_traceback(tmp_path_factory, a, b):
-    folder = tmp_path_factory.mktemp("log")
-    first = "step:0/9 val_loss:9.0 train_time:0ms step_avg:nanms"
-    (folder / "x.log").write_text("\n".join([first, *a]))
-    (folder / "y.log").write_text("\n".join([log_text((9.0, 3.0)), *b]))
-    arguments = [str(folder / "x.log"), "--vs", str(folder / "y.log"), "--target", "3.5"]
-    for more in ([], ["--json"]):
-        with (contextlib.redirect_stdout(io.StringIO()) as out,
-              contextlib.redirect_stderr(io.StringIO()) as err):
-            try:
-                assert compare.main([*arguments, *more]) == 0
-            except logs.BadInput:
-                for line in err.getvalue().splitlines():
-                    assert ": no log" in line or ": holds " in line
-                return
-    json.loads(out.getvalue(), parse_constant=pytest.fail)
-
-
-@pytest.mark.parametrize("line", [f"{FORGED} tokens:7", *STRANGE])
-def test_strange_lines_can_be_drawn(tmp_path, line):
-    run = read_text(tmp_path, f"step:0/9 val_loss:9.0 train_time:0ms step_avg:nanms\n{line}\n")
-    compare.draw([compare.Side("A", [run], 3.28)], 3.28)
-
-
-@pytest.mark.parametrize("line", [
-    FORGED + " a:b:c:d" * 60 + " !", FORGED[:30] + "x" * 50_000, "key: a" + " " * 50_000 + "b",
-    "#" * 50_000, "=" * 50_000, "| 0 NVIDIA" + " " * 50_000 + "x", "sample: \n" * 20_000,
-    "|   0  NVIDIA H100" + " x" * 20_000, "a = 1\n" * 20_000, "a: 1\n" * 20_000,
-    "Running Py" * 9_000, "cuda version: " * 9_000], ids=range(12))
-def test_no_text_takes_long(tmp_path, line):
-    step = "step:{}/9 val_loss:9.0 train_time:0ms step_avg:nanms"
-    for text in (f"import os\n{LINE}\n{line}\n{step.format(0)}\n{line}\n{step.format(9)}\n",
-                 f"{LINE}\nRunning Python 3\n{line}\n{step.format(0)}\n",
-                 f"a = 1\n{LINE}\n{line}\n{step.format(0)}\n", f"{line}\n{step.format(0)}\n",
-                 log_text(source=f"{line}\n"), log_text(counted=False, end=[line])):
-        start = time.perf_counter()
-        with contextlib.suppress(logs.BadInput):
-            read_text(tmp_path, text)
-        assert time.perf_counter() - start < 5
-
-
 # --------------------------------------------------------------------------------------------------
 # Resumed runs
 
-RESUMED = "resumed: step 125 at 2026-11-22T01:00:00Z, on 8 rank(s) of here"
+def resume(folder, seed, **more):
+    """A run of a folder that was killed at step 125 and has finished from there, with what differs
+    then."""
+    parent = folder / f"killed{seed}.log"
+    parent.write_text(log_text((10.8, 4.0 + seed / 1000), seed=seed, total=250))
+    text = log_text((4.0 + seed / 1000, 3.27 + seed / 10_000), seed=seed, first=125,
+                    parent=folder / parent.stem, **more)
+    (folder / f"resumed{seed}.log").write_text(text)
+    return parent
 
 
-@pytest.mark.parametrize("note, counts", [
-    (RESUMED, True), ("changed: save_every was 125 and is 0", True),
-    ("changed: records was 'a' and is 'b'", True), ("checkpoint: changed: seed", True),
-    ("changed: muon_lr was 0.05 and is 0.06", False),
-    ("changed: script was 12ab and is 34cd", False)])
-def test_a_run_resumed_with_other_settings_is_left_out(tmp_path, note, counts):
-    folder = write(tmp_path / "a", GOOD)
-    (tmp_path / "a" / "resumed.log").write_text(log_text(seed=90, notes=[RESUMED, note]))
+@pytest.mark.parametrize("more, counts, words", [
+    ({}, True, None), ({"hyper": {"save_every": 0}}, True, None),
+    ({"env": {"ranks": 4}}, True, "ranks"),
+    ({"hyper": {"muon_lr": 0.06}}, False, "muon_lr was 0.05 and is 0.06"),
+    ({"source": "import numpy\n"}, False, "script")])
+def test_a_run_resumed_with_another_method_is_left_out(tmp_path, more, counts, words):
+    folder = tmp_path / "a"
+    write(folder, GOOD)
+    resume(folder, 90, **more)
     side = side_of("A", folder)
     assert len(side.runs) == 5 and side.loss["n"] == 4 + counts
-    said = [] if counts else ["run resumed of A was resumed with other settings, left out: "
-                              + note.removeprefix("changed: ")]
-    assert side.warnings == said
+    said = [warning for warning in side.warnings if "resumed90" in warning]
+    assert said == ([] if words is None else [
+        f"run resumed90 of A was resumed with differences ({words})"
+        + ("" if counts else ", left out")])
+
+
+def test_a_run_without_its_beginning_is_left_out(tmp_path, capsys):
+    folder = tmp_path / "a"
+    write(folder, GOOD)
+    resume(folder, 90).unlink()
+    status, out, err = run_main(capsys, folder, "--json")
+    found = json.loads(out)
+    assert status == 1 and "killed90.log is missing" in err and found["unread"] == err.splitlines()
+    (side,) = found["sides"]
+    assert side["loss"]["n"] == 4 and side["warnings"] == [
+        "run resumed90 of A was resumed with differences (a missing log), left out"]
 
 
 def test_where_all_runs_were_resumed_anew_they_are_used_and_it_is_said(tmp_path):
-    a = write(tmp_path / "a", GOOD, notes=["changed: muon_lr was 0.05 and is 0.06"])
-    (tmp_path / "a" / "stopped.log").write_text(log_text((10.8, 4.5), seed=50, total=250))
-    side = side_of("A", a)
+    folder = tmp_path / "a"
+    folder.mkdir()
+    for seed in range(1, 5):
+        resume(folder, seed, hyper={"muon_lr": 0.06})
+    side = side_of("A", folder)
     assert side.loss["n"] == sum("kept, for there is no other" in w for w in side.warnings) == 4
-    said = verdict_of(a, write(tmp_path / "b", SAME, first_seed=30))
+    said = verdict_of(folder, write(tmp_path / "b", SAME, first_seed=30))
     assert said.endswith(" But mind the warnings about A.")
+
+
+def test_runs_that_went_on_elsewhere_are_no_clock(tmp_path):
+    """Also where all runs of both sides did, in the same way."""
+    for name, first in (("a", 1), ("b", 11)):
+        (tmp_path / name).mkdir()
+        for seed in range(first, first + 3):
+            resume(tmp_path / name, seed, env={"ranks": 4, "torch": "2.12.0"})
+    said = verdict_of(tmp_path / "a", tmp_path / "b")
+    assert "Times do not compare, a run was resumed with differences" in said
+    assert "faster" not in said and "slower" not in said
+
+
+def test_branches_of_a_run_are_no_copies_of_it(tmp_path):
+    """One was killed before it validated, so that it has no losses of its own; the others have
+    finished, but share their seed and their beginning."""
+    parent = resume(tmp_path, 7)
+    text = log_text((4.007, 3.3), seed=7, first=125, parent=parent.with_suffix(""))
+    (tmp_path / "alive.log").write_text(text[:text.index("step:249/")])
+    side = side_of("A", tmp_path)
+    assert sorted(run.name for run in side.runs) == ["alive", "resumed7"] and side.copies == []
+    assert [run.name for run in side.used] == ["resumed7"]
+    assert side.warnings == ["1 of the runs of A stopped before a last loss"]
+    (tmp_path / "other.log").write_text(text)
+    side = side_of("A", tmp_path)
+    assert side.loss["n"] == 2 and not side.independent and side.copies == []
 
 
 # --------------------------------------------------------------------------------------------------
@@ -788,21 +493,6 @@ def test_sides_are_called_by_the_runs_own_name(tmp_path, capsys):
     assert "\nA: gelu, 4 runs" in out and "\nB: relu, 4 runs" in out
 
 
-def test_a_run_that_moved_to_other_ranks_is_no_clock(tmp_path):
-    """Also where all runs of both sides moved so."""
-    notes = ["resumed: step 125 at 2026-11-22T01:00:00Z, on 4 rank(s) of there with torch 2.12.0"]
-    a = write(tmp_path / "a", GOOD, ms=(50.0, 51.0), notes=notes)
-    b = write(tmp_path / "b", SAME, ms=(99.0, 100.0), notes=notes)
-    run = side_of("A", a).runs[0]
-    assert (run.ranks, run.torch, run.mixed) == ("8 then 4", "2.11.0 then 2.12.0", True)
-    assert "Times do not compare" in verdict_of(a, b) and "faster" not in verdict_of(a, b)
-    assert "hardware" in side_of("A", a).warnings[0]
-    for host, mixed in (("here", False), ("there", True)):
-        text = log_text(env={"host": "here, Linux"}, notes=[notes[0].replace("there", host).replace(
-            "4 rank", "8 rank").replace("2.12", "2.11")])
-        assert read_text(tmp_path, text).mixed == mixed
-
-
 def test_sources_within_a_side_are_shown(tmp_path, capsys):
     folder = write(tmp_path / "a", GOOD, source="def f():\n    return 1\n")
     text = log_text(source="def f():\n    return 2\n", seed=9)
@@ -957,7 +647,7 @@ def test_json_holds_everything_and_is_strict(tmp_path, capsys):
     found = json.loads(out, parse_constant=pytest.fail)
     side = found["sides"][0]
     run = side["runs"][1]
-    assert (status, found["version"], found["target"], found["unread"]) == (0, 4, 3.28, [])
+    assert (status, found["version"], found["target"], found["unread"]) == (0, 5, 3.28, [])
     assert side["loss"]["n"] == 4 and side["loss"]["mean"] == pytest.approx(np.mean(GOOD))
     assert side["used"] == [f"run{i}" for i in range(len(GOOD))]
     assert [run["loss"] for run in side["runs"]] == [None, *GOOD]
@@ -992,6 +682,28 @@ def test_as_a_program(tmp_path):
     piped = subprocess.run(f'"{sys.executable}" "{command[1]}" "{folder}" --json | head -1',
                            shell=True, capture_output=True, text=True, check=False)
     assert piped.stdout == "{\n" and piped.stderr == ""
+
+
+@pytest.mark.filterwarnings("error")
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.sampled_from([*STRANGE, *HOSTILE]), max_size=8),
+       st.lists(st.sampled_from([*STRANGE, *HOSTILE]), max_size=8))
+def test_strange_lines_are_no_traceback(tmp_path_factory, a, b):
+    folder = tmp_path_factory.mktemp("log")
+    first = "step:0/9 val_loss:9.0 train_time:0ms step_avg:nanms"
+    (folder / "x.log").write_text("\n".join([first, *a]))
+    (folder / "y.log").write_text("\n".join([log_text((9.0, 3.0)), *b]))
+    arguments = [str(folder / "x.log"), "--vs", str(folder / "y.log"), "--target", "3.5"]
+    for more in ([], ["--json"]):
+        with (contextlib.redirect_stdout(io.StringIO()) as out,
+              contextlib.redirect_stderr(io.StringIO()) as err):
+            try:
+                assert compare.main([*arguments, *more]) == 0
+            except logs.BadInput:
+                for line in err.getvalue().splitlines():
+                    assert ": no log" in line or ": holds " in line
+                return
+    json.loads(out.getvalue(), parse_constant=pytest.fail)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1131,6 +843,12 @@ def test_matplotlib_is_loaded_for_pictures_only():
     code = (f"import sys; sys.path.insert(0, {str(ROOT / 'records')!r}); import compare; "
             "assert not {'matplotlib', 'torch', 'train_gpt'} & {*sys.modules}")
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("line", [f"{FORGED} tokens:7", *STRANGE])
+def test_strange_lines_can_be_drawn(tmp_path, line):
+    run = read_text(tmp_path, f"step:0/9 val_loss:9.0 train_time:0ms step_avg:nanms\n{line}\n")
+    compare.draw([compare.Side("A", [run], 3.28)], 3.28)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""records/export.py: JSON lines and CSV against the log, growing and cut logs, the trackers by what
-they have stored (where they are installed), errors."""
+"""records/export.py: JSON lines and CSV against the log, growing logs, chains of logs, the trackers by
+what they have stored (where they are installed), errors."""
 
 import contextlib
 import csv
@@ -15,20 +15,20 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from test_compare import LOGS, log_text
+from test_logs import LOGS, log_text
 
 from data import common
 from records import export, logs
 
 PROGRAM = str(ROOT / "records" / "export.py")
 WHOLE = log_text()
-STAGES = [  # of a log: before the first step, in the middle of a line, cut by a resume, the end
-    WHOLE[:WHOLE.index("step:0/")],
-    WHOLE[:WHOLE.index("step:125/") + 30],
-    WHOLE[:WHOLE.index("step:249/")],
-    WHOLE[:WHOLE.index("step:124/")] + "changed: muon_lr was 0.05 and is 0.02\n",
-    log_text((10.8258, 3.9, 3.2), notes=["changed: muon_lr was 0.05 and is 0.02"]),
-]
+# A log of a run that was killed in the middle of a line, and that of the same run from step 125 on.
+KILLED = log_text((10.8258, 4.0, 3.5))
+KILLED = KILLED[:KILLED.index("step:250/250 val") + 30]
+RESUMED = log_text((4.0, 3.2), parent="gone/killed", first=125, hyper={"muon_lr": 0.02})
+# As it grows: before its first step, twice in the middle of a line, and whole.
+STAGES = [RESUMED[:RESUMED.index("step:125/")], RESUMED[:RESUMED.index("step:125/") + 30],
+          RESUMED[:RESUMED.index("step:250/250 val") + 30], RESUMED]
 
 
 @pytest.fixture
@@ -53,6 +53,7 @@ def follow(run, monkeypatch, tmp_path):
     """Follows a log that goes through the STAGES, one a second."""
     def follow(*arguments):
         path = tmp_path / "x.log"
+        (tmp_path / "killed.log").write_text(KILLED)
         stages = iter(STAGES)
         path.write_text(next(stages))
         monkeypatch.setattr(export.time, "sleep", lambda seconds: path.write_text(next(stages)))
@@ -152,33 +153,50 @@ def test_a_run_is_named_by_its_folder_too(run, tmp_path):
     assert status == 0 and {row["run"] for row in rows_of(out)} == {"2026_x.v2"}
 
 
-@pytest.mark.parametrize("stage, rows", [(0, 0), (1, 2), (2, 4)])
-def test_a_run_that_is_alive_or_was_killed(run, tmp_path, stage, rows):
-    status, out, err = run(write(tmp_path, STAGES[stage]), "--to", "jsonl")
+@pytest.mark.parametrize("end, rows", [("step:0/", 0), ("step:125/250 val", 3), ("step:249/", 4)])
+def test_a_run_that_is_alive_or_was_killed(run, tmp_path, end, rows):
+    status, out, err = run(write(tmp_path, WHOLE[:WHOLE.index(end) + 30]), "--to", "jsonl")
     assert (status, err, len(rows_of(out))) == (0, "", 1 + rows)
 
 
 # --------------------------------------------------------------------------------------------------
-# --follow
+# Resumed runs, and --follow
 
-def test_a_log_that_grows_and_is_cut_is_followed_to_its_end(follow, tmp_path):
-    rows = rows_of(follow("--to", "jsonl"))
-    starts = [i for i, row in enumerate(rows) if row["kind"] == "run"]
-    first, second = rows[1:starts[1]], rows[starts[1] + 1:]
-    assert [(row["step"], row["kind"]) for row in first] == [
-        (0, "val"), (124, "train"), (125, "train"), (125, "val")]
-    assert len(starts) == 2 and rows[starts[1]]["changed"] == ["muon_lr was 0.05 and is 0.02"]
+def test_a_resumed_run_is_written_whole(run, tmp_path):
+    write(tmp_path / "logs", KILLED, "killed.log")
+    path = write(tmp_path / "logs", RESUMED)
+    for argument in (path, tmp_path / "logs"):
+        head, *rows = rows_of(run(argument, "--to", "jsonl")[1])
+        assert (head["run"], head["path"]) == ("x", str(path))
+        assert head["changed"] == ["muon_lr was 0.05 and is 0.02"] and head["mixed"] == []
+        assert [(row["step"], row["kind"], row["loss"]) for row in rows] == [
+            (0, "val", 10.8258), (124, "train", 4), (125, "train", 4), (125, "val", 4),
+            (249, "train", 3.2), (250, "train", 3.2), (250, "val", 3.2)]
+    (tmp_path / "logs" / "killed.log").unlink()
+    status, out, err = run(path, "--to", "csv")
+    rows = list(csv.DictReader(io.StringIO(out)))
+    assert status == 1 and [row["step"] for row in rows] == ["125", "249", "250", "250"]
+    assert {row["mixed"] for row in rows} == {"a missing log"}
+    assert err.startswith(f"{path}: read without its beginning, killed.log is missing")
+
+
+def test_a_log_that_grows_is_followed_to_its_end(follow, tmp_path):
+    head, *rows = rows_of(follow("--to", "jsonl"))
+    assert head["kind"] == "run"
     lines = logs.read_run(tmp_path / "x.log", "x").lines
-    assert second == [{"run": "x"} | line._asdict() for line in lines]
+    assert rows == [{"run": "x"} | line._asdict() for line in lines] and len(rows) == 7
 
 
-def test_csv_has_the_cut_rows_and_then_all_again(follow):
-    rows = list(csv.DictReader(io.StringIO(follow("--to", "csv"))))
-    assert [row["changed"] != "" for row in rows] == [False] * 4 + [True] * 7
+def test_a_followed_log_may_have_its_parent_in_another_folder(run, monkeypatch, tmp_path):
+    write(tmp_path / "old", KILLED, "killed.log")
+    path = write(tmp_path / "new", STAGES[2])
+    monkeypatch.setattr(export.time, "sleep", lambda seconds: path.write_text(RESUMED))
+    status, out, err = run(path, tmp_path / "old", "--to", "jsonl", "--follow")
+    assert (status, err, len(rows_of(out))) == (0, "", 8)
 
 
 def test_ctrl_c_ends_following_in_one_line(tmp_path):
-    path = write(tmp_path, STAGES[2])
+    path = write(tmp_path, WHOLE[:WHOLE.index("step:249/")])
     command = [sys.executable, PROGRAM, str(path), "--to", "jsonl", "--follow"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                           text=True) as run:
@@ -202,13 +220,13 @@ def test_tensorboard(follow, run, tmp_path):
     found = {}
     for name in events.Tags()["scalars"]:
         for event in events.Scalars(name):
-            assert name not in found.setdefault(event.step, {})  # once, after three writings
+            assert name not in found.setdefault(event.step, {})  # once, after two writings
             found[event.step][name] = pytest.approx(event.value)
     assert found == expected(tmp_path / "x.log")
     assert [event.wall_time for event in events.Scalars("val_loss")] == [0, 12.5, 25]
     content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     settings = HParamsPluginData.FromString(content).session_start_info.hparams
-    assert settings["hyperparameters.muon_lr"].number_value == 0.05
+    assert settings["hyperparameters.muon_lr"].number_value == 0.02
     assert settings["environment.gpus"].string_value == "8 x NVIDIA H100"
 
 
@@ -223,8 +241,8 @@ def test_trackio(follow, monkeypatch, tmp_path):
             assert name == "x"
             runs.setdefault(key, {}).setdefault(step, {}).update(json.loads(metrics))
         configs = [json.loads(row[0]) for row in database.execute("select config from configs")]
-    assert list(runs.values())[-1] == expected(tmp_path / "x.log") and len(runs) == 2
-    assert configs[-1]["muon_lr"] == 0.05 and configs[-1]["environment"]["ranks"] == "8"
+    assert list(runs.values()) == [expected(tmp_path / "x.log")]
+    assert configs[-1]["muon_lr"] == 0.02 and configs[-1]["environment"]["ranks"] == "8"
     assert configs[-1]["changed"] == ["muon_lr was 0.05 and is 0.02"]
 
 
@@ -262,10 +280,10 @@ def test_wandb(follow, monkeypatch, tmp_path):
                          for item in record.history.item}
                 step = items["_step"]
                 found[step] = {key: items[key] for key in items if not key.startswith("_")}
-        runs.append((config["changed"], found))
-        assert config["muon_lr"] == 0.05 and config["environment"]["ranks"] == "8"
-    assert [changed for changed, _ in sorted(runs)] == [[], ["muon_lr was 0.05 and is 0.02"]]
-    assert max(runs)[1] == expected(tmp_path / "x.log")
+        runs.append(found)
+        assert config["muon_lr"] == 0.02 and config["environment"]["ranks"] == "8"
+        assert config["changed"] == ["muon_lr was 0.05 and is 0.02"]
+    assert runs == [expected(tmp_path / "x.log")]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -311,7 +329,7 @@ def test_what_is_no_log_is_named_and_the_rest_exported(run, tmp_path):
 
 
 def test_a_log_that_vanishes_while_it_is_followed(run, monkeypatch, tmp_path):
-    path = write(tmp_path, STAGES[2])
+    path = write(tmp_path, WHOLE[:WHOLE.index("step:249/")])
     monkeypatch.setattr(export.time, "sleep", lambda seconds: path.unlink())
     status, out, err = run(path, "--to", "jsonl", "--follow")
     assert status == 2 and len(rows_of(out)) == 5

@@ -1,0 +1,578 @@
+"""records/logs.py: log formats, hostile logs, chains of resumed runs."""
+
+import contextlib
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, TINY, launch, planted
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from records import logs, sample
+
+LOGS = Path(__file__).resolve().parent / "fixtures" / "logs"
+LINE = "=" * 100
+
+
+def script_line(source):
+    """By which the source in a log is passed over exactly, as train_gpt.py writes it."""
+    sha256 = hashlib.sha256(source.encode()).hexdigest()
+    return f"script: sha256 {sha256} {source.count(chr(10))} lines"
+
+
+def log_text(losses=(10.8258, 4.0, 3.279), seed=1, ms=100.0, every=125, hyper=(), env=(),
+             source="import torch\n", total=None, counted=True, notes=(), parent=None, first=0,
+             end=("peak_memory: 100 MiB on rank 0",)):
+    """A log of this project that validates every `every` steps, with the given losses; one that is
+    not counted is of the time before a log named its source's hash. With a parent, the path of its
+    folder, it is resumed from the step `first`."""
+    steps = []
+    total = total or first + every * (len(losses) - 1)
+    if parent:
+        env = {**dict(env), "resumed": f"{parent}/step{first:08}.pt at step {first}"}
+    for i, loss in enumerate(losses):
+        step = first + i * every
+        for kind, at in (("train", step - 1), ("train", step), ("val", step)):
+            if at > first or kind == "val":
+                steps.append(f"step:{at}/{total} {kind}_loss:{loss:.4f} train_time:{ms * at:.0f}ms "
+                             f"step_avg:{ms:.2f}ms tokens:{at * 1000} lr:1.000 window:256")
+    hyper = {"name": "'x'", "seed": seed, "vocab_size": 50257, "muon_lr": 0.05} | dict(hyper)
+    env = {"torch": "2.11.0, Python 3.12.7", "ranks": 8, "gpus": "8 x NVIDIA H100"} | dict(env)
+    return "\n".join([*(f"{k} = {v}" for k, v in hyper.items()), LINE,
+                      *(f"{k}: {v}" for k, v in env.items()),
+                      *([script_line(source)] if counted else []), LINE,
+                      source.removesuffix("\n"), LINE,
+                      "note: a remark", *notes, *steps, *end]) + "\n"
+
+
+def read_text(folder, text, name="x.log"):
+    """The run that a file of this text holds."""
+    (folder / name).write_bytes(text.encode())
+    return logs.read_run(folder / name, "x")
+
+
+def losses_of(run):
+    return [line.loss for line in run.validations]
+
+
+def runs_in(path, loss_name="val_loss"):
+    return logs.Reader([], loss_name).runs(path, "x")
+
+
+# --------------------------------------------------------------------------------------------------
+# Formats
+
+H100 = "8x H100 80GB HBM3"
+PUBLISHED = {  # file: steps, total, loss, seconds, ms a step, free steps, validations, ...
+    "2024-10_train_loss.txt": (60, 60, 3.2801, 7.0, 140.0, 10, 4, H100, "2.5.0+cu124"),
+    "2024-12_no_train_loss.txt": (50, 50, 3.2790, 4.8, 120.0, 10, 3, H100,
+                                  "2.6.0.dev20241105+cu124"),
+    "2025-02_whole_clock.txt": (40, 40, 3.2768, 2.32, 58.0, 0, 5, H100, "2.7.0.dev20250208+cu126"),
+    "2026_seconds.txt": (50, 50, 3.27729, 9.148, 182.95, 0, 3, H100, "2.10.0.dev20251210+cu126"),
+    "console_only.log": (40, 40, 3.2774, 1.364, 34.1, 0, 3, None, None),
+    "stopped_early.txt": (37, 60, 3.4809, 3.807, 141.0, 10, 2, H100, "2.6.0.dev20241105+cu124"),
+    "quotes_a_log.txt": (20, 20, 3.2821, 1.2, 60.0, 0, 3, H100, "2.6.0.dev20241105+cu124"),
+}
+
+
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_log(name, line_end, tmp_path):
+    (tmp_path / name).write_bytes((LOGS / name).read_bytes().replace(b"\n", line_end))
+    run = logs.read_run(tmp_path / name, name)
+    assert (run.steps, run.total, run.loss, run.seconds, run.ms_per_step, run.free_steps(),
+            len(run.validations), run.hardware, run.torch) == PUBLISHED[name]
+    steps = [line.step for line in run.validations]
+    assert steps == sorted(set(steps)) and losses_of(run)[0] > 10
+    assert run.finished == (name != "stopped_early.txt") and not run.diverged
+
+
+def test_what_a_published_log_says_of_itself():
+    run = logs.read_run(LOGS / "quotes_a_log.txt", "x")
+    text = (LOGS / "quotes_a_log.txt").read_text()
+    listing = text[:text.index("Running Python")].rstrip("\n").removesuffix(LINE)
+    assert run.source == listing.rstrip("\n") and run.hyperparameters == {}
+    assert run.environment == {"python": "3.12.7", "torch": "2.6.0.dev20241105+cu124",
+                               "cuda": "12.4", "driver": "535.183.06",
+                               "gpus": "8 x NVIDIA H100 80GB HBM3"}
+
+
+def test_a_published_log_without_versions(tmp_path):
+    _, _, steps = (LOGS / "quotes_a_log.txt").read_text().rpartition(f"{LINE}\n")
+    run = read_text(tmp_path, f"{LINE}\nimport torch\n{LINE}\n{steps}")
+    assert (run.source, run.loss, run.hardware) == ("import torch", 3.2821, None)
+
+
+def test_one_head_and_several_runs(tmp_path):
+    """As the optimizer track has them: the source once, the steps one run after the other."""
+    text = (LOGS / "2026_seconds.txt").read_text()
+    head = text[:text.index("step:0/50")]
+    steps = text[len(head):]
+    again = steps.replace("val_loss:3.27729", "val_loss:3.27801")
+    for between in ("", "\n", "trial:2/30 seed:1\n", f"{LINE}\n=== seed 2 start ===\n"):
+        (tmp_path / "x.txt").write_text(f"{head}{steps}{between}{again}")
+        runs = runs_in(tmp_path / "x.txt")
+        assert [(run.name, run.loss, run.finished) for run in runs] == [
+            ("x#1", 3.27729, True), ("x#2", 3.27801, True)]
+        assert runs[0].source == runs[1].source != "" and runs[1].hardware == H100
+        assert runs[1].steps == 50 and len(runs[1].validations) == 3
+    with pytest.raises(logs.BadInput, match="x.txt: holds 2 runs, expected one"):
+        logs.read_run(tmp_path / "x.txt", "x")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_joined_logs_are_several_runs(name, tmp_path):
+    text = (LOGS / name).read_text()
+    last = f"val_loss:{PUBLISHED[name][2]}"
+    (tmp_path / "x.txt").write_text(text + text.replace(last, "val_loss:3.1"))
+    if name == "stopped_early.txt":
+        text = text[:text.rindex("\n", 0, -1) + 1]
+    runs = runs_in(tmp_path / "x.txt")
+    assert len(runs) == 2 and runs[0].source == runs[1].source
+    assert [run.steps for run in runs] == 2 * [PUBLISHED[name][0]]
+    assert [run.loss for run in runs] == [PUBLISHED[name][2], 3.1]
+
+
+def test_joined_logs_of_ours_are_several_runs(tmp_path):
+    texts = [log_text((9.0, final), seed=seed, source=source) for seed, final, source in
+             ((1, 3.1, "x = 1\n"), (2, 3.2, f'"""\n{LINE}\n{FORGED}\n"""\n'), (3, 3.3, "x = 2"))]
+    (tmp_path / "x.log").write_text("".join(texts))
+    runs = runs_in(tmp_path / "x.log")
+    assert [(run.name, run.seed, run.loss) for run in runs] == [
+        ("x#1", "1", 3.1), ("x#2", "2", 3.2), ("x#3", "3", 3.3)]
+    assert runs[1].source.count(FORGED) == 1 and runs[2].source == "x = 2"
+
+
+def test_a_summary_at_the_end_is_no_run(tmp_path):
+    lines = [f"step:{step}/300 val_loss:{10 - step / 100} train_time:{step}.5s step_avg:9.0ms"
+             for step in (100, 200, 300)]
+    (tmp_path / "x.txt").write_text("\n".join([*lines, "=== exit 0 ===", *lines[1:], *lines]))
+    runs = runs_in(tmp_path / "x.txt")
+    assert [[line.step for line in run.lines] for run in runs] == 2 * [[100, 200, 300]]
+
+
+@pytest.mark.parametrize("text, words", [
+    ("step:100/300 val_loss:4.0 train_time:1ms step_avg:1ms\n"
+     "step:200/300 val_loss:4.0 train_time:2ms step_avg:1ms\n"
+     "step:192/300 val_loss:3.0 train_time:2ms step_avg:1ms\n", "go back from 200 to 192"),
+    (log_text().replace("step:250/250 val", "step:0/250 val"), "two runs have written it"),
+    (log_text() + f"{LINE}\nsomething else\n", "begins no other log"),
+    ('x = """\nRunning Python 3\nstep:9/9 val_loss:1.0 train_time:1ms step_avg:1ms\n"""\n'
+     "Running Python 3.12\nstep:0/9 val_loss:9.0 train_time:1ms step_avg:1ms\n",
+     "the source does not end before them"),
+    ("x = 1\nRunning Python 3\nstep:9/9 val_loss:3.0 train_time:1ms step_avg:1ms\nx = 2\n"
+     "Running Python 3\nstep:0/9 val_loss:9.0 train_time:1ms step_avg:1ms\n",
+     "logs of different scripts in one file"),
+])
+def test_runs_that_cannot_be_told_apart_are_refused(text, words, tmp_path):
+    with pytest.raises(logs.BadInput, match=words):
+        read_text(tmp_path, text)
+
+
+def test_another_loss(tmp_path):
+    lines = ["step:0/20 val_loss:9.0 val_ema_loss:9.1 train_time:0ms step_avg:nanms",
+             "step:10/20 val_loss:4.0 train_time:5ms step_avg:1ms",
+             "step:15/20 train_loss:3.5 train_time:6ms step_avg:1ms",
+             "step:20/20 val_loss:3.0 val_ema_loss:2.5 train_time:9ms step_avg:1ms tau:1"]
+    (tmp_path / "x.txt").write_text("\n".join(lines))
+    read = {name: runs_in(tmp_path / "x.txt", name)[0]
+            for name in ("val_loss", "val_ema_loss", "val_avg_loss")}
+    assert losses_of(read["val_loss"]) == [9.0, 4.0, 3.0]
+    assert losses_of(read["val_ema_loss"]) == [9.1, 2.5] and read["val_ema_loss"].finished
+    assert losses_of(read["val_avg_loss"]) == [] and not read["val_avg_loss"].finished
+    assert all(len(run.lines) == 4 for run in read.values())
+
+
+def test_our_own_log(tmp_path):
+    run = read_text(tmp_path, log_text(seed=7, env={"data": "a 1 tokens\ndata: b 2 tokens"}))
+    assert (run.steps, run.total, run.loss, run.seconds, run.tokens) == (250, 250, 3.279, 25, 250e3)
+    assert (run.hardware, run.torch, run.ranks, run.seed) == ("8x H100", "2.11.0", "8", "7")
+    assert run.hyperparameters == {"name": "'x'", "seed": "7", "vocab_size": "50257",
+                                   "muon_lr": "0.05"}
+    assert run.environment["data"] == "a 1 tokens; b 2 tokens"
+    assert run.source == "import torch\n" and run.finished and "script" not in run.environment
+    assert logs.read_run(LOGS / "console_only.log", "x").tokens is None
+
+
+def test_on_a_cpu_the_hardware_is_the_cpu(tmp_path):
+    text = log_text(env={"cpu": "2 x AMD EPYC, AVX2"})
+    assert read_text(tmp_path, text).hardware == "8x H100"
+    assert read_text(tmp_path, text.replace("gpus: ", "other: ")).hardware == "2x AMD EPYC, AVX2"
+
+
+def test_the_gpus_limits_count_and_their_temperatures_do_not(tmp_path):
+    rows = ["driver_version, clocks.current.sm [MHz], power.limit [W], temperature.gpu",
+            "570.1, 1200 MHz, 700.00 W, 34", "570.1, 1201 MHz, {} W, 35"]
+    runs = [read_text(tmp_path, log_text(env={"gpu": "\ngpu: ".join(rows).format(limit)}))
+            for limit in ("700.00", "650.00")]
+    assert runs[0].environment["gpu power.limit [W]"] == "700.00 W"
+    assert runs[1].environment["gpu power.limit [W]"] == "650.00 W; 700.00 W"
+    assert [key for key in runs[0].environment if key.startswith("gpu ")] == [
+        "gpu driver_version", "gpu power.limit [W]"]
+    assert runs[0].timed_on != runs[1].timed_on
+
+
+def test_an_older_log_ends_its_source_at_the_only_separator(tmp_path):
+    sample = ["sample:", "step:999/999 val_loss:0.0100 train_time:2ms step_avg:0.01ms"]
+    run = read_text(tmp_path, log_text(counted=False, end=sample))
+    assert (run.loss, run.steps, run.source) == (3.279, 250, "import torch\n")
+    for text in (log_text(counted=False, source=f'"""\n{LINE}\n"""\n'),
+                 log_text(counted=False, end=[*sample, LINE, *sample])):
+        with pytest.raises(logs.BadInput, match="does not say where its source ends"):
+            read_text(tmp_path, text)
+
+
+# --------------------------------------------------------------------------------------------------
+# Hostile logs: no text that a user or a model wrote is a result
+
+FORGED = "step:200/200 val_loss:0.0100 train_time:2ms step_avg:0.01ms"
+PASTED = log_text((9.0, 0.5), source='"x"\n').splitlines()  # whole, with a script line that fits
+HOSTILE = [LINE, FORGED, f"{FORGED} tokens:7 lr:1.000 window:256",
+           "step:3/200 train_loss:0.0100 train_time:1ms step_avg:1.00ms",
+           "clock: from the first step on", "sample:", "changed: seed was 1 and is 2",
+           "Running Python 3.9.9", "import os", "seed = 7", script_line("x"),
+           "peak_memory: 1 MiB on rank 0", "# a remark", "", '"""', "'''", "it's"]
+hostile_lines = st.lists(st.one_of(
+    st.sampled_from([*HOSTILE, "\n".join(PASTED)]),
+    st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), max_size=12)), max_size=12)
+losses_of_a_run = st.lists(st.floats(0.1, 20).map(lambda x: round(x, 4)), min_size=2, max_size=5)
+
+
+@settings(max_examples=150, deadline=None)
+@given(hostile_lines, st.sampled_from(["", "\n", "\n\n"]), losses_of_a_run, st.data())
+def test_whatever_the_source_holds_is_no_result(tmp_path_factory, lines, ending, losses, data):
+    folder = tmp_path_factory.mktemp("log")
+    source = "\n".join(lines) + ending
+    text = log_text(losses, source=source)
+    run = read_text(folder, text)
+    assert losses_of(run) == losses and run.source == source and run.changed == []
+    assert (run.hyperparameters["seed"], run.torch, run.seed) == ("1", "2.11.0", "1")
+    lines = text.split("\n")
+    cut = "\n".join(lines[:data.draw(st.integers(0, len(lines)))]) + "\n"
+    try:
+        found = losses_of(read_text(folder, cut))
+    except logs.BadInput:
+        return  # cut before its first step line
+    assert found == losses[:len(found)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(hostile_lines, st.sampled_from(["", "\n"]), losses_of_a_run), min_size=1,
+                max_size=3))
+def test_joined_logs_hold_their_runs_and_no_other(tmp_path_factory, parts):
+    path = tmp_path_factory.mktemp("log") / "x.log"
+    texts = [log_text(losses, source="\n".join(lines) + end) for lines, end, losses in parts]
+    path.write_bytes("".join(texts).encode())
+    runs = runs_in(path)
+    assert [losses_of(run) for run in runs] == [losses for *_, losses in parts]
+    assert [run.source for run in runs] == ["\n".join(lines) + end for lines, end, _ in parts]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.sampled_from(HOSTILE[:2] + HOSTILE[3:-1]), max_size=6),
+       st.lists(losses_of_a_run, min_size=1, max_size=3), st.booleans())
+def test_a_published_source_is_no_result(tmp_path_factory, lines, runs_losses, each_time):
+    """Its strings may hold whole logs; where the runs cannot be told from them, none is read."""
+    path = tmp_path_factory.mktemp("log") / "x.txt"
+    source = "import os\ntext = r'''\n" + "\n".join(lines).replace("'''", "") + "\n'''\n"
+    head = f"{source}{LINE}\nRunning Python 3.12\n{LINE}\n"
+    texts = ["\n".join(f"step:{i}/{len(losses) - 1} val_loss:{loss} train_time:{i}ms step_avg:1ms"
+                       for i, loss in enumerate(losses)) + "\n" for losses in runs_losses]
+    path.write_text((head if each_time else "").join(["", *texts] if each_time else
+                                                     [head + texts[0], *texts[1:]]))
+    try:
+        found = [losses_of(run) for run in runs_in(path)]
+    except logs.BadInput as error:
+        assert "Running Python 3.9.9" in lines, error
+        return
+    if "Running Python 3.9.9" not in lines:
+        assert found == runs_losses
+
+
+@pytest.mark.parametrize("ending", ["", "\n", "\n\n", "\n\n\n"])
+def test_a_source_is_known_by_its_hash_and_need_not_be_python(tmp_path, ending):
+    source = f'x = """\n{LINE}\nclock: now\n{FORGED}\nnever closed{ending}'
+    text = log_text(source=source)
+    run = read_text(tmp_path, text)
+    assert run.source == source and run.loss == 3.279
+    for other in (text.replace(script_line(source), script_line(source + "\nmore\nlines")),
+                  text.replace("never closed", "ever closed")):
+        assert other != text
+        with pytest.raises(logs.BadInput, match="its source is cut or changed"):
+            read_text(tmp_path, other)
+
+
+STRANGE = ["step:5/9 val_loss:3.0 train_time:1.2.3ms step_avg:1.00ms",
+           f"step:{'9' * 5000}/9 val_loss:3.0 train_time:1ms step_avg:1ms",
+           "step:5/0 val_loss:3.0 train_time:1ms step_avg:1ms",
+           "step:5/9 val_loss:x train_time:1ms step_avg:1.00ms",
+           "step:5/9 val_loss:1.2.3 train_time:1ms step_avg:1.00ms",
+           "step:5/9 val_loss:inf train_time:1ms step_avg:1.00ms",
+           f"step:5/9 val_loss:3.0 train_time:{'9' * 400}ms step_avg:1ms",
+           "step:5/9 val_loss:3.0 train_time:nanms step_avg:5ms",
+           "step:20/9 val_loss:2.0 train_time:5ms step_avg:0ms",
+           "step:5/9 val_loss:3.0 train_time:1ms step_avg:1ms tokens:" + "9" * 5000,
+           "step:٣/٩ val_loss:3.0 train_time:1ms step_avg:1ms",
+           "step:9/9 val_loss:-1.0 train_time:0ms step_avg:0ms tokens:0"]
+
+
+@pytest.mark.parametrize("line", [
+    FORGED + " a:b:c:d" * 60 + " !", FORGED[:30] + "x" * 50_000, "key: a" + " " * 50_000 + "b",
+    "#" * 50_000, "=" * 50_000, "| 0 NVIDIA" + " " * 50_000 + "x", "sample: \n" * 20_000,
+    "|   0  NVIDIA H100" + " x" * 20_000, "a = 1\n" * 20_000, "a: 1\n" * 20_000,
+    "Running Py" * 9_000, "cuda version: " * 9_000], ids=range(12))
+def test_no_text_takes_long(tmp_path, line):
+    step = "step:{}/9 val_loss:9.0 train_time:0ms step_avg:nanms"
+    for text in (f"import os\n{LINE}\n{line}\n{step.format(0)}\n{line}\n{step.format(9)}\n",
+                 f"{LINE}\nRunning Python 3\n{line}\n{step.format(0)}\n",
+                 f"a = 1\n{LINE}\n{line}\n{step.format(0)}\n", f"{line}\n{step.format(0)}\n",
+                 log_text(source=f"{line}\n"), log_text(counted=False, end=[line])):
+        start = time.perf_counter()
+        with contextlib.suppress(logs.BadInput):
+            read_text(tmp_path, text)
+        assert time.perf_counter() - start < 5
+
+
+
+
+# --------------------------------------------------------------------------------------------------
+# Chains: a resumed run has a log of its own
+
+A_LOSSES = (10.8, 4.0, 3.9)  # at steps 0, 125 and 250 of 375; then it was killed
+B_LOSSES = (4.0, 3.8)  # resumed from step 125, and killed
+C_LOSSES = (3.8, 3.2)  # resumed from step 250, and finished
+
+
+def write_log(path, losses, parent=None, **more):
+    """A log of a run of 375 steps; returns its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(log_text(losses, parent=parent, total=more.pop("total", 375), **more))
+    return path
+
+
+def write_chain(folder, b=(), c=()):
+    """a.log, b.log that continues it, and c.log that continues b.log."""
+    write_log(folder / "a.log", A_LOSSES)
+    write_log(folder / "b.log", B_LOSSES, "gone/a", first=125, **dict(b))
+    write_log(folder / "c.log", C_LOSSES, "gone/b", first=250, **dict(c))
+    return folder
+
+
+def read(*arguments):
+    """{name: run}, where nothing is missing."""
+    runs, unread = logs.read(map(str, arguments))
+    assert unread == []
+    return {run.name: run for run in runs}
+
+
+def at_steps(run):
+    return {line.step: line.loss for line in run.validations}
+
+
+def test_a_chain_is_one_run(tmp_path):
+    """From a folder, and from its newest log. What came after a checkpoint is forgotten."""
+    write_chain(tmp_path)
+    for argument in (tmp_path, tmp_path / "c.log"):
+        (run,) = read(argument).values()
+        assert at_steps(run) == {0: 10.8, 125: 4.0, 250: 3.8, 375: 3.2} and run.finished
+        steps = [(line.step, line.kind) for line in run.lines]
+        assert steps == sorted(set(steps)) and len(steps) == 10
+        assert [(os.path.basename(path), step) for path, step in run.logs] == [
+            ("a.log", 0), ("b.log", 125), ("c.log", 250)]
+        assert (run.name, run.changed, run.mixed, run.missing) == ("c", [], [], None)
+        assert (run.ranks, run.torch, run.hardware) == ("8", "2.11.0", "8x H100")
+    assert at_steps(read(tmp_path / "b.log")["b"]) == {0: 10.8, 125: 4.0, 250: 3.8}
+    assert at_steps(read(tmp_path / "a.log")["a"]) == {0: 10.8, 125: 4.0, 250: 3.9}
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_pieces_of_a_run_make_up_the_run(tmp_path_factory, data):
+    """However often it was killed, and in the middle of whatever line."""
+    folder = tmp_path_factory.mktemp("chain")
+    losses = [9 - i / 7 for i in range(9)]
+    (folder / "whole.txt").write_text(log_text(losses, every=4))
+    first = number = 0
+    while True:
+        last = data.draw(st.integers(min(first + 1, 8), 8))
+        parent = f"gone/{number - 1}" if number else None
+        text = log_text(losses[first:last + 1], every=4, total=32, parent=parent, first=4 * first)
+        if last < 8:
+            after = log_text(losses, every=4).partition(f"step:{4 * last}/32 val")[2]
+            text = text.partition("peak_memory")[0]
+            text += after[after.index("\n") + 1:][:data.draw(st.integers(0, 250))]
+        (folder / f"{number}.log").write_text(text)
+        if last == 8:
+            break
+        first = data.draw(st.integers(first + 1, last))
+        number += 1
+    (folder / "whole.txt").rename(folder.parent / f"{folder.name}.log")
+    (whole,) = read(folder.parent / f"{folder.name}.log").values()
+    (run,) = read(folder).values()
+    assert run.lines == whole.lines and run.finished and len(run.logs) == number + 1
+
+
+def test_a_parent_is_found_where_folders_have_moved_to(tmp_path):
+    """Beside the log; where the checkpoint's path says; in another folder that is named."""
+    parent = write_log(tmp_path / "old" / "2026_x.v1.log", A_LOSSES)
+    checkpoints = parent.with_suffix("")
+    child = write_log(tmp_path / "new" / "b.log", B_LOSSES, checkpoints, first=125)
+    assert len(read(child)["b"].logs) == 2
+    (tmp_path / "old").rename(tmp_path / "older")
+    runs, unread = logs.read([str(child)])
+    assert at_steps(runs[0]) == {125: 4.0, 250: 3.8} and unread == [
+        f"{child}: read without its beginning, 2026_x.v1.log is missing; put that log beside this "
+        "one, or name its folder too"]
+    assert (runs[0].missing, runs[0].mixed) == ("2026_x.v1.log is missing", ["a missing log"])
+    (run,) = read(child, tmp_path / "older").values()
+    assert len(run.logs) == 2 and run.mixed == []
+    (tmp_path / "older" / parent.name).rename(tmp_path / "new" / parent.name)
+    assert len(read(tmp_path / "new")["b"].logs) == 2
+
+
+@pytest.mark.parametrize("text, words", [
+    ("no log", "no log (no line of a step in it)"),
+    (log_text(source="x = 1\n").replace("x = 1", "x = 2"), "its source is cut or changed"),
+    (log_text() + log_text(), "holds 2 runs")])
+def test_a_parent_that_cannot_be_read_is_missing(tmp_path, text, words):
+    (tmp_path / "a.log").write_text(text)
+    child = write_log(tmp_path / "b.log", B_LOSSES, "gone/a", first=125)
+    (run,), (line,) = logs.read([str(child)])
+    assert words in run.missing and words in line and line.startswith(f"{child}: ")
+    assert at_steps(run) == {125: 4.0, 250: 3.8} and run.mixed == ["a missing log"]
+
+
+def test_two_branches_share_their_ancestors(tmp_path):
+    """A run was resumed twice: one of the two was killed, the other has finished."""
+    write_chain(tmp_path)
+    write_log(tmp_path / "d.log", (4.0, 3.7, 3.1), "gone/a", first=125)
+    runs = read(tmp_path)
+    assert {name: run.finished for name, run in runs.items()} == {"c": True, "d": True}
+    assert at_steps(runs["d"]) == {0: 10.8, 125: 4.0, 250: 3.7, 375: 3.1}
+    (tmp_path / "c.log").unlink()
+    runs = read(tmp_path)
+    assert {name: run.finished for name, run in runs.items()} == {"b": False, "d": True}
+    assert at_steps(runs["b"]) == {0: 10.8, 125: 4.0, 250: 3.8}
+
+
+def test_a_finished_run_that_is_continued_is_a_run_too(tmp_path):
+    write_log(tmp_path / "a.log", (10.8, 4.0, 3.3), total=250, hyper={"num_iterations": 250})
+    more = {"parent": "gone/a", "first": 250, "total": 500, "hyper": {"num_iterations": 500}}
+    child = write_log(tmp_path / "b.log", (3.3, 3.2, 3.1), **more)
+    runs = read(tmp_path)
+    assert {name: (run.steps, run.finished) for name, run in runs.items()} == {
+        "a": (250, True), "b": (500, True)}
+    assert runs["b"].changed == ["num_iterations was 250 and is 500"]
+    text = child.read_text()
+    for end in ("step:250/", "step:374/"):  # it has just begun
+        child.write_text(text[:text.index(end)])
+        assert {name: run.finished for name, run in read(tmp_path).items()} == {
+            "a": True, "b": False}
+
+
+@pytest.mark.parametrize("more, mixed", [
+    ({"source": "import torch as t\n"}, ["script"]), ({"env": {"ranks": 4}}, ["ranks"]),
+    ({"env": {"gpus": "8 x NVIDIA H200"}}, ["gpus"]), ({"env": {"cpu": "9 x Z80"}}, ["cpu"]),
+    ({"env": {"host": "there, Linux"}}, ["host"]), ({"env": {"threads": "2"}}, ["threads"]),
+    ({"env": {"torch": "2.12.0, Python 3.12.7"}}, ["torch"]),
+    ({"env": {"torch": "2.11.0, Python 3.13.0", "git": "abc", "command": "x"}}, []),
+    ({"env": {"ranks": 4, "torch": "2.12.0"}}, ["ranks", "torch"])])
+def test_a_run_whose_pieces_differ_is_mixed_and_says_in_what(tmp_path, more, mixed):
+    """Also if it went back to the first machine."""
+    write_chain(tmp_path, b=more)
+    (run,) = read(tmp_path).values()
+    assert run.mixed == mixed and run.changed == []
+    assert run.ranks == ("8 then 4 then 8" if "ranks" in mixed else "8")
+    assert run.torch == ("2.11.0 then 2.12.0 then 2.11.0" if "torch" in mixed else "2.11.0")
+    assert ("H200" in run.hardware) == ("gpus" in mixed)
+
+
+def test_settings_that_change_on_the_way_are_told(tmp_path):
+    harmless = {"name": "'y'", "records": "'z'", "save_every": 9}
+    write_chain(tmp_path, b={"hyper": {"muon_lr": 0.06} | harmless}, c={"hyper": {"new": 1}})
+    (run,) = read(tmp_path).values()
+    assert run.changed == ["muon_lr was 0.05 and is 0.06", "muon_lr was 0.06 and is 0.05",
+                           "new was None and is 1"]
+    assert run.mixed == [] and run.hyperparameters["new"] == "1"
+
+
+@pytest.mark.parametrize("parents", ["a", "ba", "bca", "bcb"])
+def test_a_cycle_is_one_clear_line(tmp_path, parents):
+    for name, parent in zip("abc", parents):
+        write_log(tmp_path / f"{name}.log", B_LOSSES, f"gone/{parent}", first=125)
+    runs, unread = logs.read([str(tmp_path / "a.log")])
+    assert runs == [] and len(unread) == 1
+    assert unread[0].startswith(f"{tmp_path}/a.log: no run (it goes back to {tmp_path}/")
+
+
+@pytest.mark.parametrize("resumed", ["", "x", "at step 3", "x at step -1", "x at step 3 or so",
+                                     "\0 at step 3", "a" * 9999 + "/x.pt at step 3",
+                                     "/ at step 0", f"x at step {'9' * 999}"])
+def test_strange_heads_are_no_traceback(tmp_path, resumed):
+    (tmp_path / "x.log").write_text(log_text(env={"resumed": resumed}))
+    runs, unread = logs.read([str(tmp_path)])
+    assert losses_of(runs[0]) == [10.8258, 4.0, 3.279] and len(unread) < 2
+
+
+def test_a_line_that_a_full_disk_has_cut_is_no_result(tmp_path):
+    text = log_text((10.8, 4.0, 3.2))
+    last = text.index("step:250/250 val")
+    for end in range(last + 1, text.index("\n", last)):
+        run = read_text(tmp_path, f"{text[:end]}...\n{text[last:]}")
+        assert losses_of(run) == [10.8, 4.0, 3.2]
+        run = read_text(tmp_path, f"{text[:end]}...\nerror: no space\n")
+        assert losses_of(run) == [10.8, 4.0] and not run.finished and run.lines[-1].step == 250
+        assert losses_of(read_text(tmp_path, text[:end])) == [10.8, 4.0]  # killed there
+
+
+def test_real_runs_that_were_killed_and_resumed(tmp_path, shards):
+    """Twice, by SIGKILL. The chain has the losses of a run that was left alone, its last model too,
+    which sample.py loads."""
+    script = planted(tmp_path, "os.environ.get('DIE') == str(step) and os.kill(os.getpid(), 9)")
+    flags = [*TINY, *shards, "--save_every=2"]
+    launch(*flags, f"--records={tmp_path}/whole", script=script)
+    chain = tmp_path / "chain"
+    done = launch(*flags, f"--records={chain}", script=script, check=False, DIE="3")
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    for die, step in (("5", 2), ("none", 4)):
+        newest = max(chain.glob("*.log")).with_suffix("")
+        done = launch(f"--resume={newest}/step{step:08}.pt", script=script, check=False, DIE=die)
+    assert done.returncode == 0, done.stderr
+    (whole,) = read(tmp_path / "whole").values()
+    moved = chain.rename(tmp_path / "moved")
+    (run,) = read(moved).values()
+    assert [step for _, step in run.logs] == [0, 2, 4]
+    assert (run.changed, run.mixed, run.finished) == ([], [], True)
+    told = [[(line.step, line.kind, line.loss, line.tokens) for line in each.lines]
+            for each in (run, whole)]
+    assert told[0] == told[1]
+    seconds = [line.seconds for line in run.lines]
+    assert seconds == sorted(seconds) and seconds[-1] > 0
+    weights = [sample.load_model(each.path, "cpu", script).model.state_dict()
+               for each in (run, whole)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+    text = Path(run.logs[1][0]).read_text()
+    assert "resumed: " in text and "changed: " not in text
+
+
+# --------------------------------------------------------------------------------------------------
+# Without the packages
+
+@pytest.mark.parametrize("program, package", [
+    ("sample", "torch"), ("hellaswag", "torch"), ("export", "numpy"), ("compare", "scipy"),
+    ("race", "scipy")])
+def test_a_missing_package_is_one_line(program, package):
+    code = ("import runpy, sys; sys.modules[sys.argv[1]] = None; "
+            "runpy.run_path(sys.argv[2], run_name='__main__')")
+    done = subprocess.run([sys.executable, "-c", code, package, ROOT / "records" / f"{program}.py"],
+                          capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (f"error: {package} is not installed here: activate .venv "
+                           "(source .venv/bin/activate), or use ./run.sh\n")
