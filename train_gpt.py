@@ -76,12 +76,10 @@ def sha256(data: bytes) -> str:
 
 BLOCK = 128  # tokens; attention masks and windows count in whole blocks
 
-ANY = dict(min=0, max=10**9, unit=1, pattern=".+")
-
-def flag(default, help: str, **limits):
+def flag(default, help: str, min=0, max=10**9, unit=1, pattern=".+"):
     """A setting: its default, its help text, and limits on its values. A number has a range, both
     ends included, and a unit of which it must be a multiple; a text must fit a pattern."""
-    return field(default=default, metadata=ANY | limits | dict(help=help))
+    return field(default=default, metadata=dict(help=help, limits=(min, max, unit, pattern)))
 
 @dataclass(frozen=True)
 class Hyperparameters:
@@ -91,8 +89,7 @@ class Hyperparameters:
     name: str = flag("speedrun", "letters, digits and ._- for the log's name", pattern=r"[\w.-]+")
     records: str = flag("records", "folder for the log and the checkpoints")
     seed: int = flag(-1, "seed of the initial weights; -1 draws one", min=-1, max=2**63 - 1)
-    dtype: str = flag("auto", "bfloat16, float32, or auto: bfloat16 where the device is fast at it",
-                      pattern="auto|bfloat16|float32")
+    dtype: str = flag("auto", "bfloat16, float32 or auto", pattern="auto|bfloat16|float32")
     save_every: int = flag(500, "steps between checkpoints; 0 saves none, not even at the end")
     val_loss_every: int = flag(125, "steps between validations; 0 validates only at the end")
     # Data
@@ -255,10 +252,8 @@ def band_bias(seen_NN: Tensor, sees) -> Tensor:
     L = BLOCK * (1 + int((query_block - key_block).max()))
     query = torch.arange(len(seen_NN) * BLOCK, device=seen_NN.device).view(-1, BLOCK, 1)
     key = query[:, -1:] + torch.arange(1 - L, 1, device=seen_NN.device)  # [N, 1, L]
-    exists = key >= 0
-    key = key.clamp(min=0)
-    block_is_seen = seen_NN[query // BLOCK, key // BLOCK]
-    visible = exists & block_is_seen & sees(batch=0, head=0, query=query, key=key)
+    # A negative key, of which there is none, looks up an entry from the end, which does not count.
+    visible = (key >= 0) & seen_NN[query // BLOCK, key // BLOCK] & sees(None, None, query, key)
     return torch.where(visible, 0.0, -torch.inf)
 
 def band_attention(q: Tensor, k: Tensor, v: Tensor, bias_NBL: Tensor, scale: float) -> Tensor:
@@ -602,8 +597,9 @@ class Optimizer:
     per parameter, in the order of `params`. It is a list of tensors, as Adam's state["mean"], or a
     stack of equal tensors, as Muon's state["momentum"], whose end may be padded with entries of no
     parameter. Checkpoints save the state, and it is reset after the warmup. A process reads and
-    writes its own rows, world.rows(tensor); gather_state fetches the others. (Storing its own rows
-    alone would save 1.1 GB on each of eight GPUs, but need code to split and join tensors.)"""
+    writes its own rows, world.rows(tensor); gather_training_state fetches the others. (Storing its
+    own rows alone would save 1.1 GB on each of eight GPUs, but need code to split and join them.)
+    """
 
     def __init__(self, params: dict, lr: float, hp: Hyperparameters, world: World):
         self.params = params  # {name: parameter}
@@ -611,19 +607,6 @@ class Optimizer:
         self.hp = hp
         self.world = world
         self.state = {}
-
-    def gather_state(self) -> dict:
-        """{name of a state: {name of a parameter: tensor}}, whole on every process. All processes
-        take part, because each fetches the rows that others have."""
-        matrices = any(p.ndim > 1 for p in self.params.values())
-        for name, entries in self.state.items():
-            for tensor in entries if isinstance(entries, list) else [entries]:
-                # Vectors are not divided among the processes, so the others' part would be lost.
-                assert tensor.ndim != 1 or not matrices, f"state {name}: make the [n] an [n, 1]"
-                self.world.all_gather(tensor).result()
-            padding = len(entries) - len(self.params)  # only a stack has any, and zip leaves it out
-            assert 0 <= padding < self.world.size, f"state {name}: make one entry per parameter"
-        return {name: dict(zip(self.params, entries)) for name, entries in self.state.items()}
 
 class Adam(Optimizer):
     """Adam (arXiv:1412.6980) by PyTorch's fused kernel. Each process updates its rows of every
@@ -682,8 +665,8 @@ class Muon(Optimizer):
         self.gradients = torch.zeros(shape, dtype=getattr(torch, hp.dtype), device=world.device)
         self.updates = torch.zeros_like(self.gradients)
         self.state["momentum"] = torch.zeros(shape, device=world.device)
-        self.orthogonalize = torch.compile(newton_schulz, dynamic=False, fullgraph=True,
-                                           disable=world.device.type != "cuda")
+        self.orthogonalize = newton_schulz if world.device.type == "cpu" else torch.compile(
+            newton_schulz, dynamic=False, fullgraph=True)
 
     def begin(self):
         for gradient, p in zip(self.gradients, self.params.values()):  # the padding stays zero
@@ -773,8 +756,7 @@ def find_shards(pattern: str) -> list[Shard]:
     for path in sorted(glob.glob(pattern, recursive=True)):
         problem = f"{path} is not a whole token shard: data/inspect_shards.py says what is wrong"
         require(os.path.isfile(path) and os.path.getsize(path) > SHARD_HEADER_BYTES, problem)
-        with open(path, "rb") as f:
-            data = np.memmap(f, mode="r")
+        data = np.memmap(path, mode="r")
         magic, version, tokens = data[:12].view("<i4").tolist()
         expected = (SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES + 2 * tokens)
         require((magic, version, len(data)) == expected, problem)
@@ -879,13 +861,20 @@ def gather_training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict
     seed each process differently."""
     state = {"model": dict(model.state_dict())}
     for optimizer in optimizers:
-        for name, tensors in optimizer.gather_state().items():
-            state.setdefault(f"{type(optimizer).__name__} {name}", {}).update(tensors)
+        matrices = any(p.ndim > 1 for p in optimizer.params.values())
+        for name, entries in optimizer.state.items():
+            for tensor in entries if isinstance(entries, list) else [entries]:
+                # A vector is not divided among the processes, so its other rows would be lost.
+                assert tensor.ndim != 1 or not matrices, f"state {name}: make the [n] an [n, 1]"
+                optimizer.world.all_gather(tensor).result()
+            padding = len(entries) - len(optimizer.params)  # zip leaves that of a stack out
+            assert 0 <= padding < optimizer.world.size, f"state {name}: one entry per parameter"
+            kind = f"{type(optimizer).__name__} {name}"
+            state.setdefault(kind, {}).update(zip(optimizer.params, entries))
     return state
 
 @torch.no_grad()
-def load_training_state(saved: dict | None, model: nn.Module, optimizers: list[Optimizer],
-                        world: World):
+def load_training_state(saved: dict | None, model: nn.Module, optimizers: list, world: World):
     """Copies what the first process has in `saved`, in the form of gather_training_state, to the
     model and the optimizers of every process. All take part; the others may pass None."""
     state = gather_training_state(model, optimizers)
@@ -909,8 +898,7 @@ def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: Worl
     compiling would be timed."""
     # FP8Linear is a custom function; the compiler caches it from run to run only if told so.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
-    before = tree_map(lambda tensor: tensor.to("cpu", copy=True),
-                      gather_training_state(model, optimizers))
+    before = tree_map(lambda x: x.to("cpu", copy=True), gather_training_state(model, optimizers))
 
     def random_sequence(length: int) -> tuple[Tensor, Tensor]:
         tokens = torch.randint(hp.vocab_size, (length + 1,), device=world.device)
@@ -920,8 +908,7 @@ def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: Worl
     # Look for parameters without a gradient here, since train_step clears the gradients.
     model(*random_sequence(hp.train_seq_len), window_tensor(0, hp, world.device)).backward()
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-    require(not unused, f"no gradient reaches {', '.join(unused)}: use, freeze or remove these "
-            "parameters")
+    require(not unused, f"no gradient reaches {', '.join(unused)}: use, freeze or remove it")
     train_step(model, [random_sequence(hp.train_seq_len)], optimizers, 0, hp, world)
     evaluate(model, [random_sequence(hp.val_seq_len)], 0, hp, world)
     load_training_state(before, model, optimizers, world)
@@ -956,10 +943,9 @@ TIMEOUT = timedelta(minutes=10)
 def connect(plan: "Plan | None", script: str, world: World) -> "Plan":
     """Joins the other processes, and returns the first one's plan. Raises UserError if one does not
     come, or if machines have different scripts or data."""
-    device_id = world.device if world.device.type == "cuda" else None
+    gpu = world.device if world.device.type == "cuda" else None
     try:
-        dist.init_process_group("nccl" if device_id else "gloo", timeout=TIMEOUT,
-                                device_id=device_id)
+        dist.init_process_group("nccl" if gpu else "gloo", timeout=TIMEOUT, device_id=gpu)
     except (RuntimeError, ValueError) as e:
         raise UserError(f"the processes do not reach each other ({first_line(e)}); choose the "
                         "interface by NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME") from None
@@ -969,8 +955,7 @@ def connect(plan: "Plan | None", script: str, world: World) -> "Plan":
     here = (script, find_shards(hp.train_files), find_shards(hp.val_files))
     everywhere = [None] * world.size
     dist.all_gather_object(everywhere, here)
-    require(everywhere.count(here) == world.size,
-            "the script or the data differ between machines: copy one to all")
+    require(everywhere.count(here) == world.size, "script or data differ between the machines")
     return plans[0]
 
 def cpu_info() -> dict[str, str]:
@@ -1013,11 +998,9 @@ def resolve(hp: Hyperparameters, device: torch.device) -> Hyperparameters:
     (val_tokens of 0 depends on the data; `prepare` decides it.)"""
     cuda = device.type == "cuda"
     has_fp8 = cuda and torch.cuda.get_device_capability(device) >= (8, 9)
+    fast_bf16 = re.search("amx_bf16|avx512_bf16", cpu_info().get("flags", "")) is not None
     if cuda:
         fast_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        cpu_flags = cpu_info().get("flags", "").split()
-        fast_bf16 = "amx_bf16" in cpu_flags or "avx512_bf16" in cpu_flags
     if hp.dtype == "auto":
         hp = replace(hp, dtype="bfloat16" if fast_bf16 else "float32")
     if hp.seed < 0:
@@ -1028,13 +1011,12 @@ def check_settings(hp: Hyperparameters, world_size: int):
     """Refuses settings that make no sense alone or together."""
     for f in fields(hp):
         value = getattr(hp, f.name)
-        low, high, unit, pattern = (f.metadata[key] for key in ("min", "max", "unit", "pattern"))
+        low, high, unit, pattern = f.metadata["limits"]
         if isinstance(value, str):
             require(re.fullmatch(pattern, value), f"--{f.name}={value} is not {f.metadata['help']}")
         else:
             require(low <= value <= high, f"--{f.name}={value} is not from {low} to {high}")
-            require(unit == 1 or value % unit == 0,
-                    f"--{f.name}={value} is not a multiple of {unit}")
+            require(unit == 1 or value % unit == 0, f"--{f.name}={value} is no multiple of {unit}")
     layers = len(hp.windows)
     require(layers % 2 == 0, f"--windows={hp.windows}: name an even number of layers")
     for name, marks in (("attention", hp.attention), ("value_embeds", hp.value_embeds)):
@@ -1042,10 +1024,8 @@ def check_settings(hp: Hyperparameters, world_size: int):
                 f"layers in --windows={hp.windows}")
     unused = [mark for mark, x in zip(hp.value_embeds, hp.attention) if mark != "." and x == "."]
     require(not unused, f"--value_embeds={hp.value_embeds} marks a layer without --attention")
-    require(hp.window_start <= hp.window_end,
-            f"--window_start={hp.window_start} is above --window_end={hp.window_end}")
-    require(hp.num_heads % (hp.num_kv_heads or 1) == 0,
-            f"--num_kv_heads={hp.num_kv_heads} does not divide --num_heads={hp.num_heads}")
+    require(hp.window_start <= hp.window_end, "--window_start is above --window_end")
+    require(hp.num_heads % (hp.num_kv_heads or 1) == 0, "--num_kv_heads must divide --num_heads")
     sizes = [size for size in range(1, hp.micro_batches + 1) if hp.micro_batches % size == 0]
     require(world_size in sizes, f"{world_size} processes cannot share {hp.micro_batches} "
             f"micro-batches equally: start one of {sizes}, or change --micro_batches")
@@ -1068,17 +1048,16 @@ class Plan:
         starts = [(fingerprints[path], start) for path, start in steps]
         return sha256(f"{starts} {tokens_seen(step, self.hp)}".encode())
 
-def prepare(hp: Hyperparameters, script: str, world: World, named: dict, saved: dict | None,
-            checkpoint: Path | None) -> Plan:
+def prepare(hp: Hyperparameters, command, script: str, world: World, saved: dict | None) -> Plan:
     """Finds the data and makes every check that needs no training. A resumed run has the settings
-    of what was saved in its checkpoint, except those named on the command line. Raises UserError.
-    """
+    of what was saved in its checkpoint, except those that the command line names. Raises
+    UserError."""
     if saved:
         own = asdict(hp).keys()
-        known = saved["settings"].keys() | named.keys()
+        known = saved["settings"].keys() | command.named.keys()
         require(own == known, f"--resume: {sorted(own ^ known)} are settings of only the script or "
                 "only the checkpoint: name new ones as flags, or take the script in the run's log")
-        hp = Hyperparameters(**(saved["settings"] | named))
+        hp = Hyperparameters(**(saved["settings"] | command.named))
     check_settings(hp, world.size)
     hp = resolve(hp, world.device)
 
@@ -1099,7 +1078,9 @@ def prepare(hp: Hyperparameters, script: str, world: World, named: dict, saved: 
 
     plan = Plan(hp, script, train_shards, val_shards)
     if saved:
-        plan.step, plan.seconds, plan.checkpoint = saved["step"], saved["seconds"], checkpoint
+        plan.step = saved["step"]
+        plan.seconds = saved["seconds"]
+        plan.checkpoint = command.resume
         require(plan.step <= hp.num_iterations, f"the run has done {plan.step} steps already")
         require(plan.data_read(plan.step) == saved["data_read"], "--resume: what it trained on "
                 "must stay: --train_seq_len, --micro_batches and the shards, to which you may add")
@@ -1133,8 +1114,7 @@ class RunLog:
                     self.file = open(self.path, "xb", buffering=0)
                 now += timedelta(seconds=1)
         except OSError as e:
-            raise UserError(f"--records={plan.hp.records}: no log can be made there "
-                            f"({e.strerror})") from None
+            raise UserError(f"--records={plan.hp.records} takes no log: {e.strerror}") from None
         settings = [f"{name} = {value!r}" for name, value in asdict(plan.hp).items()]
         script = plan.script.removesuffix("\n").split("\n")
         for part in (settings, environment(plan, world), script):
@@ -1193,8 +1173,8 @@ def environment(plan: Plan, world: World) -> list[str]:
         lines += [f"gpu: {line}" for line in table]
     if plan.checkpoint:
         lines.append(f"resumed: {plan.checkpoint.absolute()} at step {plan.step}")
-    count = plan.script.count("\n")
-    lines.append(f"script: sha256 {sha256(plan.script.encode())} {count} lines")
+    script = plan.script
+    lines.append(f"script: sha256 {sha256(script.encode())} {script.count(chr(10))} lines")
     return [" ".join(line.split()) for line in lines]  # a name with a line break stays one line
 
 class StepClock:
@@ -1203,17 +1183,16 @@ class StepClock:
 
     def __init__(self, device: torch.device, seconds: float):
         self.cuda = device.type == "cuda"
+        self.synchronize = torch.cuda.synchronize if self.cuda else lambda: None
         self.seconds = seconds  # at the last stop
         self.losses = []  # (step, loss, event of its arrival on the host), the oldest first
 
     def start(self):
-        if self.cuda:
-            torch.cuda.synchronize()
+        self.synchronize()
         self.started = time.perf_counter() - self.seconds
 
     def stop(self):
-        if self.cuda:
-            torch.cuda.synchronize()
+        self.synchronize()
         self.seconds = time.perf_counter() - self.started
 
     def add_loss(self, step: int, loss: Tensor):
@@ -1243,10 +1222,9 @@ def read_checkpoint(path: Path) -> dict:
         raise UserError(f"--resume={path} cannot be used ({first_line(e)}): name a checkpoint, "
                         "step<n>.pt; if it is damaged, the one before it") from None
 
-def save_checkpoint(step: int, seconds: float, model, optimizers, plan: Plan, log: RunLog,
-                    warn: bool) -> bool:
+def save_checkpoint(step: int, seconds: float, model, optimizers, plan: Plan, log, warn) -> bool:
     """Saves all that a run needs to continue, on any number of processes, and returns whether that
-    worked. A failure does not end the run; if `warn`, a line says why.
+    worked. A failure does not end the run; if `warn` is true, a line says why.
 
     The file is written as `unfinished` and then gets a checkpoint's name, so that what has such a
     name is whole. The two newest are kept. If a run is killed while it saves, `unfinished` stays;
@@ -1289,7 +1267,7 @@ def main(argv: list[str]):
     saved = plan = None
     if world.rank == 0 or command.check:
         saved = read_checkpoint(command.resume) if command.resume else None
-        plan = prepare(hp, script, world, command.named, saved, command.resume)
+        plan = prepare(hp, command, script, world, saved)
     if command.check:
         world = World(0, 1, world.device)
     elif world.size > 1:
@@ -1322,10 +1300,10 @@ def main(argv: list[str]):
             names = ", ".join(each.params)
             log.write(f"{type(each).__name__}, lr {each.lr}: {names}", console=False)
 
-        # What comes before the clock
-        # A run on a CPU takes minutes, in which compiling would not pay. To debug on a GPU without
-        # the compiler, set TORCH_COMPILE_DISABLE=1.
-        model.compile(dynamic=False, fullgraph=True, disable=not cuda)
+        # What comes before the clock. A run on a CPU takes minutes, in which compiling would not
+        # pay. To debug on a GPU without the compiler, set TORCH_COMPILE_DISABLE=1.
+        if cuda:
+            model.compile(dynamic=False, fullgraph=True)
         val_sequences = load_validation(plan.val_shards, hp, world)
         batches_of_steps = train_batches(plan.train_shards, hp, world, plan.step)
         began = time.perf_counter()
@@ -1356,7 +1334,7 @@ def main(argv: list[str]):
                 break
             loss = train_step(model, next(batches_of_steps), optimizers, step, hp, world)
             clock.add_loss(step + 1, loss)
-            for loss in clock.read_losses(keep=1 if cuda else 0):
+            for loss in clock.read_losses(keep=int(cuda)):
                 log.write_loss("train_loss", *loss)
 
         log.write(f"throughput: {tokens_seen(step, hp) / max(clock.seconds, 1e-9):.0f} tokens/s")
