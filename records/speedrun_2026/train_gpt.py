@@ -5,37 +5,42 @@ H100 GPUs. This is a copy of train_gpt.py, the record of 2025-01-26, changed by 
 the following 18 months found. README.md beside it says what each change does, and what the evidence
 is. The preset `demo` is the same method with a small model, which a laptop trains in minutes.
 
-    torchrun --nproc_per_node=8 records/speedrun_2026/train_gpt.py        # the attempt
-    python records/speedrun_2026/train_gpt.py --preset=demo               # the demo
-    python records/speedrun_2026/train_gpt.py --help                      # every setting is a flag
-    python records/speedrun_2026/train_gpt.py --resume=records/<run>.log  # continue a run
+    torchrun --standalone --nproc_per_node=8 records/speedrun_2026/train_gpt.py  # the attempt
+    python records/speedrun_2026/train_gpt.py --preset=demo                      # the demo
+    python records/speedrun_2026/train_gpt.py --help         # every setting is a flag
+    python records/speedrun_2026/train_gpt.py --resume=records/<run>/step<n>.pt  # continue
 
-Each run writes records/<UTC time>_<name>.log, with the settings, the environment, this source and a
-line per step; its two newest checkpoints lie in the folder of the same name. The method differs
-from train_gpt.py's in sections 1 (settings), 2 (schedules), 3 (model), 7 (optimizers) and 9
-(training step and warmup). All other sections are copies.
+Each start writes a log of its own, records/<UTC time>_<name>.log, with the settings, the machine,
+this source and a line per step. The run's two newest checkpoints lie in the folder of the same
+name.
+
+The method differs from train_gpt.py's in sections 1 (settings), 2 (schedules), 5 (model),
+7 (optimizers) and 9 (training steps and warmup). The rest is equal, except where it must know that
+the batch grows, or that Adam does not take part in every step.
+
+A run may be killed at any time, for it needs no orderly end ("crash-only software", Candea and Fox,
+2003). Its log is written by this process alone and only grows, a file has a checkpoint's name only
+when it is whole, and to resume is to start again, from a checkpoint and with a new log.
 
 Suffixes give the shapes of most tensors: x_TD is [T, D]. T tokens, D model width, H heads, K head
-width, V vocabulary, N blocks of 128 tokens; 1 is a dimension of length 1.
+width, V vocabulary, N blocks of 128 tokens, B the 128 tokens of a block, L the keys of a band
+(section 3); 1 is a dimension of length 1.
 
 "Record" and a date or number mean an entry of the speedrun's list of world records, which explains
-each one: https://github.com/KellerJordan/modded-nanogpt. Needs torch 2.13 or newer.
+each one: https://github.com/KellerJordan/modded-nanogpt. Needs torch 2.9.1 or newer.
 """
 
 import argparse
-import copy
 import glob
 import hashlib
+import io
 import math
 import os
 import platform
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
-import threading
 import time
 import zipfile
 from contextlib import suppress
@@ -53,9 +58,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils._pytree import tree_map
 
 class UserError(Exception):
     """An error that the user can fix. Its message is one line: what is wrong, and what to do."""
+
+def first_line(e: Exception) -> str:
+    return str(e).partition("\n")[0]
 
 def require(condition, message: str):
     if not condition:
@@ -64,31 +73,27 @@ def require(condition, message: str):
 def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
-def open_file(path: str, mode: str, buffering: int = -1):
-    """open(), where a failure is an error that the user can fix."""
-    try:
-        return open(path, mode, buffering)
-    except OSError as e:
-        raise UserError(f"{path} cannot be opened: {e.strerror}") from None
-
-BLOCK = 128  # tokens in a block of attention
-
 # ---- 1. Settings --------------------------------------------------------------------------------
 
-def flag(default, help: str, min=0, max=10**9, unit=1, marks=None):
-    """A setting with its help text, its range (inclusive) and the unit that it is a multiple of.
-    With `marks`, the setting is a string with one of these characters for each layer."""
-    return field(default=default, metadata=dict(help=help, allowed=(min, max, unit, marks)))
+BLOCK = 128  # tokens; attention masks and windows count in whole blocks
+
+def flag(default, help: str, min=0, max=10**9, unit=1, pattern=".+"):
+    """A setting: its default, its help text, and limits on its values. A number has a range, both
+    ends included, and a unit of which it must be a multiple; a text must fit a pattern."""
+    return field(default=default, metadata=dict(help=help, limits=(min, max, unit, pattern)))
+
+STAGE = r"[1-9]\d?:\d{1,2}(\.\d{1,9})?:[1-9]\d{0,6}"  # BATCH:LR:WINDOW
 
 @dataclass(frozen=True)
 class Hyperparameters:
     """Every field is a flag of the same name. These defaults are the preset `speedrun`; a machine
     without a GPU starts from the preset `demo` (see PRESETS)."""
     # The run
-    name: str = flag("speedrun_2026", "name of the run, which its log's name contains")
+    name: str = flag("speedrun_2026", "letters, digits and ._- for the log's name",
+                     pattern=r"[\w.-]+")
     records: str = flag("records", "folder for the log and the checkpoints")
     seed: int = flag(-1, "seed of the initial weights; -1 draws one", min=-1, max=2**63 - 1)
-    dtype: str = flag("auto", "bfloat16, float32, or auto: bfloat16 where the device is fast at it")
+    dtype: str = flag("auto", "bfloat16, float32 or auto", pattern="auto|bfloat16|float32")
     save_every: int = flag(500, "steps between checkpoints; 0 saves none, not even at the end")
     val_loss_every: int = flag(125, "steps between validations; 0 validates only at the end")
     # Data
@@ -102,24 +107,25 @@ class Hyperparameters:
                               "stage times its BATCH", min=1, max=10**5)
     stages: str = flag("1:1:384,2:1.52:896,3:1.73:1408", "BATCH:LR:WINDOW of each stage, "
                        "which are equal parts of the run: factors on micro_batches and on the "
-                       "learning rates, and the long window in tokens")
+                       "learning rates, and the long window in tokens",
+                       pattern=rf"{STAGE}(,{STAGE})*")
     epochs: int = flag(1, "at most this many passes over the training shards", min=1, max=10**5)
     # The layers: strings with one character per layer
-    windows: str = flag("SSSLSSSSSSL", "L: long window, S: half of its blocks", marks="LS")
-    attention: str = flag("xxxxxx.xxxx", "x: with attention, .: without", marks="x.")
-    value_embeds: str = flag("12......012", "which value embedding, .: none", marks="0123456789.")
+    windows: str = flag("SSSLSSSSSSL", "L: long window, S: half as many blocks", pattern="[LS]+")
+    attention: str = flag("xxxxxx.xxxx", "x: with attention, .: without", pattern="[x.]+")
+    value_embeds: str = flag("12......012", "digit: value embedding, .: none", pattern="[0-9.]+")
     skips: str = flag("......43210", "layer (from 0) whose output is added to this one's input, "
-                      ".: none", marks="0123456789.")
+                      ".: none", pattern="[0-9.]+")
     # The model
     model_dim: int = flag(768, "width of the residual stream", min=16, max=2**16, unit=16)
     num_heads: int = flag(6, "number of query heads", min=1, max=2**10)
-    num_kv_heads: int = flag(0, "number of key and value heads; 0: as many as num_heads")
+    num_kv_heads: int = flag(0, "number of key and value heads; 0 stands for num_heads")
     head_dim: int = flag(128, "width of a head", min=16, max=2**10, unit=16)
     attention_scale: float = flag(0.12, "factor on the attention scores", min=-10**9)
     rope_base: float = flag(1024.0, "base of the rotary frequencies", min=1)
     lm_head_softcap: float = flag(15.0, "c in the cap of the logits, softcap_height * "
-                                "sigmoid(2 * (logit + softcap_shift) / c)", min=0.1)
-    softcap_height: float = flag(23.0, "upper bound of the logits", min=0.1, max=70)
+                                  "sigmoid(2 * (logit + softcap_shift) / c)", min=0.1)
+    softcap_height: float = flag(23.0, "upper bound of the logits", min=0.1)
     softcap_shift: float = flag(5.0, "what the cap adds to each logit first", min=-99, max=99)
     use_fp8: bool = flag(True, "train the output head in FP8 where the hardware can")
     late_input: int = flag(7, "layer (from 0) whose output attention in all later layers reads")
@@ -150,8 +156,6 @@ class Hyperparameters:
 
 PRESETS = {
     "speedrun": Hyperparameters(),
-    # Small enough for a laptop, with three later finds that pay at every size: smear, key offset
-    # and the embedding of pairs.
     "demo": Hyperparameters(
         name="demo_2026", save_every=100, val_loss_every=50,
         train_files="data/demo/demo_train_*.bin", val_files="data/demo/demo_val_*.bin",
@@ -165,49 +169,6 @@ PRESETS = {
     ),
 }
 
-# A CPU with one of these is faster in bfloat16 than in float32.
-BF16_UNITS = ("amx_bf16", "avx512_bf16")
-
-# Settings that a resumed run refuses to change: the run's name and place, how it began, and what
-# decides which tokens come next. (Loading refuses others that add a tensor or change its shape.
-# Where one removes a tensor, what was saved of it is ignored.)
-KEPT = ("name", "records", "seed", "train_seq_len", "micro_batches", "stages", "num_iterations",
-        "training_data")
-
-def check_method(hp: Hyperparameters):
-    """Refuses settings of the method that contradict each other. check_settings calls it when each
-    setting's range and the length of the layers' strings are known to be right."""
-    unused = [mark for mark, x in zip(hp.value_embeds, hp.attention) if mark != "." and x != "x"]
-    require(not unused, f"--value_embeds={hp.value_embeds} marks a layer without --attention")
-    require(hp.num_heads % (hp.num_kv_heads or 1) == 0,
-            f"--num_kv_heads={hp.num_kv_heads} does not divide --num_heads={hp.num_heads}")
-    parse_stages(hp.stages)
-    sources = {layer: int(mark) for layer, mark in enumerate(hp.skips) if mark != "."}
-    require(sources, f"--skips={hp.skips}: at least one layer must have a skip")
-    for layer, source in sources.items():
-        require(source < layer, f"--skips={hp.skips}: layer {layer} cannot add the output of layer "
-                f"{source}, which is not an earlier one")
-    last = len(hp.windows) - 1
-    require(max(hp.late_input, hp.backout) <= last, f"--late_input={hp.late_input} and --backout="
-            f"{hp.backout} must name layers, of which the last one is {last}")
-    # Gradients that Adam will add up over several steps are not saved.
-    require(hp.save_every % hp.adam_every == 0 and hp.num_iterations % hp.adam_every == 0,
-            f"--save_every={hp.save_every} and --num_iterations={hp.num_iterations} must be "
-            f"multiples of --adam_every={hp.adam_every}")
-
-def resolve(hp: Hyperparameters, device: torch.device) -> Hyperparameters:
-    """The settings with everything decided that depends on the machine or on chance: the dtype
-    `auto`, a seed of -1, num_kv_heads of 0, and FP8, which is used only where the hardware has it.
-    (val_tokens of 0 depends on the data; `prepare` decides it.)"""
-    has_fp8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-    fast_bf16 = (torch.cuda.is_bf16_supported(including_emulation=False) if device.type == "cuda"
-                 else any(torch.cpu.get_capabilities().get(unit) for unit in BF16_UNITS))
-    if hp.dtype == "auto":
-        hp = replace(hp, dtype="bfloat16" if fast_bf16 else "float32")
-    if hp.seed < 0:
-        hp = replace(hp, seed=int(np.random.default_rng().integers(2**31)))
-    return replace(hp, num_kv_heads=hp.num_kv_heads or hp.num_heads, use_fp8=hp.use_fp8 and has_fp8)
-
 # ---- 2. Schedules: pure functions of the step ---------------------------------------------------
 
 class Stage(NamedTuple):
@@ -216,18 +177,14 @@ class Stage(NamedTuple):
     lr: float  # factor on the learning rates
     window: int  # the long window in tokens
 
-def parse_stages(text: str) -> list[Stage]:
-    stages = []
-    for part in text.split(","):
-        found = re.fullmatch(r"([1-9]\d?):(\d{1,2}(?:\.\d{1,9})?):([1-9]\d{0,6})", part)
-        require(found, f"--stages={text}: {part!r} is not BATCH:LR:WINDOW, such as 2:1.52:896")
-        stages.append(Stage(int(found[1]), float(found[2]), int(found[3])))
-    return stages
+def stages(hp: Hyperparameters) -> list[Stage]:
+    parts = [part.split(":") for part in hp.stages.split(",")]
+    return [Stage(int(batch), float(lr), int(window)) for batch, lr, window in parts]
 
 def stage(step: int, hp: Hyperparameters) -> Stage:
     """The stage that contains this step."""
-    stages = parse_stages(hp.stages)
-    return stages[min(len(stages) - 1, len(stages) * step // max(1, hp.num_iterations))]
+    number = len(stages(hp)) * step // max(1, hp.num_iterations)
+    return stages(hp)[min(number, len(stages(hp)) - 1)]
 
 def batch_size(step: int, hp: Hyperparameters) -> int:
     """The number of sequences in a step, on all processes together."""
@@ -235,11 +192,10 @@ def batch_size(step: int, hp: Hyperparameters) -> int:
 
 def tokens_seen(step: int, hp: Hyperparameters) -> int:
     """The number of training tokens in all steps before this one."""
-    stages = parse_stages(hp.stages)
     sequences = 0
     begin = 0
-    for number, each in enumerate(stages, start=1):
-        end = min(step, math.ceil(number * hp.num_iterations / len(stages)))
+    for number, each in enumerate(stages(hp), start=1):
+        end = min(step, math.ceil(number * hp.num_iterations / len(stages(hp))))
         sequences += (end - begin) * hp.micro_batches * each.batch
         begin = end
     return sequences * hp.train_seq_len
@@ -247,6 +203,11 @@ def tokens_seen(step: int, hp: Hyperparameters) -> int:
 def window_tokens(step: int, hp: Hyperparameters) -> int:
     """The long window in tokens."""
     return stage(step, hp).window
+
+def window_tensor(step: int, hp: Hyperparameters, device: torch.device) -> Tensor:
+    """The long window as a tensor, which can change without a recompile. torch.full does not wait
+    for the device; copying a number there would."""
+    return torch.full((), window_tokens(step, hp), dtype=torch.int32, device=device)
 
 def lr_scale(step: int, hp: Hyperparameters) -> float:
     """The factor on every learning rate: the stage's, and in the last part of the run a linear
@@ -259,7 +220,7 @@ def lr_scale(step: int, hp: Hyperparameters) -> float:
 
 def muon_momentum(step: int, hp: Hyperparameters) -> float:
     """Muon's momentum, which rises linearly for muon_momentum_steps and then stays."""
-    risen = min(1.0, step / hp.muon_momentum_steps) if hp.muon_momentum_steps else 1.0
+    risen = min(1, step / hp.muon_momentum_steps) if hp.muon_momentum_steps else 1
     return hp.muon_momentum_start + risen * (hp.muon_momentum_end - hp.muon_momentum_start)
 
 def future_weights(step: int, hp: Hyperparameters) -> list[float]:
@@ -270,262 +231,13 @@ def future_weights(step: int, hp: Hyperparameters) -> list[float]:
     part = (K + 1) * step / max(1, hp.num_iterations)
     return [0.5**k * min(1.0, max(0.0, K + 1 - k - part)) for k in range(1, K + 1)]
 
-# ---- 3. Model -----------------------------------------------------------------------------------
+def future_tensors(step: int, hp: Hyperparameters, device: torch.device) -> tuple[Tensor, ...]:
+    """future_weights as tensors, which can change without a recompile, as window_tensor can."""
+    return tuple(torch.full((), weight, device=device) for weight in future_weights(step, hp))
 
-def norm(x: Tensor) -> Tensor:
-    return F.rms_norm(x, (x.size(-1),))
+# ---- 3. Block masks and attention ---------------------------------------------------------------
 
-def previous_token(x: Tensor, begins_T: Tensor) -> Tensor:
-    """For each token of x [T, ...], the values of the token before it; zero where a document
-    begins."""
-    shifted = torch.cat((torch.zeros_like(x[:1]), x[:-1]))
-    return shifted.masked_fill(begins_T.view(-1, *[1] * (x.ndim - 1)), 0)
-
-class CastedLinear(nn.Linear):
-    """A linear layer without bias. Its weight is kept in float32 and cast to the input's dtype when
-    it is used.
-
-    zero: the weight starts at zero, so that the layer adds nothing until it has learned something.
-    parts: how many matrices of equal height the weight stacks, as 3 for Q, K and V. Muon makes
-    each of them orthogonal by itself. A layer that stacks matrices and leaves parts at 1 trains
-    worse, since Muon then takes the stack for one matrix.
-    fp8_scales: factors of input, weight and gradient, with which the layer trains in FP8; section 5
-    explains them."""
-
-    def __init__(self, in_features, out_features, *, zero=False, parts=1, fp8_scales=None):
-        self.zero = zero  # first, because nn.Linear's constructor calls reset_parameters
-        super().__init__(in_features, out_features, bias=False)
-        # The optimizer sees the parameter but not the layer. A parameter keeps such an attribute
-        # when the model moves to another device.
-        self.weight.parts = parts
-        self.fp8_scales = fp8_scales
-
-    def reset_parameters(self):
-        # This layer's weights are set here and nowhere else: draw_weights calls this once more.
-        std = 0.0 if self.zero else 0.5 * self.in_features**-0.5
-        nn.init.uniform_(self.weight, -math.sqrt(3) * std, math.sqrt(3) * std)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fp8_scales and self.training:  # validation is not in FP8, as in the record
-            return FP8Linear.apply(x, self.weight, self.fp8_scales)
-        return F.linear(x, self.weight.type_as(x))
-
-class Rotary(nn.Module):
-    """Rotary positions (arXiv:2104.09864) in the first half of each head's channels. The second
-    half is left alone, so that it can match content at any distance (record 2024-12-17)."""
-
-    def __init__(self, head_dim: int, max_seq_len: int, base: float):
-        super().__init__()
-        frequencies = base ** -torch.linspace(0, 1, head_dim // 4, dtype=torch.float64)
-        positions = torch.arange(max_seq_len, dtype=torch.float64)  # in float32, angles are inexact
-        angles = torch.outer(positions, frequencies)[:, None]  # [T, 1, K / 4]
-        self.register_buffer("cos", angles.cos().float(), persistent=False)
-        self.register_buffer("sin", angles.sin().float(), persistent=False)
-
-    def forward(self, x_THK: Tensor) -> Tensor:
-        K = x_THK.size(-1)
-        cos, sin = self.cos[:len(x_THK)], self.sin[:len(x_THK)]
-        a, b, content = x_THK.float().split((K // 4, K // 4, K // 2), dim=-1)
-        return torch.cat((a * cos + b * sin, b * cos - a * sin, content), dim=-1).type_as(x_THK)
-
-class CausalSelfAttention(nn.Module):
-    """Attention with normed queries and keys (arXiv:2010.04245). An embedding of the token is mixed
-    into the values (record 2024-12-04, after arXiv:2410.17897). With fewer kv heads than heads,
-    several query heads share one head of keys and values (arXiv:2305.13245)."""
-
-    def __init__(self, hp: Hyperparameters, layer: int, rotary: Rotary):
-        super().__init__()
-        self.hp = hp
-        self.key_offset = hp.windows[layer] == "L"
-        self.rotary = rotary
-        self.head_counts = (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads)  # of q, k, v
-        # Muon's parts are Q, K and V. Parts must be equally high: with 6 heads and 2 kv heads, Q
-        # makes three of them, so that there are five.
-        self.qkv = CastedLinear(hp.model_dim, sum(self.head_counts) * hp.head_dim,
-                                parts=hp.num_heads // hp.num_kv_heads + 2)
-        self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim, zero=True)
-        self.value_mix = nn.Parameter(torch.tensor([0.5, 0.5]))  # of the values and the embedding
-
-    def forward(self, x_TD: Tensor, value_embed: Tensor | None, begins_T: Tensor,
-                attend: Callable) -> Tensor:
-        T = len(x_TD)
-        q, k, v = self.qkv(x_TD).view(T, -1, self.hp.head_dim).split(self.head_counts, dim=1)
-        # To norm and rotate both together would cost a GPU a copy of the keys that are offset.
-        q = self.rotary(norm(q))
-        k = self.rotary(norm(k))
-        if self.key_offset:
-            # Half of each key, the one without position, comes from the token before (record #49).
-            # In "A B ... A", that half of B's key is A's, so the second A finds B.
-            positional, content = k.chunk(2, dim=-1)
-            k = torch.cat((positional, previous_token(content, begins_T)), dim=-1)
-        v = self.value_mix[0] * v
-        if value_embed is not None:
-            v = v + self.value_mix[1] * value_embed.view_as(v)
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, H, T, K]
-        y_1HTK = attend(q, k, v)
-        return self.proj(y_1HTK.squeeze(0).transpose(0, 1).reshape(T, -1))
-
-class MLP(nn.Module):
-    def __init__(self, dim: int):
-        super().__init__()
-        self.fc = CastedLinear(dim, 4 * dim)
-        self.proj = CastedLinear(4 * dim, dim, zero=True)
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return self.proj(F.relu(self.fc(x_TD)).square())  # ReLU^2 (arXiv:2109.08668)
-
-class Block(nn.Module):
-    def __init__(self, hp: Hyperparameters, layer: int, rotary: Rotary):
-        super().__init__()
-        self.attn = CausalSelfAttention(hp, layer, rotary) if hp.attention[layer] == "x" else None
-        self.mlp = MLP(hp.model_dim)
-        self.residual_mix = nn.Parameter(torch.tensor([1.0, 0.0]))  # of the stream and of x0
-
-    def forward(self, x_TD: Tensor, x0_TD: Tensor, late_TD: Tensor | None,
-                value_embed: Tensor | None, begins_T: Tensor, attend: Callable) -> Tensor:
-        """Attention reads late_TD in place of the stream, if there is one."""
-        x_TD = self.residual_mix[0] * x_TD + self.residual_mix[1] * x0_TD
-        if self.attn is not None:
-            read_TD = x_TD if late_TD is None else late_TD
-            x_TD = x_TD + self.attn(norm(read_TD), value_embed, begins_T, attend)
-        return x_TD + self.mlp(norm(x_TD))
-
-class GPT(nn.Module):
-    """Call it with the tokens and targets of one sequence and the attention window; it returns the
-    mean loss per token in nats. In training it also gets the weights that the tokens after the
-    target have in the loss (future_weights). attend_under is flex (section 4) or, on a CPU,
-    block_sparse (section 10): for a mask and a scale it returns the function attend(q, k, v) that
-    layers call.
-
-    Embeddings are kept in `dtype`, and the residual stream stays in it, as forward checks after
-    each layer. All other parameters are float32. A bfloat16 stream times a float32 tensor without
-    dimensions, such as residual_mix[0], stays bfloat16. Times a vector or a matrix it becomes
-    float32: cast these with type_as.
-
-    On a GPU, `main` has all but the lookup of embeddings compiled. The gradients of embeddings then
-    stay lists of rows until Adam sums them (summed_gradient). A compiled lookup would make a whole
-    table of gradients in each micro-batch, which for the embedding of pairs has 290M numbers."""
-
-    LOGITS_TOKENS = 65536  # tokens whose logits exist at a time; validation has longer sequences
-
-    def __init__(self, hp: Hyperparameters, attend_under: Callable, dtype: torch.dtype):
-        super().__init__()
-        self.hp = hp
-        self.attend_under = attend_under
-        self.end_of_text = hp.vocab_size - 1  # in the shards, each document begins with it
-        padded_vocab = math.ceil(hp.vocab_size / 64) * 64  # a multiple suits the matrix units
-        self.embed = nn.Embedding(padded_vocab, hp.model_dim, dtype=dtype, sparse=True)
-        self.pair_embed = nn.Embedding(hp.pair_rows, hp.model_dim, dtype=dtype, sparse=True)
-        # RandomState draws the same in every version of NumPy, so that every run has these signs.
-        signs = np.random.RandomState(0).choice([-1, 1], (8192, hp.model_dim))
-        self.register_buffer("signs", torch.tensor(signs, dtype=dtype), persistent=False)
-        self.smear = nn.Parameter(torch.zeros(hp.model_dim))
-        # Layers marked by the same digit share a value embedding (record 2024-12-08).
-        self.value_embeds = nn.ModuleDict({
-            mark: nn.Embedding(padded_vocab, hp.num_kv_heads * hp.head_dim, dtype=dtype,
-                               sparse=True)
-            for mark in sorted(set(hp.value_embeds) - {"."})})
-        rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len), hp.rope_base)
-        self.blocks = nn.ModuleList(Block(hp, layer, rotary) for layer in range(len(hp.windows)))
-        self.skip_weights = nn.Parameter(torch.ones(len(self.blocks) - hp.skips.count(".")))
-        self.backout = nn.Parameter(torch.tensor(0.5))
-        # train_step divides the loss by micro_batches, and by more in later stages, so gradients
-        # are smaller than FP8_SCALES assumes, and their factor is raised by as much as in the first
-        # stage. At T = 16K the gradient of the mean is at most 1 / T, of which 2^19 makes 32.
-        scales = (*FP8_SCALES[:2], FP8_SCALES[2] * hp.micro_batches)
-        self.lm_head = CastedLinear(hp.model_dim, padded_vocab, zero=True,
-                                    fp8_scales=scales if hp.use_fp8 else None)
-
-    def forward(self, tokens_T: Tensor, targets_T: Tensor, window: Tensor,
-                future: tuple[Tensor, ...] = ()) -> Tensor:
-        value_embeds = {mark: embed(tokens_T) for mark, embed in self.value_embeds.items()}
-        return self.loss(self.embedded(tokens_T), value_embeds, tokens_T, targets_T, window, future)
-
-    def embedded(self, tokens_T: Tensor) -> Tensor:
-        """The tokens' embeddings, plus an embedding of each token together with the one before it,
-        where pairs share rows by a hash (records #62 and #83)."""
-        before_T = F.pad(tokens_T[:-1], (1, 0), value=self.end_of_text)
-        before_T = before_T.masked_fill(tokens_T == self.end_of_text, self.end_of_text)
-        # The multiplier is a prime near 2^32 / 1.618, which spreads the pairs over the rows.
-        pairs_T = (before_T.long() * 2654435761 + tokens_T) % self.hp.pair_rows
-        # Pairs that share a row mostly read it with different signs, and so learn to differ.
-        signs_TD = self.signs[(before_T ^ tokens_T) % len(self.signs)]
-        return self.embed(tokens_T) + signs_TD * self.pair_embed(pairs_T)
-
-    def loss(self, x_TD: Tensor, value_embeds: dict[str, Tensor], tokens_T: Tensor,
-             targets_T: Tensor, window: Tensor, future: tuple[Tensor, ...]) -> Tensor:
-        begins_T = tokens_T == self.end_of_text
-        masks = zip("LS", build_block_masks(tokens_T, self.end_of_text, window))
-        attend = {mark: self.attend_under(mask, self.hp.attention_scale) for mark, mask in masks
-                  if mark in self.hp.windows}
-
-        # Smear: to each embedding, a learned share of the one before is added (record #34).
-        x_TD = norm(x_TD)
-        x_TD = x0_TD = x_TD + self.smear.type_as(x_TD) * previous_token(x_TD, begins_T)
-
-        # Late attention reads an earlier layer's output, which is free of what the last layers
-        # prepare for the head. A share of such an output is subtracted at the end, so that what
-        # served attention alone need not be undone (record #40). The skips are a U-Net's (record
-        # 2024-11-10).
-        skip_weights = list(self.skip_weights.unbind())  # scalars, that of the first skip first
-        outputs = []
-        for layer, block in enumerate(self.blocks):
-            if self.hp.skips[layer] != ".":
-                x_TD = x_TD + skip_weights.pop(0) * outputs[int(self.hp.skips[layer])]
-            late_TD = outputs[self.hp.late_input] if layer > self.hp.late_input else None
-            value_embed = value_embeds.get(self.hp.value_embeds[layer])  # None for "."
-            x_TD = block(x_TD, x0_TD, late_TD, value_embed, begins_T,
-                         attend[self.hp.windows[layer]])
-            outputs.append(x_TD)
-            assert x_TD.dtype == self.embed.weight.dtype, f"layer {layer} lacks a cast (type_as)"
-        x_TD = x_TD - self.backout * outputs[self.hp.backout]
-        return self.mean_loss(norm(x_TD), targets_T, future)
-
-    def logits(self, x_TD: Tensor) -> Tensor:
-        """A smooth cap keeps the logits between 0 and softcap_height. It is lower than the cap of
-        train_gpt.py, and steeper for unlikely tokens, where most logits are (record #54)."""
-        shifted_TV = self.lm_head(x_TD).float() + self.hp.softcap_shift
-        return self.hp.softcap_height * torch.sigmoid(shifted_TV * (2 / self.hp.lm_head_softcap))
-
-    def mean_loss(self, x_TD: Tensor, targets_T: Tensor, future: tuple[Tensor, ...]) -> Tensor:
-        """The sum of w[k] * F.cross_entropy(logits[t], targets[t + k]) over all tokens t and all k,
-        divided by T, in nats. w is 1 for the target itself, then `future`. Targets of -1, and those
-        past the end of the sequence, do not count."""
-        weights = (1.0, *future)
-        shifted = [F.pad(targets_T[k:], (0, k), value=-1) for k in range(len(weights))]
-        total = 0
-        for x, *targets in zip(*[part.split(self.LOGITS_TOKENS) for part in (x_TD, *shifted)]):
-            logits_TV = self.logits(x)
-            # Logits are at most 70, so exp() sums in float32 without subtracting a maximum.
-            log_sum_T = logits_TV.exp().sum(-1).log()
-            for weight, target_T in zip(weights, targets):
-                # nll_loss picks the target's logit out of each row and returns it with a minus
-                # sign, or 0 for a target of -1. gather() would do, but its gradient is not fused.
-                minus_target_T = F.nll_loss(logits_TV, target_T, reduction="none", ignore_index=-1)
-                loss_T = log_sum_T.masked_fill(target_T < 0, 0) + minus_target_T
-                total = total + weight * loss_T.sum()
-        return total / len(x_TD)
-
-def draw_weights(model: nn.Module, seed: int):
-    """Calls every module's reset_parameters again, each with a seed of its own that depends on
-    `seed` and on the module's name. Two scripts then start from equal weights in every layer that
-    they share, and their runs can be compared in pairs. To initialize a layer in another way,
-    override its reset_parameters: what a constructor does to the weights of an nn.Linear or an
-    nn.Embedding is overwritten here. Parameters of modules without reset_parameters stay as they
-    were constructed.
-
-    Weights are drawn in float32 and then cast, because what torch draws in bfloat16 depends on its
-    version."""
-    for name, module in model.named_modules():
-        if hasattr(module, "reset_parameters") and list(module.parameters()):
-            torch.manual_seed(int(sha256(f"{seed} {name}".encode())[:15], 16))
-            dtype = next(module.parameters()).dtype
-            module.float().reset_parameters()
-            module.to(dtype)
-
-# ---- 4. Block masks and attention ---------------------------------------------------------------
-
-def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor) -> list[BlockMask]:
+def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: bool) -> list:
     """The long and the short mask for FlexAttention (arXiv:2412.05496), in blocks of 128 tokens.
 
     A token sees itself and the tokens before it in the same document and within the window. The
@@ -562,30 +274,60 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor) -> lis
     some_visible_NN = (distance_NN >= 0) & (first_N[:, None] <= last_N)
     all_visible_NN = (distance_NN > 0) & (last_N[:, None] == first_N)
 
-    def lists(name: str, chosen_NN: Tensor) -> dict[str, Tensor]:
+    def ordered(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
         """How many blocks each row chooses, and a list that begins with these; FlexAttention reads
-        no further. The names are those of BlockMask's arguments."""
-        count_N = chosen_NN.sum(1, dtype=torch.int32)
-        order_NN = chosen_NN.int().argsort(descending=True, stable=True).int().contiguous()
-        return {f"{name}_num_blocks": count_N[None, None], f"{name}_indices": order_NN[None, None]}
+        no further."""
+        counts_N = chosen_NN.sum(1, dtype=torch.int32)
+        order_NN = chosen_NN.int().argsort(descending=True, stable=True).int()
+        return counts_N[None, None].contiguous(), order_NN[None, None].contiguous()
 
-    def mask(window_blocks: Tensor) -> BlockMask:
+    def mask(window_blocks: Tensor):
         seen_NN = some_visible_NN & (distance_NN < window_blocks)
-        partial_NN, full_NN = seen_NN & ~all_visible_NN, seen_NN & all_visible_NN
-        # "kv" lists the key blocks of each query block; "q", for the backward pass, the query
-        # blocks of each key block. (BlockMask.from_kv_blocks would take a detour to derive these.)
-        return BlockMask(seq_lengths=(len(tokens_T), len(tokens_T)), BLOCK_SIZE=(BLOCK, BLOCK),
-                         mask_mod=sees, **lists("kv", partial_NN), **lists("full_kv", full_NN),
-                         **lists("q", partial_NN.T), **lists("full_q", full_NN.T))
+        if not flex:
+            return band_bias(seen_NN, sees)
+        partial, full = ordered(seen_NN & ~all_visible_NN), ordered(seen_NN & all_visible_NN)
+        return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=sees)
 
     long = (window + BLOCK - 1) // BLOCK
     return [mask(long), mask((long // 2).clamp(min=1))]
 
-def flex(mask: BlockMask, scale: float) -> Callable:
-    """Attention under a mask by FlexAttention, for GPUs, to be compiled."""
-    return lambda q, k, v: flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)
+def attention(q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
+    """Attention of q [1, H, T, K] to k and v [1, kv heads, T, K] under a mask of build_block_masks.
+    On GPUs it is FlexAttention, which is compiled with the model. FlexAttention has no gradient on
+    CPUs; there, band_attention computes the same."""
+    if isinstance(mask, BlockMask):
+        return flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)
+    return band_attention(q, k, v, mask, scale)
 
-# ---- 5. FP8 linear ------------------------------------------------------------------------------
+def band_bias(seen_NN: Tensor, sees) -> Tensor:
+    """The mask for band_attention, [N, B, L]: 0 where a query sees a key of its block's band, and
+    -inf elsewhere. seen_NN says which key blocks each query block sees.
+
+    The band of a query block are the key blocks that end with itself, as many as reach back to the
+    farthest one that any block sees; together they have L keys. If that is the one before, the
+    bands of three blocks are the key blocks (-1, 0), (0, 1) and (1, 2). There is no block -1, so it
+    is masked out."""
+    query_block, key_block = seen_NN.nonzero(as_tuple=True)
+    L = BLOCK * (1 + int((query_block - key_block).max()))
+    query = torch.arange(len(seen_NN) * BLOCK, device=seen_NN.device).view(-1, BLOCK, 1)
+    key = query[:, -1:] + torch.arange(1 - L, 1, device=seen_NN.device)  # [N, 1, L]
+    # A negative key, of which there is none, looks up an entry from the end, which does not count.
+    visible = (key >= 0) & seen_NN[query // BLOCK, key // BLOCK] & sees(None, None, query, key)
+    return torch.where(visible, 0.0, -torch.inf)
+
+def band_attention(q: Tensor, k: Tensor, v: Tensor, bias_NBL: Tensor, scale: float) -> Tensor:
+    """Each query block attends to its band, so time grows with T times L, not with T squared."""
+    (_, H, T, K), (N, _, L) = q.shape, bias_NBL.shape
+
+    def bands(x_1HTK: Tensor) -> Tensor:
+        x_HTK = x_1HTK[0].repeat_interleave(H // x_1HTK.size(1), dim=0)  # kv heads are shared
+        x_HTK = F.pad(x_HTK, (0, 0, L - BLOCK, 0))  # zeros before the first token
+        return x_HTK.unfold(1, L, BLOCK).mT.reshape(H * N, L, K)  # unfold gives [H, N, K, L]
+    bias = bias_NBL.to(q.dtype).repeat(H, 1, 1)
+    scores = torch.baddbmm(bias, q.reshape(H * N, BLOCK, K), bands(k).mT, alpha=scale)
+    return (scores.softmax(-1) @ bands(v)).view(1, H, T, K)
+
+# ---- 4. FP8 linear ------------------------------------------------------------------------------
 
 # FP8 products take half the time of bf16 ones. A value has 8 bits: e4m3 (up to 448, 3 bits of
 # mantissa) for inputs and weights, e5m2 (up to 57344, 2 bits) for gradients, which spread more.
@@ -632,7 +374,276 @@ class FP8Linear(torch.autograd.Function):
         grad_w_VD = fp8_matmul(g8_VT, x8_DT, grad_scale * x_scale, torch.float32, fast=False)
         return grad_x_TD, grad_w_VD, None
 
+# ---- 5. Model -----------------------------------------------------------------------------------
+
+def norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.size(-1),))
+
+def previous_token(x: Tensor, begins_T: Tensor) -> Tensor:
+    """For each token of x [T, ...], the values of the token before it; zero where a document
+    begins."""
+    shifted = torch.cat((torch.zeros_like(x[:1]), x[:-1]))
+    return shifted.masked_fill(begins_T.view(-1, *[1] * (x.ndim - 1)), 0)
+
+def init_uniform(weight: Tensor):
+    """Initial values of a weight [..., out, in]: uniform, with a deviation of 0.5 / sqrt(in)."""
+    bound = 0.5 * math.sqrt(3 / weight.size(-1))
+    nn.init.uniform_(weight, -bound, bound)
+
+class CastedLinear(nn.Module):
+    """A linear layer without bias. Its weight is kept in float32 and cast to the input's dtype when
+    it is used.
+
+    zero: the weight starts at zero, so that the layer adds nothing until it has learned something.
+    fp8_scales: factors of input, weight and gradient, with which the layer trains in FP8; section 4
+    explains them."""
+
+    def __init__(self, in_features: int, out_features: int, zero=False, fp8_scales=None):
+        super().__init__()
+        self.zero = zero
+        self.fp8_scales = fp8_scales
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        if self.zero:
+            nn.init.zeros_(self.weight)
+        else:
+            init_uniform(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fp8_scales and self.training:  # validation is not in FP8, as in the record
+            return FP8Linear.apply(x, self.weight, self.fp8_scales)
+        return F.linear(x, self.weight.type_as(x))
+
+class Rotary(nn.Module):
+    """Rotary positions (arXiv:2104.09864) in the first half of each head's channels. The second
+    half is left alone, so that it can match content at any distance (record 2024-12-17)."""
+
+    def __init__(self, head_dim: int, max_seq_len: int, base: float):
+        super().__init__()
+        frequencies = base ** -torch.linspace(0, 1, head_dim // 4, dtype=torch.float64)
+        positions = torch.arange(max_seq_len, dtype=torch.float64)  # in float32, angles are inexact
+        angles = torch.outer(positions, frequencies)[:, None]  # [T, 1, K / 4]
+        self.register_buffer("cos", angles.cos().float(), persistent=False)
+        self.register_buffer("sin", angles.sin().float(), persistent=False)
+
+    def forward(self, x_THK: Tensor) -> Tensor:
+        K = x_THK.size(-1)
+        cos, sin = self.cos[:len(x_THK)], self.sin[:len(x_THK)]
+        a, b, content = x_THK.float().split((K // 4, K // 4, K // 2), dim=-1)
+        return torch.cat((a * cos + b * sin, b * cos - a * sin, content), dim=-1).type_as(x_THK)
+
+class CausalSelfAttention(nn.Module):
+    """Attention with normed queries and keys (arXiv:2010.04245). An embedding of the token is mixed
+    into the values (record 2024-12-04, after arXiv:2410.17897). With fewer kv heads than heads,
+    several query heads share one head of keys and values (arXiv:2305.13245)."""
+
+    def __init__(self, hp: Hyperparameters, layer: int, rotary: Rotary):
+        super().__init__()
+        self.hp = hp
+        self.key_offset = hp.windows[layer] == "L"
+        self.rotary = rotary
+        # A stack of matrices of equal height: with 6 heads and 2 kv heads, three for the queries,
+        # one for the keys and one for the values. Muon makes each of them orthogonal by itself.
+        parts = hp.num_heads // hp.num_kv_heads + 2
+        self.qkv = nn.Parameter(torch.empty(parts, hp.num_kv_heads * hp.head_dim, hp.model_dim))
+        self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim, zero=True)
+        self.value_mix = nn.Parameter(torch.tensor([0.5, 0.5]))  # of the values and the embedding
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        init_uniform(self.qkv)
+
+    def forward(self, x_TD: Tensor, value_embed: Tensor | None, begins_T: Tensor, mask) -> Tensor:
+        T, heads, kv_heads = len(x_TD), self.hp.num_heads, self.hp.num_kv_heads
+        qkv = F.linear(x_TD, self.qkv.flatten(0, 1).type_as(x_TD)).view(T, -1, self.hp.head_dim)
+        # To norm and rotate both together would cost a GPU a copy of the keys that are offset.
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        q = self.rotary(norm(q))
+        k = self.rotary(norm(k))
+        if self.key_offset:
+            # Half of each key, the one without position, comes from the token before (record #49).
+            # In "A B ... A", that half of B's key is A's, so the second A finds B.
+            positional, content = k.chunk(2, dim=-1)
+            k = torch.cat((positional, previous_token(content, begins_T)), dim=-1)
+        v = self.value_mix[0] * v
+        if value_embed is not None:
+            v = v + self.value_mix[1] * value_embed.view_as(v)
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, H, T, K]
+        y_1HTK = attention(q, k, v, mask, self.hp.attention_scale)
+        return self.proj(y_1HTK.squeeze(0).transpose(0, 1).reshape(T, -1))
+
+class MLP(nn.Module):
+    def __init__(self, dim: int):
+        super().__init__()
+        self.fc = CastedLinear(dim, 4 * dim)
+        self.proj = CastedLinear(4 * dim, dim, zero=True)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.proj(F.relu(self.fc(x_TD)).square())  # ReLU^2 (arXiv:2109.08668)
+
+class Block(nn.Module):
+    def __init__(self, hp: Hyperparameters, layer: int, rotary: Rotary):
+        super().__init__()
+        self.attn = CausalSelfAttention(hp, layer, rotary) if hp.attention[layer] == "x" else None
+        self.mlp = MLP(hp.model_dim)
+        self.residual_mix = nn.Parameter(torch.tensor([1.0, 0.0]))  # of the stream and of x0
+
+    def forward(self, x_TD: Tensor, x0_TD: Tensor, late_TD: Tensor | None,
+                value_embed: Tensor | None, begins_T: Tensor, mask) -> Tensor:
+        """Attention reads late_TD in place of the stream, if there is one."""
+        x_TD = self.residual_mix[0] * x_TD + self.residual_mix[1] * x0_TD
+        if self.attn is not None:
+            read_TD = x_TD if late_TD is None else late_TD
+            x_TD = x_TD + self.attn(norm(read_TD), value_embed, begins_T, mask)
+        return x_TD + self.mlp(norm(x_TD))
+
+class GPT(nn.Module):
+    """Call it with the tokens and targets of one sequence and the attention window; it returns the
+    mean loss per token in nats. In training it also gets the weights that the tokens after the
+    target have in the loss (future_weights). With `flex`, attention is by FlexAttention, which is
+    for GPUs.
+
+    Embeddings are kept in `dtype`, and the residual stream stays in it, as forward checks after
+    each layer. All other parameters are float32. A bfloat16 stream times a float32 tensor without
+    dimensions, such as residual_mix[0], stays bfloat16. Times a vector or a matrix it becomes
+    float32: cast these with type_as.
+
+    On a GPU, `main` has `loss` compiled, that is, all but the lookup of embeddings. The gradients
+    of embeddings then stay lists of rows until Adam sums them (summed_gradient). A compiled lookup
+    would make a whole table of gradients in each micro-batch, which for the embedding of pairs has
+    290M numbers."""
+
+    # Validation computes the logits of so many tokens at a time, because those of 256K tokens take
+    # 53 GB. In training this would save nothing, since the backward pass needs all of them.
+    LOGITS_TOKENS = 65536
+
+    def __init__(self, hp: Hyperparameters, dtype: torch.dtype, flex: bool):
+        super().__init__()
+        self.hp = hp = replace(hp, num_kv_heads=hp.num_kv_heads or hp.num_heads)
+        self.flex = flex
+        self.end_of_text = hp.vocab_size - 1  # in the shards, each document begins with it
+        padded_vocab = math.ceil(hp.vocab_size / 64) * 64  # a multiple suits the matrix units
+        self.embed = nn.Embedding(padded_vocab, hp.model_dim, dtype=dtype, sparse=True)
+        self.pair_embed = nn.Embedding(hp.pair_rows, hp.model_dim, dtype=dtype, sparse=True)
+        # RandomState draws the same in every version of NumPy, so that every run has these signs.
+        signs = np.random.RandomState(0).choice([-1, 1], (8192, hp.model_dim))
+        self.register_buffer("signs", torch.tensor(signs, dtype=dtype), persistent=False)
+        self.smear = nn.Parameter(torch.zeros(hp.model_dim))
+        # Layers marked by the same digit share a value embedding (record 2024-12-08).
+        self.value_embeds = nn.ModuleDict({
+            mark: nn.Embedding(padded_vocab, hp.num_kv_heads * hp.head_dim, dtype=dtype,
+                               sparse=True)
+            for mark in sorted(set(hp.value_embeds) - {"."})})
+        rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len), hp.rope_base)
+        self.blocks = nn.ModuleList(Block(hp, layer, rotary) for layer in range(len(hp.windows)))
+        self.skip_weights = nn.Parameter(torch.ones(len(self.blocks) - hp.skips.count(".")))
+        self.backout = nn.Parameter(torch.tensor(0.5))
+        # The gradient's factor in FP8_SCALES is for the mean loss of one sequence. train_step
+        # divides that loss by micro_batches, and by more in later stages, so the factor is
+        # multiplied by as much as in the first stage. At T = 16K, 2^19 / T is 32.
+        scales = (*FP8_SCALES[:2], FP8_SCALES[2] * hp.micro_batches)
+        self.lm_head = CastedLinear(hp.model_dim, padded_vocab, zero=True,
+                                    fp8_scales=scales if hp.use_fp8 else None)
+
+    def forward(self, tokens_T: Tensor, targets_T: Tensor, window: Tensor,
+                future: tuple[Tensor, ...] = ()) -> Tensor:
+        return self.loss(*self.lookup(tokens_T), tokens_T, targets_T, window, future)
+
+    def loss(self, x_TD: Tensor, value_embeds: dict[str, Tensor], tokens_T: Tensor,
+             targets_T: Tensor, window: Tensor, future: tuple[Tensor, ...]) -> Tensor:
+        """The sum of w[k] * F.cross_entropy(logits[t], targets[t + k]) over all tokens t and all k,
+        divided by T. w is 1 for the target itself, then `future`. Targets of -1, and those past the
+        end of the sequence, add nothing. Validation reports this loss as well, without `future`:
+        what only training shall minimize belongs under `if self.training`."""
+        x_TD = self.stream(x_TD, value_embeds, tokens_T, window)
+        weights = (1.0, *future)
+        shifted = [F.pad(targets_T[k:], (0, k), value=-1) for k in range(len(weights))]
+        total = 0
+        for x, *targets in zip(*[part.split(self.LOGITS_TOKENS) for part in (x_TD, *shifted)]):
+            log_p_TV = F.log_softmax(self.logits(x), dim=-1)
+            for weight, target_T in zip(weights, targets):
+                total += weight * F.nll_loss(log_p_TV, target_T, ignore_index=-1, reduction="sum")
+        return total / len(x_TD)
+
+    def features(self, tokens_T: Tensor, window: Tensor) -> Tensor:
+        """The normed residual stream [T, D] after the last layer."""
+        return self.stream(*self.lookup(tokens_T), tokens_T, window)
+
+    def lookup(self, tokens_T: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The tokens' embeddings, and the value embeddings by their marks. To the first is added an
+        embedding of each token together with the one before it, where pairs share rows by a hash
+        (records #62 and #83)."""
+        before_T = F.pad(tokens_T[:-1], (1, 0), value=self.end_of_text)
+        before_T = before_T.masked_fill(tokens_T == self.end_of_text, self.end_of_text)
+        # The multiplier is a prime near 2^32 / 1.618, which spreads the pairs over the rows.
+        pairs_T = (before_T.long() * 2654435761 + tokens_T) % self.hp.pair_rows
+        # Pairs that share a row mostly read it with different signs, and so learn to differ.
+        signs_TD = self.signs[(before_T ^ tokens_T) % len(self.signs)]
+        x_TD = self.embed(tokens_T) + signs_TD * self.pair_embed(pairs_T)
+        return x_TD, {mark: embed(tokens_T) for mark, embed in self.value_embeds.items()}
+
+    def stream(self, x_TD: Tensor, value_embeds: dict[str, Tensor], tokens_T: Tensor,
+               window: Tensor) -> Tensor:
+        """The normed residual stream, from what `lookup` returns."""
+        masks = dict(zip("LS", build_block_masks(tokens_T, self.end_of_text, window, self.flex)))
+        begins_T = tokens_T == self.end_of_text
+        # Smear: to each embedding, a learned share of the one before is added (record #34).
+        x_TD = norm(x_TD)
+        x_TD = x0_TD = x_TD + self.smear.type_as(x_TD) * previous_token(x_TD, begins_T)
+        # Late attention reads an earlier layer's output, which is free of what the last layers
+        # prepare for the head. A share of such an output is subtracted at the end, so that what
+        # served attention alone need not be undone (record #40). The skips are a U-Net's (record
+        # 2024-11-10).
+        skip_weights = list(self.skip_weights.unbind())  # scalars, that of the first skip first
+        outputs = []
+        for layer, block in enumerate(self.blocks):
+            if self.hp.skips[layer] != ".":
+                x_TD = x_TD + skip_weights.pop(0) * outputs[int(self.hp.skips[layer])]
+            late_TD = outputs[self.hp.late_input] if layer > self.hp.late_input else None
+            value_embed = value_embeds.get(self.hp.value_embeds[layer])  # None for "."
+            x_TD = block(x_TD, x0_TD, late_TD, value_embed, begins_T, masks[self.hp.windows[layer]])
+            outputs.append(x_TD)
+            assert x_TD.dtype == self.embed.weight.dtype, f"layer {layer} lacks a cast (type_as)"
+        x_TD = x_TD - self.backout * outputs[self.hp.backout]
+        return norm(x_TD)
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """A smooth cap keeps the logits between 0 and softcap_height. It is lower than the cap of
+        train_gpt.py, and steeper for unlikely tokens, where most logits are (record #54). Tokens
+        that only pad the vocabulary have logits as well, but are never targets."""
+        shifted_TV = self.lm_head(x_TD).float() + self.hp.softcap_shift
+        return self.hp.softcap_height * torch.sigmoid(shifted_TV * (2 / self.hp.lm_head_softcap))
+
+def draw_weights(model: nn.Module, seed: int):
+    """Calls every module's reset_parameters again, each with a seed of its own that depends on
+    `seed` and on the module's name. Two scripts then start from equal weights in every layer that
+    they share, and their runs can be compared in pairs. To initialize a layer in another way,
+    override its reset_parameters: what a constructor does to the weights of an nn.Linear or an
+    nn.Embedding is overwritten here. Parameters of modules without reset_parameters stay as they
+    were constructed.
+
+    Weights are drawn in float32 and then cast, because what torch draws in bfloat16 depends on its
+    version. A weight that two modules share, such as a tied embedding, is drawn for the first."""
+    drawn = set()
+    for name, module in model.named_modules():
+        params = set(module.parameters(recurse=False))
+        if params - drawn and hasattr(module, "reset_parameters"):
+            # torch takes seeds of 64 bits; these are the first 60 bits of the hash.
+            torch.manual_seed(int(sha256(f"{seed} {name}".encode())[:15], 16))
+            dtype = next(module.parameters(recurse=False)).dtype
+            module.float()
+            module.reset_parameters()
+            module.to(dtype)
+            drawn |= params
+
 # ---- 6. Processes -------------------------------------------------------------------------------
+
+# Since torch 2.13 these two functions have the names on the left.
+if not hasattr(dist, "all_gather_single"):
+    dist.all_gather_single = dist.all_gather_into_tensor
+    dist.reduce_scatter_single = dist.reduce_scatter_tensor
 
 class Exchange(NamedTuple):
     """A tensor that is on its way between processes, until `result` has waited for it. On GPUs only
@@ -652,8 +663,7 @@ class World:
     A matrix, or a stack of matrices, is divided among them by its first dimension, in equal parts:
     of two processes, each updates 25,152 rows of a matrix [50304, 768]. Vectors and scalars, and
     what cannot be divided equally, are not divided: every process does the same work on all of it.
-    (dist.reduce_scatter_single and all_gather_single are the new names of what was called
-    reduce_scatter_tensor and all_gather_into_tensor.)"""
+    """
     rank: int
     size: int
     device: torch.device
@@ -688,44 +698,15 @@ class World:
 
 # ---- 7. Optimizers ------------------------------------------------------------------------------
 
-def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> list["Optimizer"]:
-    """Which optimizer trains which parameters, and how fast. A new matrix needs a row here. A new
-    vector or scalar does not: those that fit no row are trained by Adam with scalar_lr. A parameter
-    belongs to the first row whose pattern fits its whole name, and each row must get at least one.
-    The log says what each optimizer trains. Muon stacks its matrices, so those of one row have one
-    shape."""
-    DecayedAdam = partial(Adam, decay=hp.embed_decay)
-    table = [
-        # names of the parameters         optimizer  peak learning rate   shape in `speedrun`
-        (r"lm_head\.weight",                   Adam, hp.head_lr),       # [50304, 768]
-        (r"(pair_|value_)?embeds?\..*", DecayedAdam, hp.embed_lr),      # [50304, 768]
-        (r"blocks\.\d+\.attn\.qkv\.weight",    Muon, hp.muon_lr),       # [2304, 768]
-        (r"blocks\.\d+\.attn\.proj\.weight",   Muon, hp.muon_lr),       # [768, 768]
-        (r"blocks\.\d+\.mlp\.fc\.weight",      Muon, hp.muon_lr),       # [3072, 768]
-        (r"blocks\.\d+\.mlp\.proj\.weight",    Muon, hp.muon_lr),       # [768, 3072]
-    ]
-    optimizers = []
-    remaining = dict(model.named_parameters())
-    for pattern, optimizer, lr in table:
-        names = [name for name in remaining if re.fullmatch(pattern, name)]
-        require(names, f"no parameter fits the row {pattern} of the table in build_optimizers")
-        params = {name: remaining.pop(name) for name in names}
-        optimizers.append(optimizer(params, lr, hp, world))
-    matrices = [name for name, p in remaining.items() if p.ndim > 1]
-    require(not matrices, f"no row of the table in build_optimizers takes {', '.join(matrices)}")
-    if remaining:
-        optimizers.append(Adam(remaining, hp.scalar_lr, hp, world))
-    return optimizers
-
 class Optimizer:
     """Trains some parameters. The work is divided among the processes, as in ZeRO
     (arXiv:1910.02054): each updates its part of the parameters.
 
-    An optimizer defines three phases of a step. train_step runs each one for all optimizers before
-    the next one, so that the exchange of one overlaps the arithmetic of another:
+    An optimizer defines three phases of a step. train_step runs each phase for all optimizers
+    before the next one, so that the exchange of one overlaps the arithmetic of another:
         begin()       starts to sum the gradients over the processes
         update(step)  computes the update of this process's rows, and starts to send the result
-        finish(step)  waits for the results of the others; MatrixOptimizer then applies all of them
+        finish(step)  waits for the results of the others; Muon then applies all of them
     Clipping by the norm of all gradients would be a phase between begin() and update().
 
     What a process has of a matrix, or of a stack of matrices, that is divided among several:
@@ -736,17 +717,15 @@ class Optimizer:
     An optimizer whose `every` is 2 takes part in every second step only; gradients accumulate in
     between.
 
-    What it remembers from step to step belongs in `state`, under a name, with one entry per
-    parameter, in the order of `params`: in a list, or stacked in one tensor. Adam has the list
-    state["mean"], Muon the stack state["momentum"]. Checkpoints save it, and it is reset after the
-    warmup. A process reads and writes its own rows, world.rows(tensor); gather_training_state
-    fetches the others. (Storing its own rows alone would save 2.1 GB on each of eight GPUs, but
-    need code to split and join tensors.)"""
+    What an optimizer remembers from step to step belongs in `state`, under a name, with one entry
+    per parameter, in the order of `params`. It is a list of tensors, as Adam's state["mean"], or a
+    stack of equal tensors, as Muon's state["momentum"], whose end may be padded with entries of no
+    parameter. Checkpoints save the state, and it is reset after the warmup. A process reads and
+    writes its own rows, world.rows(tensor); gather_training_state fetches the others. (Storing its
+    own rows alone would save 2.1 GB on each of eight GPUs, but need code to split and join them.)
+    """
 
     def __init__(self, params: dict, lr: float, hp: Hyperparameters, world: World):
-        dtypes = {p.dtype for p in params.values()}
-        require(dtypes in ({torch.float32}, {getattr(torch, hp.dtype)}), f"{list(params)} have "
-                f"{dtypes}: keep all of one row in float32 or, as embeddings, in {hp.dtype}")
         self.params = params  # {name: parameter}
         self.lr = lr  # lr_scale changes it during the run
         self.every = 1
@@ -756,9 +735,9 @@ class Optimizer:
 
 def compiled(function: Callable, device: torch.device) -> Callable:
     """The function, compiled if it is for a GPU."""
-    if device.type == "cuda":
-        return torch.compile(function, dynamic=False, fullgraph=True)
-    return function
+    if device.type == "cpu":
+        return function
+    return torch.compile(function, dynamic=False, fullgraph=True)
 
 def cautious_decay(update: Tensor, weight: Tensor, rate: Tensor) -> Tensor:
     """An update that will be subtracted from the weight, with weight decay added to it, but only
@@ -792,19 +771,21 @@ class Adam(Optimizer):
         self.sums = [self.world.reduce_scatter(summed_gradient(p)) for p in self.params.values()]
 
     def update(self, step: int):
-        gradients = [self.sums.pop(0).result() for _ in self.params]  # self.sums keeps none
+        gradients = [exchange.result() for exchange in self.sums]
+        self.sums = []  # the last references but this function's, so that the memory gets free
         local = [self.world.rows(p.detach()) for p in self.params.values()]
         means = [self.world.rows(mean) for mean in self.state["mean"]]
         mean_squares = [self.world.rows(square) for square in self.state["mean_square"]]
-        # The kernel reads a counter of its steps for each tensor, but does not advance it. The
-        # empty list is for AMSGrad.
+        # AdamW's kernel without weight decay is Adam's. It reads a counter of steps for each
+        # tensor, but does not advance it. The empty list is for AMSGrad.
         number = float((step + 1) // self.every)
         steps = [torch.full((), number, device=self.world.device)] * len(local)
         lr = self.lr * lr_scale(step, self.hp)
         before = [p.clone() for p in local] if self.decay else []
         torch._fused_adamw_(local, gradients, means, mean_squares, [], steps, lr=lr,
                             beta1=self.hp.adam_beta1, beta2=self.hp.adam_beta2,
-                            eps=self.hp.adam_eps, weight_decay=0, amsgrad=False, maximize=False)
+                            eps=self.hp.adam_eps,
+                            weight_decay=0.0, amsgrad=False, maximize=False)
         rate = torch.full((), self.decay * lr**2, device=self.world.device)
         for p, old in zip(local, before):
             torch.sub(old, self.with_decay(old - p, old, rate), out=p)
@@ -814,38 +795,40 @@ class Adam(Optimizer):
         for exchange in self.gathers:
             exchange.result()
 
-class MatrixOptimizer(Optimizer):
-    """Trains matrices of one shape, which it stacks. Every process updates equally many whole
-    matrices; the stack is filled up with zeros. With 11 matrices on two processes, a step goes so:
+class Muon(Optimizer):
+    """Nesterov momentum, orthogonalized (Keller Jordan et al., 2024): every direction of the update
+    becomes about equally large, so that rare directions are learned too. NorMuon then makes the
+    rows about equally large as well.
 
-        begin   every process copies its gradients of the 11 matrices into a stack of 12
-                and starts to sum the stacks; process 0 receives matrices 0 to 5 of the sum
-        update  process 0 makes the updates of matrices 0 to 5, process 1 those of 6 to 10
-                and of the zeros, and they start to send them to each other
+    It trains matrices, or stacks of matrices, of one shape, which it stacks. Every process updates
+    equally many; the stack is padded with zeros. With 11 on two processes, a step goes so:
+
+        begin   every process copies its 11 gradients into a stack of 12 and starts to sum the
+                stacks; process 0 receives 0 to 5 of the sum
+        update  process 0 makes the updates of 0 to 5, process 1 those of 6 to 10 and of the zeros,
+                and they start to send them to each other
         finish  every process subtracts all 11 updates, times the learning rate
 
-    A subclass defines direction(gradients, step), which makes the updates of this process's
-    matrices from their gradients, [n / processes, height, width] in float32. The zeros that fill up
-    the stack may be among them, and in the first step all gradients of the blocks are zero, because
-    the layers that start at zero let none through. What the subclass remembers belongs in a stack
-    state[name] of at least two dimensions, the first of length self.shape[0]; it reads and writes
-    world.rows(state[name]). `parts` is that of CastedLinear; stacks count whole matrices, not their
-    parts."""
+    Another optimizer of matrices is a subclass with another `direction`. On GPUs, newton_schulz is
+    compiled for each shape; the compiler takes up to eight (torch._dynamo.config.recompile_limit).
+    """
 
     def __init__(self, params, lr, hp, world):
         super().__init__(params, lr, hp, world)
-        kinds = {(p.shape, getattr(p, "parts", 1)) for p in params.values()}
-        shape, self.parts = next(iter(kinds))
-        require(len(kinds) == 1 and len(shape) == 2, f"{list(params)}: one row of the table takes "
-                f"matrices of one height, one width and one number of parts, not {kinds}")
-        self.shape = (math.ceil(len(params) / world.size) * world.size, *shape)
+        (shape,) = {p.shape for p in params.values()}
+        shape = (math.ceil(len(params) / world.size) * world.size, *shape)
         # Gradients and updates travel in the dtype of the activations, so gradients are rounded to
         # it before they are summed over the processes.
-        self.updates = torch.zeros(self.shape, dtype=getattr(torch, hp.dtype), device=world.device)
-        self.gradients = torch.zeros_like(self.updates)
+        self.gradients = torch.zeros(shape, dtype=getattr(torch, hp.dtype), device=world.device)
+        self.updates = torch.zeros_like(self.gradients)
+        self.state["momentum"] = torch.zeros(shape, device=world.device)
+        self.state["row_squares"] = torch.zeros(*shape[:-1], 1, device=world.device)
+        self.orthogonalize = compiled(newton_schulz, world.device)
+        self.even_rows = compiled(even_rows, world.device)
+        self.with_decay = compiled(cautious_decay, world.device)
 
     def begin(self):
-        for gradient, p in zip(self.gradients, self.params.values()):
+        for gradient, p in zip(self.gradients, self.params.values()):  # the padding stays zero
             gradient.copy_(p.grad)
         self.sum = self.world.reduce_scatter(self.gradients)
 
@@ -855,49 +838,32 @@ class MatrixOptimizer(Optimizer):
 
     def finish(self, step: int):
         lr = self.lr * lr_scale(step, self.hp)
-        for update, p in zip(self.gather.result(), self.params.values()):
-            p.add_(update, alpha=-lr)
-
-class Muon(MatrixOptimizer):
-    """Nesterov momentum, orthogonalized (Keller Jordan et al., 2024): every direction of the update
-    becomes about equally large, so that rare directions are learned too. NorMuon then makes the
-    rows about equally large as well."""
-
-    def __init__(self, params, lr, hp, world):
-        super().__init__(params, lr, hp, world)
-        self.state["momentum"] = torch.zeros(self.shape, device=world.device)
-        self.orthogonalize = compiled(newton_schulz, world.device)
-        self.state["row_squares"] = torch.zeros(*self.shape[:2], 1, device=world.device)
-        self.even_rows = compiled(even_rows, world.device)
-        self.with_decay = compiled(cautious_decay, world.device)
-
-    def direction(self, gradients: Tensor, step: int) -> Tensor:
-        beta = muon_momentum(step, self.hp)
-        momentum = self.world.rows(self.state["momentum"])
-        momentum.lerp_(gradients, 1 - beta)
-        update = gradients.lerp(momentum, beta).to(self.updates.dtype)  # Nesterov: one step ahead
-        matrices = update.unflatten(1, (self.parts, -1)).flatten(0, 1)
-        # Those with more rows than columns are scaled up, to change outputs as much as others do.
-        scale = max(1, matrices.size(1) / matrices.size(2)) ** 0.5
-        update = scale * self.orthogonalize(matrices).reshape_as(update)
-        row_squares = self.world.rows(self.state["row_squares"])
-        return self.even_rows(update, row_squares, self.hp.muon_beta2)
-
-    def finish(self, step: int):
-        lr = self.lr * lr_scale(step, self.hp)
         rate = torch.full((), self.hp.muon_decay * lr, device=self.world.device)
         for update, p in zip(self.gather.result(), self.params.values()):
             p.add_(self.with_decay(update, p, rate), alpha=-lr)
 
+    def direction(self, gradients: Tensor, step: int) -> Tensor:
+        """The updates of this process's part of the stack, from its gradients in float32. Where the
+        gradients are zero, as those that fill up the stack, the updates must not become NaN."""
+        beta = muon_momentum(step, self.hp)
+        momentum = self.world.rows(self.state["momentum"]).lerp_(gradients, 1 - beta)
+        update = gradients.lerp(momentum, beta).to(self.updates.dtype)  # Nesterov: one step ahead
+        # Matrices with more rows than columns are scaled up, to change outputs as much as others.
+        scale = max(1, update.size(-2) / update.size(-1)) ** 0.5
+        update = scale * self.orthogonalize(update.flatten(0, -3)).view_as(update)
+        row_squares = self.world.rows(self.state["row_squares"])
+        return self.even_rows(update, row_squares, self.hp.muon_beta2)
+
 def even_rows(x: Tensor, row_squares: Tensor, beta2: float) -> Tensor:
-    """NorMuon (arXiv:2510.05491, record #41). Each row of x [n, rows, cols] is divided by its root
-    mean square, averaged over the steps in row_squares [n, rows, 1]; then each x[i] gets back the
-    norm that it had."""
+    """NorMuon (arXiv:2510.05491, record #41). Each row of x [n, ..., rows, cols] is divided by its
+    root mean square, averaged over the steps in row_squares [n, ..., rows, 1]; then each x[i] gets
+    back the norm that it had."""
     squares = x.float().square().mean(-1, keepdim=True)
     row_squares.lerp_(squares, 1 - beta2)  # the bias of its start at 0 cancels below
     factor = (row_squares + 1e-10).rsqrt()
-    evened = (squares * factor.square()).sum(1, keepdim=True)
-    factor = factor * (squares.sum(1, keepdim=True) / (evened + 1e-10)).sqrt()
+    one_of_n = tuple(range(1, x.ndim))
+    evened = (squares * factor.square()).sum(one_of_n, keepdim=True)
+    factor = factor * (squares.sum(one_of_n, keepdim=True) / (evened + 1e-10)).sqrt()
     return (x * factor).type_as(x)
 
 def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
@@ -913,6 +879,39 @@ def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, polynomial, x, beta=a)
     return x.mT if tall else x
+
+def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> list[Optimizer]:
+    """Which optimizer trains which parameters, and how fast. A new matrix needs a row here, or a
+    place in a row's pattern. A new vector or scalar does not: those that fit no row are trained by
+    Adam with scalar_lr.
+
+    A parameter belongs to the first row whose pattern fits its whole name, and each row must get at
+    least one. Those of one row and one shape share an optimizer, so Muon can stack them. Frozen
+    parameters, which need no gradient, are left out. The log says what each optimizer trains."""
+    DecayedAdam = partial(Adam, decay=hp.embed_decay)
+    table = [
+        # names of the parameters                      optimizer  peak rate   shapes in `speedrun`
+        (r"lm_head\.weight",                                 Adam, hp.head_lr),   # [50304, 768]
+        # [50304, 768], and [377280, 768] for pairs
+        (r"(pair_)?embed\.weight|value_embeds\..*",   DecayedAdam, hp.embed_lr),
+        # [3, 768, 768] of queries, keys and values; [768, 768], [3072, 768] and [768, 3072]
+        (r"blocks\..*\.(qkv|proj\.weight|fc\.weight)",         Muon, hp.muon_lr),
+    ]
+    optimizers = []
+    remaining = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for pattern, optimizer, lr in table:
+        names = [name for name in remaining if re.fullmatch(pattern, name)]
+        require(names, f"no parameter fits the row {pattern} of the table in build_optimizers")
+        by_shape = {}
+        for name in names:
+            p = remaining.pop(name)
+            by_shape.setdefault(p.shape, {})[name] = p
+        optimizers += [optimizer(params, lr, hp, world) for params in by_shape.values()]
+    matrices = [name for name, p in remaining.items() if p.ndim > 1]
+    require(not matrices, f"no row of the table in build_optimizers takes {', '.join(matrices)}")
+    if remaining:
+        optimizers.append(Adam(remaining, hp.scalar_lr, hp, world))
+    return optimizers
 
 # ---- 8. Data ------------------------------------------------------------------------------------
 # A shard is a header of 256 int32 (magic number, version, number of tokens, zeros), then the tokens
@@ -933,8 +932,7 @@ def find_shards(pattern: str) -> list[Shard]:
     for path in sorted(glob.glob(pattern, recursive=True)):
         problem = f"{path} is not a whole token shard: data/inspect_shards.py says what is wrong"
         require(os.path.isfile(path) and os.path.getsize(path) > SHARD_HEADER_BYTES, problem)
-        with open_file(path, "rb") as f:
-            data = np.memmap(f, mode="r")
+        data = np.memmap(path, mode="r")
         magic, version, tokens = data[:12].view("<i4").tolist()
         expected = (SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES + 2 * tokens)
         require((magic, version, len(data)) == expected, problem)
@@ -948,7 +946,7 @@ def read_tokens(path: str, start: int, count: int, vocab_size: int, pin: bool = 
     """Tokens [count] in uint16 from a shard, from token `start` on; in pinned memory if asked
     for."""
     tokens = torch.empty(count, dtype=torch.uint16, pin_memory=pin)
-    with open_file(path, "rb") as f:
+    with open(path, "rb") as f:
         f.seek(SHARD_HEADER_BYTES + 2 * start)
         require(f.readinto(tokens.numpy()) == tokens.nbytes, f"{path} has become shorter")
     largest = tokens.numpy().max()  # by NumPy: torch's threads would disturb those that train
@@ -959,12 +957,11 @@ def read_tokens(path: str, start: int, count: int, vocab_size: int, pin: bool = 
 def step_starts(shards: list[Shard], hp: Hyperparameters) -> Iterator[tuple[str, int]]:
     """(path of a shard, the first token in it that a step reads), for step after step as long as
     the data last. What is too short for a step at a shard's end is left out. Each further pass over
-    the shards begins at another offset, so that it cuts the text at other places."""
+    the shards begins a block later, so that it cuts the text at other places."""
     step = 0
     for epoch in range(hp.epochs):
-        offset = int(epoch * 0.6180339887 * hp.train_seq_len) % hp.train_seq_len  # the golden ratio
         for shard in shards:
-            start = offset
+            start = epoch * BLOCK % hp.train_seq_len
             # Below, not equal: the last target is one token further.
             while (end := start + batch_size(step, hp) * hp.train_seq_len) < shard.tokens:
                 yield shard.path, start
@@ -999,36 +996,17 @@ def load_validation(shards: list[Shard], hp: Hyperparameters, world: World) -> l
     mine = range(world.rank, len(inputs), world.size)
     return [(inputs[i].to(world.device), targets[i].to(world.device)) for i in mine]
 
-# ---- 9. Training --------------------------------------------------------------------------------
-
-def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """An event that a GPU reaches when it has done all that was launched; None on a CPU."""
-    return torch.cuda.current_stream().record_event() if device.type == "cuda" else None
-
-def wait_for(event: torch.cuda.Event | None):
-    """Polls, so that signals have an effect even while a GPU waits for a process that is gone. In
-    torch.cuda.synchronize() they would not."""
-    while event and not event.query():
-        time.sleep(1e-4)
-
-def window_tensor(step: int, hp: Hyperparameters, world: World) -> Tensor:
-    """The window as a tensor, which can change without a recompile. torch.full does not wait for
-    the device; copying a number there would."""
-    return torch.full((), window_tokens(step, hp), dtype=torch.int32, device=world.device)
-
-def future_tensors(step: int, hp: Hyperparameters, world: World) -> tuple[Tensor, ...]:
-    """future_weights as tensors, for the same reason."""
-    return tuple(torch.full((), w, device=world.device) for w in future_weights(step, hp))
+# ---- 9. Training steps, state and warmup --------------------------------------------------------
 
 def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world: World) -> Tensor:
     """One step on this process's micro-batches. Returns the mean loss over all processes. On GPUs
     it only launches work: the host waits neither for the device nor for other processes."""
-    window = window_tensor(step, hp, world)
-    future = future_tensors(step, hp, world)
+    window = window_tensor(step, hp, world.device)
+    future = future_tensors(step, hp, world.device)
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
     for inputs_T, targets_T in batches:
-        # Losses and gradients are summed over micro-batches and processes. With this division, the
-        # sums are those of the step's mean loss.
+        # The model returns the mean loss of a sequence. Losses and gradients are then summed over
+        # micro-batches and processes; with this division, the sums are those of the step's mean.
         micro_loss = model(inputs_T, targets_T, window, future) / batch_size(step, hp)
         micro_loss.backward()
         loss += micro_loss.detach()
@@ -1049,55 +1027,60 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
 def evaluate(model, sequences: list, step: int, hp: Hyperparameters, world: World) -> float:
     """The mean loss in nats over the validation tokens of all processes."""
     model.eval()
+    window = window_tensor(step, hp, world.device)
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     for inputs_T, targets_T in sequences:
-        total += model(inputs_T, targets_T, window_tensor(step, hp, world)).double() * len(inputs_T)
+        # The model divides the sum over its targets by T, also where some of them do not count.
+        total += model(inputs_T, targets_T, window).double() * len(inputs_T)
     model.train()
-    total = world.all_reduce(total).result()
-    wait_for(record_event(world.device))
-    return float(total) / hp.val_tokens
+    return float(world.all_reduce(total).result()) / hp.val_tokens
 
 def gather_training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict:
-    """{"model": {parameter: tensor}, "optimizers": {state: {parameter: tensor}}}, whole on every
-    process. All processes take part, because each fetches the rows that others have. These are the
+    """All that decides how training goes on: {"model": {parameter: tensor}, "Muon momentum":
+    {parameter: tensor}, ...}, whole on every process. All processes take part. These are the
     tensors that training uses, not copies. The state of random generators is not among them,
     because training draws nothing at random. A method with dropout would have to save it, and to
     seed each process differently."""
-    state = {"model": dict(model.state_dict()), "optimizers": {}}
+    state = {"model": dict(model.state_dict())}
     for optimizer in optimizers:
-        for name, tensors in optimizer.state.items():
-            # One entry per parameter, except that a stack is filled up for the processes.
-            assert 0 <= len(tensors) - len(optimizer.params) < optimizer.world.size, name
-            # A vector would not be divided among the processes, so nobody would fetch the rest.
-            assert isinstance(tensors, list) or tensors.ndim > 1, f"{name}: make [n] an [n, 1]"
-            for tensor in tensors if isinstance(tensors, list) else [tensors]:
+        matrices = any(p.ndim > 1 for p in optimizer.params.values())
+        for name, entries in optimizer.state.items():
+            for tensor in entries if isinstance(entries, list) else [entries]:
+                # A vector is not divided among the processes, so its other rows would be lost.
+                assert tensor.ndim != 1 or not matrices, f"state {name}: make the [n] an [n, 1]"
                 optimizer.world.all_gather(tensor).result()
-            state["optimizers"].setdefault(name, {}).update(zip(optimizer.params, tensors))
+            padding = len(entries) - len(optimizer.params)  # zip leaves that of a stack out
+            assert 0 <= padding < optimizer.world.size, f"state {name}: one entry per parameter"
+            kind = f"{type(optimizer).__name__} {name}"
+            state.setdefault(kind, {}).update(zip(optimizer.params, entries))
     return state
 
 @torch.no_grad()
-def load_training_state(saved: dict, model: nn.Module, optimizers: list[Optimizer], world: World):
-    """Copies what the first process has in `saved` to the model and the optimizers of every
-    process. All processes take part."""
+def load_training_state(saved: dict | None, model: nn.Module, optimizers: list, world: World):
+    """Copies what the first process has in `saved`, in the form of gather_training_state, to the
+    model and the optimizers of every process. All take part; the others may pass None."""
     state = gather_training_state(model, optimizers)
-    saved_groups = {"the weight": saved["model"], **saved["optimizers"]}
-    for group, tensors in {"the weight": state["model"], **state["optimizers"]}.items():
+    if world.rank == 0:
+        expected, found = ({(kind, name, *tensor.shape) for kind, tensors in each.items()
+                            for name, tensor in tensors.items()} for each in (state, saved))
+        for kind, name, *shape in sorted(expected ^ found):
+            raise UserError("the checkpoint does not fit this script's model and optimizers: only "
+                            f"one of them has the {kind} of {name} in the shape {shape}")
+    for kind, tensors in state.items():
         for name, tensor in tensors.items():
             if world.rank == 0:
-                source = saved_groups.get(group, {}).get(name)
-                require(source is not None and source.shape == tensor.shape, "the checkpoint "
-                        f"lacks {group} of {name} in the shape {list(tensor.shape)}")
-                tensor.copy_(source)
+                tensor.copy_(saved[kind][name])
             if world.size > 1:
                 dist.broadcast(tensor, src=0)
 
 def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: World):
-    """Compiles everything and allocates memory, by one step and one validation on random tokens.
-    `train` then restores the weights and the optimizers' state. Run everything here that a later
-    step would compile, also what happens at every tenth step only: after this, a recompile ends the
-    run, since it would be timed."""
-    # Without this, compiled programs with FP8Linear in them would not be kept on the disk.
+    """Compiles everything and allocates memory, by a backward pass, a step and a validation, all on
+    random tokens; then restores the weights and the optimizers' state. If your method does
+    something at some steps only, do it here too: whatever is compiled later ends the run, because
+    compiling would be timed."""
+    # FP8Linear is a custom function; the compiler caches it from run to run only if told so.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    before = tree_map(lambda x: x.to("cpu", copy=True), gather_training_state(model, optimizers))
 
     def random_sequence(length: int) -> tuple[Tensor, Tensor]:
         tokens = torch.randint(hp.vocab_size, (length + 1,), device=world.device)
@@ -1105,437 +1088,81 @@ def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: Worl
         # would compile to another program.
         return tokens[:-1].int(), tokens[1:].clone()
     # Look for parameters without a gradient here, since train_step clears the gradients.
-    scheduled = window_tensor(0, hp, world), future_tensors(0, hp, world)
+    scheduled = window_tensor(0, hp, world.device), future_tensors(0, hp, world.device)
     model(*random_sequence(hp.train_seq_len), *scheduled).backward()
-    unused = [name for name, p in model.named_parameters() if p.grad is None]
-    require(not unused, f"no gradient reaches {', '.join(unused)}: use or remove these parameters")
+    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    require(not unused, f"no gradient reaches {', '.join(unused)}: use, freeze or remove it")
     last = hp.adam_every - 1  # the first step in which all optimizers take part
     train_step(model, [random_sequence(hp.train_seq_len)], optimizers, last, hp, world)
     evaluate(model, [random_sequence(hp.val_seq_len)], 0, hp, world)
+    load_training_state(before, model, optimizers, world)
+    if world.device.type == "cuda":
+        torch.compiler.set_stance("fail_on_recompile")
+        torch.cuda.reset_peak_memory_stats()
 
-def train(plan: "Plan", world: World, log: "RunLog"):
-    """A run, from the model to the report: builds, warms up, trains, validates and saves."""
-    hp = plan.hp
-    cuda = world.device.type == "cuda"
-    torch.manual_seed(hp.seed)  # for modules that draw_weights leaves as they were constructed
-    model = GPT(hp, flex if cuda else block_sparse, getattr(torch, hp.dtype))
-    draw_weights(model, hp.seed)
-    model.to(world.device)
-    model.loss = compiled(model.loss, world.device)  # on a CPU, it would not pay in minutes
-    optimizers = build_optimizers(model, hp, world)
-    val_sequences = load_validation(plan.val_shards, hp, world)
-    log.write(f"model: {sum(p.numel() for p in model.parameters())} parameters; "
-              f"{batch_size(0, hp)} x {hp.train_seq_len} tokens in step 1, {world.size} rank(s)")
-    for each in optimizers:
-        log.write(f"{type(each).__name__}, lr {each.lr}: {', '.join(each.params)}", console=False)
+# ---- 10. What a run needs besides the method ----------------------------------------------------
 
-    # The warmup is not timed. It trains, on random tokens, so it is undone: the first process puts
-    # back the initial state, or that of the checkpoint, and sends it to the others.
-    began = time.perf_counter()
-    state = copy.deepcopy(gather_training_state(model, optimizers))
-    warm_up(model, optimizers, hp, world)
-    if plan.checkpoint and world.rank == 0:
-        state = read_checkpoint(plan.checkpoint)
-    load_training_state(state, model, optimizers, world)
-    del state
-    if cuda:
-        torch.compiler.set_stance("fail_on_recompile")  # a recompile would be timed
-    log.write(f"warmup: {time.perf_counter() - began:.1f} s, untimed")
-
-    # The clock runs for training steps alone: it stops to validate and to save.
-    val_loss = plan.start.val_loss
-    saved = True  # false once the newest save has failed
-    batches_of_steps = train_batches(plan.train_shards, hp, world, plan.start.step)
-    clock = StepClock(world.device, plan.start.seconds, log)
-    clock.start()
-    for step in range(plan.start.step, hp.num_iterations + 1):
-        validates, saves = due(step, plan)
-        if validates or saves:
-            clock.stop()
-            if validates:
-                val_loss = evaluate(model, val_sequences, step, hp, world)
-                log.write_loss("val_loss", val_loss, step, scheduled=step, seconds=clock.elapsed)
-            if saves:
-                now = Progress(step, clock.elapsed, val_loss if validates else math.nan)
-                saved = save_checkpoint(now, model, optimizers, plan, log)
-            clock.start()
-        if step == hp.num_iterations:
-            break
-        loss = train_step(model, next(batches_of_steps), optimizers, step, hp, world)
-        clock.add_loss(step + 1, loss)
-
-    log.release()
-    log.write(f"throughput: {tokens_seen(step, hp) / max(clock.elapsed, 1e-9):.0f} tokens/s")
-    if cuda:
-        log.write(f"peak_memory: {torch.cuda.max_memory_allocated() >> 20} MiB on rank 0")
-    log.write(f"final_val_loss: {val_loss:.4f} nats per token, on {hp.val_tokens} tokens")
-    log.write(f"log: {log.path}")
-    require(saved, "the run is complete, but its last checkpoint could not be saved")
-    require(not log.waiting, f"the run is complete, but {log.path} could not be written to its end")
-
-# ---- 10. Attention on a CPU ---------------------------------------------------------------------
-
-def block_sparse(mask: BlockMask, scale: float) -> Callable:
-    """Attention under the same mask in plain PyTorch, for CPUs, where FlexAttention has no
-    gradient. Every query block gathers M key blocks and attends to these alone, so time and memory
-    grow with T times the window, not with T squared. M is the most that any query block sees.
-    Those that see fewer fill up with other blocks or repeat one, and these are masked out. In the
-    example of build_block_masks, M is 3, and query block 0 gathers the blocks 0, 0 and 1, of which
-    only the first counts."""
-    partial_count_N1 = mask.kv_num_blocks[0, 0, :, None]
-    count_N1 = partial_count_N1 + mask.full_kv_num_blocks[0, 0, :, None]
-    N, M = len(count_N1), int(count_N1.max())
-    token_NB = torch.arange(N * BLOCK, device=count_N1.device).view(N, BLOCK)  # [N, BLOCK]
-    # Which blocks each query block gathers: those of its partial list, then those of its full list.
-    place_M = torch.arange(M, device=count_N1.device)
-    full_NM = mask.full_kv_indices[0, 0].gather(1, (place_M - partial_count_N1).clamp(min=0))
-    blocks_NM = torch.where(place_M < partial_count_N1, mask.kv_indices[0, 0, :, :M], full_NM)
-    # Now by token: which of the M * BLOCK keys that its block gathers does a query see?
-    key = token_NB[blocks_NM].view(N, 1, M * BLOCK)
-    listed = (place_M < count_N1).repeat_interleave(BLOCK, dim=1).view(N, 1, M * BLOCK)
-    sees = listed & mask.mask_mod(0, 0, token_NB.view(N, BLOCK, 1), key)
-    bias = torch.where(sees, 0.0, -torch.inf)  # [N, BLOCK, M * BLOCK]
-
-    def attend(q_1HTK: Tensor, k_1HTK: Tensor, v_1HTK: Tensor) -> Tensor:
-        _, H, T, K = q_1HTK.shape
-
-        def gathered(x_1HTK: Tensor) -> Tensor:
-            """The M blocks of keys or values that each query block gathers, [H * N, M * BLOCK, K].
-            A kv head is repeated for all query heads that share it."""
-            blocks = x_1HTK[0].repeat_interleave(H // x_1HTK.size(1), dim=0).view(H, N, BLOCK, K)
-            return blocks.index_select(1, blocks_NM.flatten()).view(H * N, M * BLOCK, K)
-        q = q_1HTK.reshape(H * N, BLOCK, K)
-        biases = bias.to(q.dtype).expand(H, N, BLOCK, -1).reshape(H * N, BLOCK, -1)
-        scores = torch.baddbmm(biases, q, gathered(k_1HTK).mT, alpha=scale)
-        return (scores.softmax(-1) @ gathered(v_1HTK)).view(1, H, T, K)
-    return attend
-
-# =================================================================================================
-# Nothing below this line is part of the method: it reads settings, and starts, checks, logs, saves
-# and resumes runs.
-# =================================================================================================
-
-# ---- 11. Start and end of a process -------------------------------------------------------------
-
-def main(argv: list[str]):
-    """The story of a run, in the order in which it happens."""
-    script = Path(__file__).read_text(encoding="utf-8")  # now, before anyone edits it
-    hp, command = parse_flags(argv)
-    world = world_of_this_process()
-    # The first process makes a plan, with every check that needs no training, and sends it to the
-    # others. With --check the processes do not connect, and each makes a plan of its own.
-    plans = [prepare(hp, command, script, world) if world.rank == 0 or command.check else None]
-    if world.size > 1 and not command.check:
-        end_if_torchrun_is_gone()
-        connect(world, sha256(script.encode()))
-        dist.broadcast_object_list(plans, src=0)  # this replaces the None of the others
-        shards = find_shards(plans[0].hp.train_files) + find_shards(plans[0].hp.val_files)
-        found = [None] * world.size
-        dist.all_gather_object(found, shards)  # what each process finds on its machine
-        require(found.count(shards) == world.size, "data differ between machines: copy one to all")
-    plan = plans[0]
-    if command.check:
-        build_optimizers(GPT(plan.hp, flex, getattr(torch, plan.hp.dtype)), plan.hp, world)
-        say("checks passed")
-        return
-    log = RunLog(plan, world)
-    end_at_signals(log)
-    train(plan, world, log)
-    if world.size > 1:
-        dist.destroy_process_group()
-
-TIMEOUT = timedelta(minutes=10)  # after which a process no longer waits for another one
+# ---- Processes
 
 def world_of_this_process() -> World:
     """As torchrun describes it in the environment; without torchrun this process is alone."""
-    defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    found = {name: os.environ.get(name, default) for name, default in defaults.items()}
-    rank, local_rank, size = (int(n) if n.isdecimal() else -1 for n in found.values())
-    require(0 <= rank < size and local_rank >= 0, f"the environment has {found}: unset these, "
-            "or start with torchrun, which sets them")
+    rank, local_rank, size = (int(os.environ.get(name, default)) for name, default in
+                              (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+    require("WORLD_SIZE" in os.environ or os.environ.get("SLURM_NTASKS", "1") == "1",
+            "srun has started processes that do not know of each other: let it start torchrun, "
+            "once on each node, or set WORLD_SIZE=1 for a process that trains alone")
     if not torch.cuda.is_available():
         return World(rank, size, torch.device("cpu"))
     require(local_rank < torch.cuda.device_count(), "start at most one process per GPU")
-    # torch reads this when it first allocates memory on a GPU.
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    # torch reads this when it first allocates memory on a GPU. Its newer name is
+    # PYTORCH_ALLOC_CONF, but torch 2.9 knows only this one, and all versions read it.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     torch.cuda.set_device(local_rank)
     return World(rank, size, torch.device("cuda", local_rank))
 
-def connect(world: World, script_hash: str):
-    """Joins the other processes and makes sure that all run the same script. They first meet in a
-    store, which keeps to the timeout; NCCL would wait forever for one that is missing."""
-    device_id = world.device if world.device.type == "cuda" else None
+# How long a process waits for another one before it gives up. While the first process saves a
+# checkpoint, the others wait for it: raise this if saving takes as long.
+TIMEOUT = timedelta(minutes=10)
+
+def connect(plan: "Plan | None", script: str, world: World) -> "Plan":
+    """Joins the other processes, and returns the first one's plan. Raises UserError if one does not
+    come, or if machines have different scripts or data."""
+    gpu = world.device if world.device.type == "cuda" else None
     try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
-        store.set(f"script of {world.rank}", script_hash)
-        hashes = {store.get(f"script of {rank}") for rank in range(world.size)}
-        require(len(hashes) == 1, "this script differs between machines: copy one to all")
-        dist.init_process_group("nccl" if device_id else "gloo", store=store, rank=world.rank,
-                                world_size=world.size, timeout=TIMEOUT, device_id=device_id)
+        dist.init_process_group("nccl" if gpu else "gloo", timeout=TIMEOUT, device_id=gpu)
     except (RuntimeError, ValueError) as e:
         raise UserError(f"the processes do not reach each other ({first_line(e)}); choose the "
                         "interface by NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME") from None
+    plans = [plan]
+    dist.broadcast_object_list(plans, src=0)  # replaces the None of the others
+    hp = plans[0].hp
+    here = (script, find_shards(hp.train_files), find_shards(hp.val_files))
+    everywhere = [None] * world.size
+    dist.all_gather_object(everywhere, here)
+    require(everywhere.count(here) == world.size, "script or data differ between the machines")
+    return plans[0]
 
-def end_at_signals(log: "RunLog"):
-    """Lets SIGINT and SIGTERM end the run at once. The first process says how to continue it."""
-    def end(number, frame):
-        message = f"error: stopped by {signal.Signals(number).name}"
-        for newest in checkpoints_of(log.path)[:1]:
-            message += f"; {newest} is saved, and --resume={log.path} continues from it"
-        say(message, sys.stderr)
-        os._exit(128 + number)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, end if log.file else signal.SIG_DFL)
+def cpu_info() -> dict[str, str]:
+    """What Linux says of the processor, such as its model and its flags; elsewhere nothing."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text(errors="replace") if info.exists() else ""
+    return dict(re.findall(r"(?m)^([^\t]+)\t+: (.*)$", text.partition("\n\n")[0]))
 
-def end_if_torchrun_is_gone():
-    """Starts to watch torchrun, and ends this process if torchrun is gone without ending it."""
-    torchrun = os.getppid()
-
-    def watch():
-        while os.getppid() == torchrun:
-            time.sleep(1)
-        os._exit(1)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        threading.Thread(target=watch, daemon=True).start()
-
-# ---- 12. Log and clock --------------------------------------------------------------------------
-
-SEPARATOR = "=" * 100
-
-def say(text: str, stream=None):
-    """Prints on the console, as long as there is one: a run needs none."""
-    try:
-        print(text, file=stream, flush=True)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), (stream or sys.stdout).fileno())
-
-def first_line(e: Exception) -> str:
-    return str(e).partition("\n")[0] or type(e).__name__
-
-class RunLog:
-    """The first process's log file and console; on other processes, writing does nothing.
-
-    Lines that cannot be written, because the disk is full, wait in `waiting` and are tried again
-    with the next one. When a run is resumed, `held` keeps all its lines there until its first loss
-    is known and finite; only then does `release` cut the log back to the checkpoint and let them
-    through. So a resume that fails changes nothing."""
-
-    def __init__(self, plan: "Plan", world: World):
-        self.hp = plan.hp
-        self.file = self.path = None
-        self.waiting = b""  # what is not in the file yet
-        self.warned = False  # that the file cannot be written
-        self.held = plan.checkpoint is not None
-        if world.rank > 0:
-            return
-        self.file = open_log(plan)
-        self.path = Path(self.file.name)
-        if self.held:
-            self.file.seek(plan.start.log_bytes)
-            now = f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}"
-            self.write(f"resumed: step {plan.start.step} at {now}, on {world.size} rank(s) of "
-                       f"{platform.node()} with torch {torch.__version__}")
-        else:
-            settings = [f"{name} = {value!r}" for name, value in asdict(plan.hp).items()]
-            head = [*settings, SEPARATOR, *environment(plan, world), SEPARATOR]
-            self.write("\n".join([*head, plan.script.removesuffix("\n"), SEPARATOR]), console=False)
-        for change in plan.changes:
-            self.write(f"changed: {change}")
-
-    def write(self, text: str, console: bool = True):
-        if self.file is None:
-            return
-        self.waiting += f"{text}\n".encode(errors="backslashreplace")
-        if console:
-            say(text)
-        if not self.held:
-            try:
-                # A disk that is almost full may take only the first of these bytes.
-                self.waiting = self.waiting[self.file.write(self.waiting):]
-            except OSError as e:
-                if not self.warned:
-                    say(f"warning: {self.path} cannot be written ({e.strerror}); training goes on")
-                self.warned = True
-
-    def write_loss(self, kind: str, loss: float, step: int, scheduled: int, seconds: float):
-        """Writes a loss after `step` updates: the val_loss of these weights, or the train_loss of
-        the last update, which was computed just before it. The line also gives the window and the
-        learning rate that the schedules have for `scheduled`, the number of updates before the loss
-        was computed. A loss that is not finite ends the run."""
-        if math.isfinite(loss):
-            self.release()
-        average = f"{1000 * seconds / step:.2f}" if step else "nan"
-        self.write(f"step:{step}/{self.hp.num_iterations} {kind}:{loss:.4f} "
-                   f"train_time:{1000 * seconds:.0f}ms step_avg:{average}ms "
-                   f"tokens:{tokens_seen(step, self.hp)} lr:{lr_scale(scheduled, self.hp):.3f} "
-                   f"window:{window_tokens(scheduled, self.hp)}")
-        require(math.isfinite(loss), f"step {step}: {kind} is {loss}; try lower learning rates")
-
-    def release(self):
-        """Cuts the log of a resumed run back to its checkpoint. From the next line on, nothing is
-        held back any more."""
-        if self.file and self.held:
-            self.file.truncate()
-            self.held = False
-
-def open_log(plan: "Plan"):
-    """The file of the run's log, which no other process may write until this one ends. A new log is
-    named by the time, and if that name exists, by a later second."""
-    now = datetime.now(timezone.utc)
-    file = open_file(f"{plan.checkpoint.parent}.log", "r+b", 0) if plan.checkpoint else None
-    while file is None:
-        path = Path(plan.hp.records, f"{now:%Y-%m-%dT%H-%M-%SZ}_{plan.hp.name}.log")
-        os.makedirs(plan.hp.records, exist_ok=True)
-        try:
-            file = open(path, "xb", 0)
-        except FileExistsError:
-            now += timedelta(seconds=1)
-    try:
-        import fcntl  # which Windows lacks
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"{file.name} is still written by another process: end it first") from None
-    except (ImportError, OSError) as e:
-        say(f"note: {file.name} cannot be locked ({e}): do not resume a run that is still alive")
-    return file
-
-class StepClock:
-    """Training time in seconds, which starts and stops on an idle device, and the queue of losses.
-    On a GPU a loss is read two steps late, so that the host never waits for the newest step."""
-
-    def __init__(self, device: torch.device, elapsed: float, log: RunLog):
-        self.device = device
-        self.elapsed = elapsed
-        self.log = log
-        self.losses = []  # (step, loss, event of its arrival on the host), the oldest first
-
-    def start(self):
-        wait_for(record_event(self.device))
-        self.started = time.perf_counter()
-
-    def stop(self):
-        self.read_losses(keep=0)
-        wait_for(record_event(self.device))
-        self.elapsed += time.perf_counter() - self.started
-
-    def add_loss(self, step: int, loss: Tensor):
-        loss = loss.to("cpu", non_blocking=True)  # into pinned memory, to be read after the event
-        self.losses.append((step, loss, record_event(self.device)))
-        self.read_losses(keep=2 if self.device.type == "cuda" else 0)
-
-    def read_losses(self, keep: int):
-        while len(self.losses) > keep:
-            step, loss, arrived = self.losses.pop(0)
-            wait_for(arrived)
-            seconds = self.elapsed + time.perf_counter() - self.started
-            self.log.write_loss("train_loss", float(loss), step, step - 1, seconds)
-
-def environment(plan: "Plan", world: World) -> list[str]:
-    """The machine, the software and the data, as lines `key: value`."""
-    model = subprocess.getoutput("grep -sm1 'model name' /proc/cpuinfo").partition(": ")[2]
-    units = [unit for unit in BF16_UNITS if torch.cpu.get_capabilities().get(unit)]
-    cpu = [f"{os.cpu_count()} x {model}", torch.backends.cpu.get_cpu_capability(), *units]
-    lines = [f"command: {' '.join(sys.argv)}",
-             f"host: {platform.node()}, {platform.platform()}",
-             f"cpu: {', '.join(cpu)}",
-             f"torch: {torch.__version__}, Python {platform.python_version()}",
-             f"ranks: {world.size}",
-             f"threads: {torch.get_num_threads()} a rank",
-             f"git: {subprocess.getoutput('git describe --always --dirty --abbrev=40')}"]
-    for shard in plan.train_shards + plan.val_shards:
-        lines.append(f"data: {shard.path} {shard.tokens} tokens {shard.fingerprint}")
-    if world.device.type == "cuda":
-        lines.append(f"gpus: {torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
-        query = "driver_version,clocks.sm,clocks.max.sm,power.limit,temperature.gpu"
-        table = subprocess.getoutput(f"nvidia-smi --query-gpu={query} --format=csv").splitlines()
-        lines += [f"gpu: {line}" for line in table]
-    lines.append(f"script: sha256 {plan.facts()['script']} {plan.script.count(chr(10))} lines")
-    return [" ".join(line.split()) for line in lines]  # a name with a line break stays one line
-
-# ---- 13. Checkpoints ----------------------------------------------------------------------------
-# One file has all that a run needs to continue, on any number of processes. The two newest are
-# kept, in a folder beside the log that has the log's name.
-
-class Progress(NamedTuple):
-    """Where a run stands."""
-    step: int = 0
-    seconds: float = 0.0  # of training time
-    val_loss: float = math.nan  # if this step has been validated
-    log_bytes: int = 0  # the length of the log, to which a resumed run cuts it back
-
-def checkpoints_of(log_path: Path) -> list[Path]:
-    """Newest first."""
-    return sorted(log_path.with_suffix("").glob("step*.pt"), reverse=True)
-
-def due(step: int, plan: "Plan") -> tuple[bool, bool]:
-    """Whether the run validates, and whether it saves, after this number of steps. At the step from
-    which it resumes, it does neither, because the run did what was due before it saved. But a run
-    that was complete is validated again if its loss is unknown or something has changed."""
-    last = step == plan.hp.num_iterations
-    if plan.checkpoint and step == plan.start.step:
-        return (last and (math.isnan(plan.start.val_loss) or len(plan.changes) > 0)), False
-    validates = last or (plan.hp.val_loss_every > 0 and step % plan.hp.val_loss_every == 0)
-    saves = step > 0 and plan.hp.save_every > 0 and (last or step % plan.hp.save_every == 0)
-    return validates, saves
-
-def save_checkpoint(now: Progress, model, optimizers, plan: "Plan", log: RunLog) -> bool:
-    """Saves under a temporary name and renames, so that what has a checkpoint's name is whole. A
-    failure does not end the run: a line says why, and the next save tries again. All processes take
-    part; the first one writes."""
-    state = gather_training_state(model, optimizers)
-    if log.file is None:
-        return True  # only the first process knows whether it was saved
-    now = now._replace(log_bytes=log.file.tell())
-    path = log.path.with_suffix("") / f"step{now.step:08}.pt"
-    try:
-        require(not log.waiting, f"{log.path} cannot be written")
-        require(all(p.isfinite().all() for p in state["model"].values()), "weights are not finite")
-        path.parent.mkdir(exist_ok=True)
-        with open(path.with_name("unfinished"), "wb") as f:
-            torch.save(dict(progress=now._asdict(), facts=plan.facts(), **state), f)
-            f.flush()
-            os.fsync(f.fileno())
-        os.fsync(log.file.fileno())
-        os.replace(path.with_name("unfinished"), path)
-        for old in checkpoints_of(log.path)[2:]:
-            old.unlink()
-    except (UserError, OSError, RuntimeError) as e:
-        with suppress(OSError):  # it may not exist, or the disk has become read-only
-            path.with_name("unfinished").unlink()  # it may be what fills the disk
-        # torch.save raises a RuntimeError while it handles the OSError that says why.
-        log.write(f"warning: {path} not saved ({first_line(e.__context__ or e)}); training goes on")
-        return False
-    log.write(f"checkpoint: {path}")
-    return True
-
-def read_checkpoint(path: Path) -> dict:
-    """A checkpoint whose checksums are right, its tensors mapped from the disk."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            require(archive.testzip() is None, "a checksum is wrong")
-        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        require("progress" in saved, "it was saved by another version of this script")
-        return saved
-    except Exception as e:  # a damaged archive leads to many kinds of exception
-        raise UserError(f"{path} cannot be used ({first_line(e)}): if it is damaged, delete it to "
-                        "continue from the one before it") from None
-
-# ---- 14. Flags and checks -----------------------------------------------------------------------
+# ---- Flags and checks
 
 def parse_flags(argv: list[str]) -> tuple[Hyperparameters, argparse.Namespace]:
     """The settings that a command line asks for, and its .preset, .check, .resume (a path or None)
     and .named (only the settings that it names). Raises UserError."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.error = lambda message: require(False, f"{message}; --help lists the flags")
-    parser.usage = "%(prog)s [--preset=NAME | --resume=LOG] [--check] [--setting=value ...]"
+    parser.usage = "%(prog)s [--preset=NAME | --resume=CHECKPOINT] [--check] [--setting=value ...]"
     parser.add_argument("--check", action="store_true", help="check settings and data, then exit")
     either = parser.add_mutually_exclusive_group()
     preset = "speedrun" if torch.cuda.is_available() else "demo"
     either.add_argument("--preset", choices=PRESETS, metavar="NAME", default=preset,
                         help=f"{' or '.join(PRESETS)}; on this machine the default is {preset}")
-    either.add_argument("--resume", metavar="LOG", type=Path,
-                        help="continue this log's run, in its settings except those named here")
+    either.add_argument("--resume", metavar="CHECKPOINT", type=Path,
+                        help="continue from a checkpoint, in its settings but those named here")
     for f in fields(Hyperparameters):
         kind = type(f.default)
         form = dict(type=str.lower, choices=("true", "false")) if kind is bool else dict(type=kind)
@@ -1545,26 +1172,54 @@ def parse_flags(argv: list[str]) -> tuple[Hyperparameters, argparse.Namespace]:
     command = parser.parse_args(argv)
     hp = PRESETS[command.preset]
     command.named = {name: value == "true" if isinstance(getattr(hp, name), bool) else value
-                     for name, value in vars(command).items() if hasattr(hp, name)}
+                     for name, value in vars(command).items() if name in asdict(hp)}
     return replace(hp, **command.named), command
+
+def resolve(hp: Hyperparameters, device: torch.device) -> Hyperparameters:
+    """The settings with everything decided that depends on the machine or on chance: the dtype
+    `auto`, a seed of -1, and FP8, which is used only where the hardware has it. A resumed run keeps
+    what was decided at its start: on a faster machine, name --dtype and --use_fp8 to change it.
+    (val_tokens of 0 depends on the data; `prepare` decides it.)"""
+    cuda = device.type == "cuda"
+    has_fp8 = cuda and torch.cuda.get_device_capability(device) >= (8, 9)
+    fast_bf16 = re.search("amx_bf16|avx512_bf16", cpu_info().get("flags", "")) is not None
+    if cuda:
+        fast_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    if hp.dtype == "auto":
+        hp = replace(hp, dtype="bfloat16" if fast_bf16 else "float32")
+    if hp.seed < 0:
+        hp = replace(hp, seed=int(np.random.default_rng().integers(2**31)))
+    return replace(hp, use_fp8=hp.use_fp8 and has_fp8 and hp.dtype == "bfloat16")
 
 def check_settings(hp: Hyperparameters, world_size: int):
     """Refuses settings that make no sense alone or together."""
     for f in fields(hp):
         value = getattr(hp, f.name)
-        low, high, unit, marks = f.metadata["allowed"]
-        if marks:
-            require(set(value) <= set(marks), f"--{f.name}={value} has marks other than {marks}")
-            require(len(value) == len(hp.windows) > 1, f"--{f.name}={value} and --windows="
-                    f"{hp.windows} need one mark for each of the same two or more layers")
-        elif not isinstance(value, str):
+        low, high, unit, pattern = f.metadata["limits"]
+        if isinstance(value, str):
+            require(re.fullmatch(pattern, value), f"--{f.name}={value} is not {f.metadata['help']}")
+        else:
             require(low <= value <= high, f"--{f.name}={value} is not from {low} to {high}")
-            require(unit == 1 or value % unit == 0,
-                    f"--{f.name}={value} is not a multiple of {unit}")
-    require(hp.dtype in ("auto", "bfloat16", "float32"),
-            f"--dtype={hp.dtype}: choose auto, bfloat16 or float32")
-    require(re.fullmatch(r"[\w.-]+", hp.name), f"--name={hp.name}: use letters, digits and ._-")
-    check_method(hp)
+            require(unit == 1 or value % unit == 0, f"--{f.name}={value} is no multiple of {unit}")
+    layers = len(hp.windows)
+    for name in ("attention", "value_embeds", "skips"):
+        marks = getattr(hp, name)
+        require(len(marks) == layers, f"--{name}={marks} needs one mark for each of the {layers} "
+                f"layers in --windows={hp.windows}")
+    unused = [mark for mark, x in zip(hp.value_embeds, hp.attention) if mark != "." and x == "."]
+    require(not unused, f"--value_embeds={hp.value_embeds} marks a layer without --attention")
+    sources = {layer: int(mark) for layer, mark in enumerate(hp.skips) if mark != "."}
+    require(sources, f"--skips={hp.skips}: at least one layer must have a skip")
+    for layer, source in sources.items():
+        require(source < layer, f"--skips={hp.skips}: layer {layer} cannot add the output of layer "
+                f"{source}, which is not an earlier one")
+    require(max(hp.late_input, hp.backout) < layers, f"--late_input={hp.late_input} and --backout="
+            f"{hp.backout} must name layers, of which the last one is {layers - 1}")
+    # Gradients that Adam will add up over several steps are not saved.
+    require(hp.save_every % hp.adam_every == 0 and hp.num_iterations % hp.adam_every == 0,
+            f"--save_every={hp.save_every} and --num_iterations={hp.num_iterations} must be "
+            f"multiples of --adam_every={hp.adam_every}")
+    require(hp.num_heads % (hp.num_kv_heads or 1) == 0, "--num_kv_heads must divide --num_heads")
     sizes = [size for size in range(1, hp.micro_batches + 1) if hp.micro_batches % size == 0]
     require(world_size in sizes, f"{world_size} processes cannot share {hp.micro_batches} "
             f"micro-batches equally: start one of {sizes}, or change --micro_batches")
@@ -1576,38 +1231,30 @@ class Plan:
     script: str  # the text of this file
     train_shards: list[Shard]
     val_shards: list[Shard]
-    start: Progress
+    step: int = 0  # that it begins with
+    seconds: float = 0.0  # of training time before it
     checkpoint: Path | None = None  # to resume from
-    changes: list[str] = field(default_factory=list)  # what is not as the checkpoint has it
 
-    def facts(self) -> dict:
-        """What a checkpoint keeps to see whether a resumed run is still the same."""
-        return dict(asdict(self.hp), script=sha256(self.script.encode()),
-                    training_data=[shard.fingerprint for shard in self.train_shards],
-                    validation_data=[shard.fingerprint for shard in self.val_shards])
+    def data_read(self, step: int) -> str:
+        """A hash of the tokens that the steps before this one have trained on."""
+        fingerprints = {shard.path: shard.fingerprint for shard in self.train_shards}
+        steps = islice(step_starts(self.train_shards, self.hp), step)
+        starts = [(fingerprints[path], start) for path, start in steps]
+        return sha256(f"{starts} {tokens_seen(step, self.hp)}".encode())
 
-def prepare(hp: Hyperparameters, command: argparse.Namespace, script: str, world: World) -> Plan:
-    """Finds the data and, for --resume, the checkpoint, and makes every check that needs no
-    training. Raises UserError."""
-    # The settings and this machine
-    start = Progress()
-    if command.resume:
-        checkpoint, saved = find_checkpoint(command.resume)
-        start = Progress(**saved["progress"])
-        settings = saved["facts"] | command.named
-        hp = Hyperparameters(**{f.name: settings.get(f.name, f.default) for f in fields(hp)})
+def prepare(hp: Hyperparameters, command, script: str, world: World, saved: dict | None) -> Plan:
+    """Finds the data and makes every check that needs no training. A resumed run has the settings
+    of what was saved in its checkpoint, except those that the command line names. Raises
+    UserError."""
+    if saved:
+        own = asdict(hp).keys()
+        known = saved["settings"].keys() | command.named.keys()
+        require(own == known, f"--resume: {sorted(own ^ known)} are settings of only the script or "
+                "only the checkpoint: name new ones as flags, or take the script in the run's log")
+        hp = Hyperparameters(**(saved["settings"] | command.named))
     check_settings(hp, world.size)
     hp = resolve(hp, world.device)
-    if world.device.type == "cuda":
-        compilers = os.environ.get("CC", "gcc clang").split()
-        header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
-        require(any(map(shutil.which, compilers)) and header.exists(), "Triton needs a C compiler "
-                f"(gcc, clang or $CC) and {header}: install gcc and the Python headers")
-    # The folder for records, or the nearest one above it that exists:
-    folder = next(path for path in Path(hp.records, "log").absolute().parents if path.exists())
-    require(os.access(f"{folder}/.", os.W_OK), f"--records: {folder} is no folder to write to")
 
-    # The data
     train_shards = find_shards(hp.train_files)
     val_shards = find_shards(hp.val_files)
     paths = {}
@@ -1623,38 +1270,289 @@ def prepare(hp: Hyperparameters, command: argparse.Namespace, script: str, world
     require(steps == hp.num_iterations, f"--train_files={hp.train_files} suffices for {steps} "
             f"steps, not {hp.num_iterations}: add shards, raise --epochs or lower --num_iterations")
 
-    # What has changed, if it goes on with an earlier run
-    plan = Plan(hp, script, train_shards, val_shards, start)
-    require(start.step <= hp.num_iterations, f"the run has done {start.step} steps already")
-    if command.resume:
-        plan.checkpoint = checkpoint
-        for name, value in plan.facts().items():
-            before = saved["facts"].get(name)
-            if before != value:
-                plan.changes.append(f"{name} was {before} and is {value}")
-                require(name not in KEPT, f"--resume: {plan.changes[-1]}, but must stay")
+    plan = Plan(hp, script, train_shards, val_shards)
+    if saved:
+        plan.step = saved["step"]
+        plan.seconds = saved["seconds"]
+        plan.checkpoint = command.resume
+        require(plan.step <= hp.num_iterations, f"the run has done {plan.step} steps already")
+        require(plan.data_read(plan.step) == saved["data_read"], "--resume: what it trained on "
+                "must stay: --train_seq_len, --micro_batches, the stages of the steps that it has "
+                "done (--stages and --num_iterations), and the shards, to which you may add")
     return plan
 
-def find_checkpoint(log_path: Path) -> tuple[Path, dict]:
-    """The newest checkpoint of a log's run, and what it holds."""
-    require(log_path.suffix == ".log" and os.path.isfile(log_path), f"{log_path} is not a log")
-    checkpoints = checkpoints_of(log_path)
-    require(checkpoints, f"--resume={log_path}: this run has saved no checkpoint; start it anew")
-    saved = read_checkpoint(checkpoints[0])
-    log = log_path.read_bytes()[:saved["progress"]["log_bytes"]]
-    require(len(log) == saved["progress"]["log_bytes"] and log.endswith(b"\n"),
-            f"{log_path} was edited after {checkpoints[0].name} was saved: restore it")
-    return checkpoints[0], saved
+# ---- Log and clock
+
+def say(text: str):
+    """Prints on the console. A run needs none: if it has gone away, nobody is told any more."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        sys.stdout = open(os.devnull, "w")
+
+class RunLog:
+    """The first process's log file and console; on other processes, writing does nothing. The log
+    of a resumed run names the checkpoint from which it continues; records/logs.py joins the two."""
+
+    def __init__(self, plan: Plan, world: World):
+        self.hp = plan.hp
+        self.path = self.file = None
+        self.failed = False  # whether the newest write to the file failed
+        if world.rank > 0:
+            return
+        now = datetime.now(timezone.utc)
+        try:
+            os.makedirs(plan.hp.records, exist_ok=True)
+            while self.file is None:
+                self.path = Path(plan.hp.records, f"{now:%Y-%m-%dT%H-%M-%SZ}_{plan.hp.name}.log")
+                with suppress(FileExistsError):  # of a run that started in the same second
+                    self.file = open(self.path, "xb", buffering=0)
+                now += timedelta(seconds=1)
+        except OSError as e:
+            raise UserError(f"--records={plan.hp.records} takes no log: {e.strerror}") from None
+        settings = [f"{name} = {value!r}" for name, value in asdict(plan.hp).items()]
+        script = plan.script.removesuffix("\n").split("\n")
+        for part in (settings, environment(plan, world), script):
+            self.write("\n".join([*part, "=" * 100]), console=False)
+
+    def write(self, text: str, console: bool = True):
+        """Writes a line to the file and, if asked for, to the console. Training goes on if one of
+        them is full or gone."""
+        if self.file is None:
+            return
+        if console:
+            say(text)
+        # A disk that is almost full may take half a line. The dots end it, and mark it as such.
+        line = f"...\n{text}\n" if self.failed else f"{text}\n"
+        line = line.encode(errors="backslashreplace")
+        try:
+            failure = None if self.file.write(line) == len(line) else "the disk is full"
+        except OSError as e:
+            failure = e.strerror
+        if failure and not self.failed:
+            say(f"warning: {self.path} cannot be written ({failure}); training goes on")
+        self.failed = failure is not None
+
+    def write_loss(self, kind: str, step: int, loss: float, seconds: float):
+        """Writes the line of a loss after `step` updates and `seconds` of training. A loss that is
+        not finite ends the run."""
+        # The line ends with what the schedules gave when the loss was computed. A val_loss is that
+        # of the weights at this step, but a train_loss is from just before the last update.
+        scheduled = step if kind == "val_loss" else step - 1
+        average = f"{1000 * seconds / step:.2f}" if step else "nan"
+        self.write(f"step:{step}/{self.hp.num_iterations} {kind}:{loss:.4f} "
+                   f"train_time:{1000 * seconds:.0f}ms step_avg:{average}ms "
+                   f"tokens:{tokens_seen(step, self.hp)} lr:{lr_scale(scheduled, self.hp):.3f} "
+                   f"window:{window_tokens(scheduled, self.hp)}")
+        require(math.isfinite(loss), f"step {step}: {kind} is {loss}; try lower learning rates")
+
+def environment(plan: Plan, world: World) -> list[str]:
+    """The machine, the software and the data, as lines `key: value`."""
+    cpu = cpu_info()
+    units = re.findall(r"\b(?:avx2|avx512f|avx512_bf16|amx_bf16)\b", cpu.get("flags", ""))
+    model = cpu.get("model name", platform.processor())
+    lines = [f"command: {' '.join(sys.argv)}",
+             f"host: {platform.node()}, {platform.platform()}",
+             f"cpu: {', '.join([f'{os.cpu_count()} x {model}', *units])}",
+             f"torch: {torch.__version__}, Python {platform.python_version()}",
+             f"ranks: {world.size}",
+             f"threads: {torch.get_num_threads()} a rank",
+             # If a start hangs here, git or nvidia-smi would hang in a shell as well.
+             f"git: {subprocess.getoutput('git describe --always --dirty --abbrev=40')}"]
+    for shard in plan.train_shards + plan.val_shards:
+        lines.append(f"data: {shard.path} {shard.tokens} tokens {shard.fingerprint}")
+    if world.device.type == "cuda":
+        lines.append(f"gpus: {torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
+        query = "driver_version,clocks.sm,clocks.max.sm,power.limit,temperature.gpu"
+        table = subprocess.getoutput(f"nvidia-smi --query-gpu={query} --format=csv").splitlines()
+        lines += [f"gpu: {line}" for line in table]
+    if plan.checkpoint:
+        lines.append(f"resumed: {plan.checkpoint.absolute()} at step {plan.step}")
+    script = plan.script
+    lines.append(f"script: sha256 {sha256(script.encode())} {script.count(chr(10))} lines")
+    return [" ".join(line.split()) for line in lines]  # a name with a line break stays one line
+
+class StepClock:
+    """Training time in seconds, which starts and stops on an idle device, and the losses of steps.
+    A loss is read when the next step has been launched, so that a GPU never waits for the host."""
+
+    def __init__(self, device: torch.device, seconds: float):
+        self.cuda = device.type == "cuda"
+        self.synchronize = torch.cuda.synchronize if self.cuda else lambda: None
+        self.seconds = seconds  # at the last stop
+        self.losses = []  # (step, loss, event of its arrival on the host), the oldest first
+
+    def start(self):
+        self.synchronize()
+        self.started = time.perf_counter() - self.seconds
+
+    def stop(self):
+        self.synchronize()
+        self.seconds = time.perf_counter() - self.started
+
+    def add_loss(self, step: int, loss: Tensor):
+        loss = loss.to("cpu", non_blocking=True)  # from a GPU, has a value when the event is over
+        arrival = torch.cuda.current_stream().record_event() if self.cuda else None
+        self.losses.append((step, loss, arrival))
+
+    def read_losses(self, keep: int) -> Iterator[tuple[int, float, float]]:
+        """(step, loss, seconds) of all but the `keep` newest."""
+        while len(self.losses) > keep:
+            step, loss, arrival = self.losses.pop(0)
+            if arrival:
+                arrival.synchronize()
+            yield step, float(loss), time.perf_counter() - self.started
+
+# ---- Checkpoints
+
+def read_checkpoint(path: Path) -> dict:
+    """A checkpoint whose checksums are right, its tensors mapped from the disk."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            require(archive.testzip() is None, "a checksum is wrong")
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        require("data_read" in saved, "this script did not save it")
+        return saved
+    except Exception as e:  # a damaged archive leads to many kinds of exception
+        raise UserError(f"--resume={path} cannot be used ({first_line(e)}): name a checkpoint, "
+                        "step<n>.pt; if it is damaged, the one before it") from None
+
+def save_checkpoint(step: int, seconds: float, model, optimizers, plan: Plan, log, warn) -> bool:
+    """Saves all that a run needs to continue, on any number of processes, and returns whether that
+    worked. A failure does not end the run; if `warn` is true, a line says why.
+
+    The file is written as `unfinished` and then gets a checkpoint's name, so that what has such a
+    name is whole. The two newest are kept. If a run is killed while it saves, `unfinished` stays;
+    you may delete it. All processes take part; the first one writes, while the others wait for it
+    in the next step (see TIMEOUT)."""
+    state = gather_training_state(model, optimizers)
+    if log.file is None:
+        return True  # only the first process knows whether it was saved
+    path = log.path.with_suffix("") / f"step{step:08}.pt"
+    unfinished = path.with_name("unfinished")
+    saved = dict(step=step, seconds=seconds, settings=asdict(plan.hp), state=state,
+                 script=sha256(plan.script.encode()), data_read=plan.data_read(step))
+    file = io.BytesIO()  # in memory first, so that below, errors are those of the disk
+    torch.save(saved, file)
+    try:
+        path.parent.mkdir(exist_ok=True)
+        unfinished.write_bytes(file.getbuffer())
+        os.replace(unfinished, path)
+    except OSError as e:
+        with suppress(OSError):
+            unfinished.unlink()  # it may be what fills the disk
+        if warn:
+            log.write(f"warning: {path} not saved ({e.strerror}); training goes on")
+        return False
+    log.write(f"checkpoint: {path}")
+    for old in sorted(path.parent.glob("step*.pt"))[:-2]:
+        with suppress(OSError):
+            old.unlink()
+    return True
+
+# ---- 11. The run --------------------------------------------------------------------------------
+
+def main(argv: list[str]):
+    """The story of a run, in the order in which it happens."""
+    # What to do. The first process makes a plan, with every check that needs no training, and sends
+    # it to the others. With --check the processes do not connect, and each makes its own.
+    script = Path(__file__).read_text(encoding="utf-8")  # now, before anyone edits it
+    hp, command = parse_flags(argv)
+    world = world_of_this_process()
+    saved = plan = None
+    if world.rank == 0 or command.check:
+        saved = read_checkpoint(command.resume) if command.resume else None
+        plan = prepare(hp, command, script, world, saved)
+    if command.check:
+        world = World(0, 1, world.device)
+    elif world.size > 1:
+        plan = connect(plan, script, world)
+    hp = plan.hp
+    cuda = world.device.type == "cuda"
+
+    # What to train
+    torch.manual_seed(hp.seed)  # for modules that draw_weights leaves as they were constructed
+    model = GPT(hp, getattr(torch, hp.dtype), flex=cuda)
+    draw_weights(model, hp.seed)
+    model.to(world.device)
+    optimizers = build_optimizers(model, hp, world)
+    if plan.checkpoint:
+        load_training_state(saved and saved["state"], model, optimizers, world)
+    if command.check:
+        print("checks passed")
+        return
+
+    log = RunLog(plan, world)
+    try:
+        log.write(f"log: {log.path}")
+        launcher = "python" if world.size == 1 else f"torchrun --nproc_per_node={world.size}"
+        log.write(f"to resume: {launcher} {sys.argv[0]} --resume=FILE, the newest checkpoint below")
+        if saved and saved["script"] != sha256(script.encode()):
+            log.write("changed: the script is not the one that saved the checkpoint")
+        log.write(f"model: {sum(p.numel() for p in model.parameters())} parameters; "
+                  f"{batch_size(0, hp)} x {hp.train_seq_len} tokens at first, {world.size} rank(s)")
+        for each in optimizers:
+            names = ", ".join(each.params)
+            log.write(f"{type(each).__name__}, lr {each.lr}: {names}", console=False)
+
+        # What comes before the clock. A run on a CPU takes minutes, in which compiling would not
+        # pay. To debug on a GPU without the compiler, set TORCH_COMPILE_DISABLE=1.
+        model.loss = compiled(model.loss, world.device)
+        val_sequences = load_validation(plan.val_shards, hp, world)
+        batches_of_steps = train_batches(plan.train_shards, hp, world, plan.step)
+        began = time.perf_counter()
+        warm_up(model, optimizers, hp, world)
+        log.write(f"warmup: {time.perf_counter() - began:.1f} s, untimed")
+
+        # The clock runs for training steps alone: it stops to validate and to save.
+        clock = StepClock(world.device, plan.seconds)
+        is_saved = True  # false while the newest save has failed
+        clock.start()
+        for step in range(plan.step, hp.num_iterations + 1):
+            last = step == hp.num_iterations
+            save_due = step > 0 and hp.save_every > 0 and (last or step % hp.save_every == 0)
+            val_due = hp.val_loss_every > 0 and step % hp.val_loss_every == 0
+            # Validation comes before each save, so that weights that give no finite loss, which
+            # ends the run, are never saved; and again where a run resumes, to show that it is well.
+            if last or save_due or val_due:
+                clock.stop()
+                for loss in clock.read_losses(keep=0):
+                    log.write_loss("train_loss", *loss)
+                val_loss = evaluate(model, val_sequences, step, hp, world)
+                log.write_loss("val_loss", step, val_loss, clock.seconds)
+                if save_due and step > plan.step:
+                    is_saved = save_checkpoint(step, clock.seconds, model, optimizers, plan, log,
+                                               warn=is_saved)
+                clock.start()
+            if last:
+                break
+            loss = train_step(model, next(batches_of_steps), optimizers, step, hp, world)
+            clock.add_loss(step + 1, loss)
+            for loss in clock.read_losses(keep=int(cuda)):
+                log.write_loss("train_loss", *loss)
+
+        log.write(f"throughput: {tokens_seen(step, hp) / max(clock.seconds, 1e-9):.0f} tokens/s")
+        if cuda:
+            log.write(f"peak_memory: {torch.cuda.max_memory_allocated() >> 20} MiB on rank 0")
+        log.write(f"final_val_loss: {val_loss:.4f} nats per token, on {hp.val_tokens} tokens")
+        log.write(f"log: {log.path}")
+    except Exception as e:  # so that the log does not just stop
+        prefix = "" if isinstance(e, UserError) else f"{type(e).__name__}: "
+        log.write(f"error: {prefix}{e}", console=False)
+        raise
+    if world.size > 1:
+        dist.destroy_process_group()
 
 if __name__ == "__main__":
+    # Ctrl+C ends this process at once, even while it waits for a GPU, as SIGTERM does anyway.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         main(sys.argv[1:])
     except UserError as e:
-        message = f"error: {e}"
         if os.environ.get("RANK", "0") != "0":
-            time.sleep(5)  # torchrun ends this process meanwhile, if the first one says the same
-            message += f" (rank {os.environ['RANK']} on {platform.node()})"
-        say(message, sys.stderr)
+            time.sleep(3)  # torchrun ends this process meanwhile, if the first one has failed too
+        with suppress(OSError):
+            print(f"error: {e}", file=sys.stderr, flush=True)
         os._exit(2)  # an orderly exit could wait for processes that wait for this one
     except Exception:
         sys.excepthook(*sys.exc_info())
