@@ -42,9 +42,9 @@ from torch.autograd import DeviceType
 
 from data import common
 from memory_plan import estimated_peaks, kept_bytes
-from train_gpt import (BLOCK, GPT, Hyperparameters, Shard, UserError, World, block_sparse,
-                       build_optimizers, check_settings, draw_weights, evaluate, find_shards, flex,
-                       fp8_matmul, load_validation, norm, parse_flags, resolve, step_starts, to_fp8,
+from train_gpt import (BLOCK, GPT, Hyperparameters, Shard, UserError, World, build_optimizers,
+                       check_settings, draw_weights, evaluate, find_shards, fp8_matmul,
+                       load_validation, norm, parse_flags, resolve, step_starts, to_fp8,
                        train_batches, train_step, warm_up, window_tensor, window_tokens,
                        world_of_this_process)
 
@@ -134,7 +134,7 @@ def train_flops(model: GPT, hp: Hyperparameters) -> tuple[float, float]:
 
 
 def matrix_elements(model: GPT) -> int:
-    return sum(p.numel() for p in model.blocks.parameters() if p.ndim == 2)
+    return sum(p.numel() for p in model.blocks.parameters() if p.ndim > 1)
 
 
 def floor_seconds(tokens: int, flops: tuple[float, float], rates: tuple[float, float]) -> float:
@@ -287,10 +287,10 @@ def find_data(hp: Hyperparameters, real: bool, folder: str,
 
 
 class HeadAndLoss(GPT):
-    """The head and the loss alone, of what the layers would hand to them."""
+    """The head and the loss alone, called with the features in place of the tokens."""
 
-    def forward(self, x_TD: Tensor, targets_T: Tensor, window: Tensor) -> Tensor:
-        return self.mean_loss(x_TD, targets_T)
+    def features(self, x_TD: Tensor, window: Tensor) -> Tensor:
+        return x_TD
 
 
 class Training:
@@ -304,7 +304,7 @@ class Training:
         self.host_seconds = []  # of each step's data
         cuda = self.device.type == "cuda"
         dtype = getattr(torch, hp.dtype)
-        self.model = GPT(hp, flex if cuda else block_sparse, dtype)
+        self.model = GPT(hp, dtype, flex=cuda)
         draw_weights(self.model, hp.seed)
         self.model.to(self.device)
         self.params = list(self.model.parameters())
@@ -332,7 +332,7 @@ class Training:
 
     def set_window(self, tokens: int):
         self.settings = at_window(self.hp, tokens)
-        self.window = window_tensor(0, self.settings, self.world)
+        self.window = window_tensor(0, self.settings, self.device)
 
     def clear_gradients(self):
         self.model.zero_grad(set_to_none=True)
@@ -489,7 +489,7 @@ def fp8_scales(hp: Hyperparameters) -> tuple[float, float, float]:
     FP8."""
     hp = dataclasses.replace(hp, use_fp8=True, train_seq_len=BLOCK, val_seq_len=BLOCK)
     with torch.device("meta"):
-        return GPT(hp, block_sparse, torch.bfloat16).lm_head.fp8_scales
+        return GPT(hp, torch.bfloat16, flex=False).lm_head.fp8_scales
 
 
 def measure_casts(training: Training, report: Report):
@@ -503,8 +503,8 @@ def measure_casts(training: Training, report: Report):
         seen["x"] = inputs[0].detach()
         seen["logits"] = output
 
-    attend_under = model.attend_under
-    model.attend_under = block_sparse  # FlexAttention would have to be compiled
+    flex = model.flex
+    model.flex = False  # FlexAttention would have to be compiled
     hook = model.lm_head.register_forward_hook(watch)
     model.eval()  # so that the head computes in the dtype of the activations
     inputs, targets = (t[:length] for t in training.batches[0])
@@ -513,7 +513,7 @@ def measure_casts(training: Training, report: Report):
     gradient, = torch.autograd.grad(loss, seen["logits"])
     model.train()
     hook.remove()
-    model.attend_under = attend_under
+    model.flex = flex
     operands = (("input", seen["x"], torch.float8_e4m3fn),
                 ("weight", model.lm_head.weight.detach(), torch.float8_e4m3fn),
                 ("gradient", gradient, torch.float8_e5m2))

@@ -2,7 +2,6 @@
 that a compiled program takes, as Inductor estimates it when it generates the program."""
 
 import contextlib
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch._inductor.codegen import wrapper
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._pytree import tree_leaves
 
-from train_gpt import GPT, Hyperparameters, World, build_optimizers, flex
+from train_gpt import GPT, Hyperparameters, World, build_optimizers
 
 
 def kept_bytes(hp: Hyperparameters, processes: int) -> int:
@@ -20,8 +19,7 @@ def kept_bytes(hp: Hyperparameters, processes: int) -> int:
     estimated for the backward pass.)"""
     nowhere = torch.device("meta")
     with nowhere:
-        model = GPT(replace(hp, num_kv_heads=hp.num_kv_heads or hp.num_heads), flex,
-                    getattr(torch, hp.dtype))
+        model = GPT(hp, getattr(torch, hp.dtype), flex=True)
     optimizers = build_optimizers(model, hp, World(0, processes, nowhere))
     parameters = list(model.parameters())
     tensors = [*parameters, *model.buffers()]
