@@ -128,7 +128,7 @@ def micro_batches_of(checkpoint: Path) -> int:
     """The number of micro-batches of the run that saved a checkpoint."""
     try:
         return torch.load(checkpoint, map_location="cpu", weights_only=True,
-                          mmap=True)["facts"]["micro_batches"]
+                          mmap=True)["settings"]["micro_batches"]
     except Exception:  # of many kinds; the script's own check says what is wrong with the file
         return 1
 
