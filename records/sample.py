@@ -171,10 +171,12 @@ def load_model(run, device="cpu", script_path: Path | None = None) -> Trained:
         saved = script.read_checkpoint(checkpoint)
     except (script.UserError, logs.BadInput) as e:
         raise UserError(one_line(e).removeprefix("--resume=")) from None
+    if not isinstance(saved, dict):
+        raise UserError(f"{checkpoint}: is not a checkpoint of a run")
     check_script(checkpoint, saved, path, asked=script_path is not None)
     try:
         hp = script.Hyperparameters(**saved["settings"])
-        weights = saved["model"]
+        weights = saved["state"]["model"]
         model = script.GPT(hp, weights["embed.weight"].dtype, flex=False)
         model.load_state_dict(weights)
     except Exception as e:
@@ -289,7 +291,7 @@ def main():
                         help="seed of the random choices; default 0")
     args = parser.parse_args()
     trained = load_run(args)
-    model, hp, script = trained
+    model, hp, _ = trained
     if model.embed.weight.device.type == "cpu":  # on which bfloat16 is rarely fast
         model.float()
     try:

@@ -165,7 +165,7 @@ def test_features_of_any_length_have_the_angles_of_their_positions():
     hp, _ = train_gpt.parse_flags(["--preset=demo", "--train_seq_len=256",
                                    "--val_seq_len=512"])
     hp = train_gpt.resolve(hp, torch.device("cpu"))
-    model = train_gpt.GPT(hp, train_gpt.block_sparse, torch.float32)
+    model = train_gpt.GPT(hp, torch.float32, flex=False)
     run = Trained(model, hp, train_gpt)
     before = angles_of(model)
     with torch.no_grad():

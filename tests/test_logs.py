@@ -558,8 +558,6 @@ def test_real_runs_that_were_killed_and_resumed(tmp_path, shards):
     weights = [sample.load_model(each.path, "cpu", script).model.state_dict()
                for each in (run, whole)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
-    text = Path(run.logs[1][0]).read_text()
-    assert "resumed: " in text and "changed: " not in text
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """records/race.py: what it starts, in which order, what it counts, and how it goes on. Most races
 here are of a stand-in for the script, which writes logs of the same form in no time."""
 
+import hashlib
 import json
 import os
 import re
@@ -63,14 +64,16 @@ print(f"log: {path}", flush=True)
 '''
 
 
+LAUNCHER = "import os, sys\nos.execv(sys.executable, [sys.executable, *sys.argv[1:]])\n"
+
+
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A folder with the script, a copy that is better by about 0.1, and a run.sh that starts
-    them."""
+    """A folder with the script, a copy that is better by about 0.1, and a launcher of them."""
     (tmp_path / "base.py").write_text(STAND_IN)
     (tmp_path / "record.py").write_text(STAND_IN.replace("OFFSET = 0.0", "OFFSET = -0.1"))
-    (tmp_path / "run.sh").write_text('exec "$PYTHON" "$@"\n')
-    monkeypatch.setattr(race, "RUN", tmp_path / "run.sh")
+    (tmp_path / "launch.py").write_text(LAUNCHER)
+    monkeypatch.setattr(race, "LAUNCH", tmp_path / "launch.py")
     monkeypatch.setenv("STARTS", str(tmp_path / "starts"))
     monkeypatch.delenv("NPROC", raising=False)
     return tmp_path
@@ -113,8 +116,7 @@ def test_a_race_in_turn_with_the_same_seeds(place, capsys):
     out = capsys.readouterr().out
     folder = place / "records" / "race_record"
     assert sorted(path.name for path in folder.iterdir()) == [
-        "base", "console.txt", "lock", "race.json", "race.png", "record", "record.patch",
-        "verdict.txt"]
+        "base", "race.json", "race.png", "record", "record.patch", "verdict.txt"]
     ends = [[logs.read_run(path, "x").loss for path in finished_logs(place, side)]
             for side in ("record", "base")]
     p = stats.ttest_rel(*ends).pvalue
@@ -190,14 +192,13 @@ def test_a_copy_that_ignores_its_seed_is_refused(place, capsys):
 
 def test_a_run_that_fails_ends_the_race_and_is_run_again(place, capsys):
     assert run_race(place, "--repeat=1") == 0
-    works = (place / "run.sh").read_text()
-    fails = 'case "$*" in *--seed=2*) echo no space; exit 1;; esac\n'
-    (place / "run.sh").write_text(fails + works)
+    fails = "import sys\nif '--seed=2' in sys.argv:\n    sys.exit('no space')\n"
+    (place / "launch.py").write_text(fails + LAUNCHER)
     assert run_race(place, "--repeat=2") == 2
     out = capsys.readouterr()
     assert "no space" in out.err
     assert re.search(r"error: \S+ failed with seed 2", out.err)
-    (place / "run.sh").write_text(works)
+    (place / "launch.py").write_text(LAUNCHER)
     assert run_race(place, "--repeat=2") == 0
     assert [len(finished_logs(place, side)) for side in ("record", "base")] == [2, 2]
 
@@ -248,14 +249,14 @@ import sys
 sys.path.insert(0, {root!r})
 from records import race, logs
 from data import common
-race.RUN = race.Path({run!r})
+race.LAUNCH = race.Path({launcher!r})
 sys.exit(common.run(race.main, errors=(logs.BadInput,)))
 """
 
 
 def begin(place, *flags):
     """A race in a program of its own, as in a shell; its output goes to the file `out`."""
-    code = PROGRAM.format(root=str(ROOT), run=str(place / "run.sh"))
+    code = PROGRAM.format(root=str(ROOT), launcher=str(place / "launch.py"))
     command = [sys.executable, "-c", code, str(place / "record.py"), f"--vs={place / 'base.py'}",
                f"--records={place / 'records'}", "--repeat=2", *flags]
     with open(place / "out", "a") as out:
@@ -280,8 +281,7 @@ def alive(place):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="signals and ps as on Linux")
 @pytest.mark.parametrize("number, group, status", [
-    (signal.SIGINT, True, 130), (signal.SIGTERM, False, 143), (signal.SIGKILL, False, -9),
-    (signal.SIGKILL, True, -9)])
+    (signal.SIGINT, True, 130), (signal.SIGTERM, False, 143), (signal.SIGKILL, True, -9)])
 def test_interrupted_it_goes_on_and_no_run_is_lost_or_counted_twice(number, group, status, place):
     hold = place / "starts.hold"
     hold.touch()
@@ -289,33 +289,51 @@ def test_interrupted_it_goes_on_and_no_run_is_lost_or_counted_twice(number, grou
     wait_for(place / "starts.held", "")  # three steps into the third of four runs
     (os.killpg if group else os.kill)(program.pid, number)
     assert program.wait() == status
-    orphan = number == signal.SIGKILL and not group
-    if not orphan:
-        for _ in range(100):
-            if not alive(place):
-                break
-            time.sleep(0.1)
-        assert not alive(place)
+    for _ in range(100):
+        if not alive(place):
+            break
+        time.sleep(0.1)
+    assert not alive(place)
     text = (place / "out").read_text()
     if number != signal.SIGKILL:
         assert "race: 2 of 4 runs are done; the same command goes on from there" in text
         assert text.endswith("interrupted\n") and "Traceback" not in text
-    program = begin(place)
-    if orphan:
-        wait_for(place / "out", "waiting for its end")
     hold.unlink()
-    assert program.wait() == 0
-    text = (place / "out").read_text()
-    assert (("waiting for its end" in text), ("3 of 4 runs are done" in text)) == (orphan, orphan)
-    runs = [name for name, _, steps in starts(place)[2:]]
-    assert len(runs) == (4 if orphan else 5)
-    for side in ("record", "base"):
+    assert begin(place).wait() == 0
+    assert "2 of 4 runs are done" in (place / "out").read_text()
+    assert len(starts(place)) == 2 + 5
+    for side, logged in (("record", 2), ("base", 3)):
         found = [logs.read_run(path, "x") for path in finished_logs(place, side)]
-        assert sorted(run.seed for run in found) == ["1", "2"]
-        assert all(run.finished for run in found)
-    cut = list((place / "records" / "race_record" / "interrupted").glob("*.log"))
-    assert len(cut) == (0 if orphan else 1)
+        assert len(found) == logged
+        assert sorted(run.seed for run in found if run.finished) == ["1", "2"]
     assert "2 pairs" in (place / "records" / "race_record" / "verdict.txt").read_text()
+
+
+@pytest.mark.parametrize("change, counts", [
+    ("", True), ("muon_lr = 2.0\n", False), ("# another script", False), ("ranks: 2\n", False)])
+def test_a_run_that_was_resumed_counts_if_nothing_has_changed(place, change, counts):
+    """As --resume leaves it: a log of its own, which continues the one that was cut short."""
+    assert run_race(place, "--repeat=1") == 0
+    (path,) = finished_logs(place, "record")
+    text = path.read_text()
+    head, steps = text[:text.index("step:0/")], text[text.index("step:2/"):]
+    path.write_text(text[:text.index("step:4/") + 20])  # killed there, after saving at step 2
+    if change.startswith("#"):
+        head = head.replace("OFFSET = -0.1", "OFFSET = -0.2")
+    elif change:
+        name = re.split("[ :]", change)[0]
+        head = re.sub(rf"(?m)^{name}\b.*\n", change, head, count=1)
+    head = head.replace("ranks: ", f"resumed: {path.with_suffix('')}/step00000002.pt at step 2\n"
+                        "ranks: ", 1)
+    if change.startswith("#"):
+        source = (place / "record.py").read_text()
+        other = source.replace("OFFSET = -0.1", "OFFSET = -0.2")
+        head = head.replace(*(hashlib.sha256(each.encode()).hexdigest()
+                              for each in (source, other)))
+    path.with_name("z_resumed.log").write_text(head + steps)
+    one = race.parse([str(place / "record.py"), f"--vs={place / 'base.py'}", "--repeat=1",
+                      f"--records={place / 'records'}"])
+    assert set(race.counted(one, one.ours)) == ({1} if counts else set())
 
 
 def test_only_finished_logs_of_this_script_and_these_seeds_count(place):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import ROOT, TINY, launch
 from test_data_vocab import write_vocabulary
-from test_model import features
+from test_logs import log_text
 
 import train_gpt
 from data import vocab
@@ -33,22 +33,21 @@ def trained(tmp_path_factory, shards):
     return next(path for path in records.iterdir() if path.is_dir())
 
 
-def save_random_model(folder, *flags, **facts):
+def save_random_model(folder, *flags, step=0, seed=3, **facts):
     """Saves a model of random weights, also where a fresh one has zeros, so that every token
     counts."""
     hp, _ = train_gpt.parse_flags([*TINY, *flags])
     hp = train_gpt.resolve(hp, torch.device("cpu"))
-    model = train_gpt.GPT(hp, train_gpt.block_sparse, getattr(torch, hp.dtype))
-    train_gpt.draw_weights(model, 3)
+    model = train_gpt.GPT(hp, getattr(torch, hp.dtype), flex=False)
+    train_gpt.draw_weights(model, seed)
     for p in model.parameters():
         if not p.any():
             torch.nn.init.normal_(p, std=0.5)
     folder.mkdir(exist_ok=True)
-    weights = facts.pop("model", model.state_dict())
-    script = hashlib.sha256(SCRIPT.read_bytes()).hexdigest()
-    torch.save(dict(progress=train_gpt.Progress()._asdict(), model=weights, optimizers={},
-                    facts=dataclasses.asdict(hp) | {"script": script} | facts),
-               folder / "step00000000.pt")
+    saved = {"step": step, "seconds": 1.0, "settings": dataclasses.asdict(hp), "data_read": [],
+             "script": hashlib.sha256(SCRIPT.read_bytes()).hexdigest(),
+             "state": {"model": model.state_dict()}}
+    torch.save(saved | facts, folder / f"step{step:08}.pt")
     return folder
 
 
@@ -105,7 +104,7 @@ def generated(folder, prompt: list[int], num_tokens: int, seed: int) -> list[int
     for _ in range(num_tokens):
         padded = tokens + [eot] * (128 - len(tokens))
         with torch.no_grad():
-            logits = model.logits(features(model, torch.tensor(padded, dtype=torch.int32), window))
+            logits = model.logits(model.features(torch.tensor(padded, dtype=torch.int32), window))
         order = logits[len(tokens) - 1, :eot + 1].sort(descending=True)
         odds = (order.values[:50] / 0.8).exp()
         token = int(order.indices[torch.multinomial(odds, 1, generator=generator)])
@@ -173,6 +172,29 @@ def test_folder_checkpoint_and_log_name_the_same_run(trained, run_sample):
     assert len(texts) == 1 and len(texts.pop()) > 1
     first = sample.load_model(trained / "step00000015.pt").model
     assert not torch.equal(first.lm_head.weight, sample.load_model(trained).model.lm_head.weight)
+
+
+def test_a_resumed_run_has_the_checkpoints_of_its_chain(tmp_path):
+    """Its own, or else those of the log that it continues, from before the step where it did."""
+    def seed_of(run):
+        weights = sample.load_model(tmp_path / run).model.embed.weight
+        (found,) = (seed for seed, saved in models.items() if torch.equal(weights, saved))
+        return found
+
+    models = {}
+    for seed, (name, step) in enumerate([("a", 2), ("a", 4), ("b", 6)]):
+        folder = save_random_model(tmp_path / name, step=step, seed=seed)
+        models[seed] = sample.load_model(folder).model.embed.weight
+    for name, parent, first in (("a", None, 0), ("b", "a", 2), ("c", "b", 4), ("d", "c", 8)):
+        text = log_text((4.0, 3.9), parent=parent and f"gone/{parent}", first=first, every=2)
+        (tmp_path / f"{name}.log").write_text(text)
+    (tmp_path / "d.log").write_text(text[:text.index("step:8/")])  # has not begun yet
+    assert [seed_of(run) for run in ("a.log", "b.log", "b", "c.log", "d.log")] == [1, 2, 2, 0, 0]
+    (tmp_path / "b" / "step00000006.pt").unlink()  # b began at step 2, before a's second one
+    assert [seed_of(run) for run in ("b.log", "b", "c.log", "d.log")] == [0, 0, 0, 0]
+    (tmp_path / "a.log").unlink()
+    with pytest.raises(UserError, match="saved no checkpoint yet, and a.log is missing"):
+        sample.load_model(tmp_path / "c.log")
 
 
 def test_of_several_runs_the_newest_is_taken(tmp_path, trained, run_sample):
@@ -322,21 +344,24 @@ def complaint(done):
 def test_models_that_cannot_be_used_are_one_line(tmp_path, trained, run_sample):
     for name in ("nothing", "nothing.log", "nothing.pt"):
         assert "there is no such run" in complaint(run_sample(tmp_path / name))
-    (tmp_path / "unsaved.log").touch()
+    (tmp_path / "unsaved.log").write_text(log_text())
     assert "(--save_every=0)" in complaint(run_sample(tmp_path / "unsaved.log"))
+    (tmp_path / "bad.log").touch()
+    assert "bad.log: no log (" in complaint(run_sample(tmp_path / "bad.log"))
     saved = torch.load(trained / "step00000020.pt", weights_only=True)
-    facts = saved["facts"]
-    weights = saved["model"]
-    fewer = {name: value for name, value in facts.items() if name != "model_dim"}
+    settings = saved["settings"]
+    weights = saved["state"]["model"]
+    fewer = {name: value for name, value in settings.items() if name != "model_dim"}
+    escape = {**weights, "a\x1b[2J\n\x07": weights["embed.weight"]}
     for name, content, reason in [
             ("numbers", [1, 2], ""),
             ("names", list(saved), ""),
-            ("facts", {**saved, "facts": 3}, "is not a checkpoint"),
-            ("setting", {**saved, "facts": fewer}, "model_dim"),
-            ("shape", {**saved, "facts": {**facts, "model_dim": 48}}, "mismatch"),
-            ("bare", {**saved, "model": {}}, "does not fit"),
-            ("escape", {**saved, "model": {**weights, "a\x1b[2J\n\x07": weights["smear"]}},
-             r"\x1b[2J")]:
+            ("settings", {**saved, "settings": 3}, "does not fit"),
+            ("unknown", {**saved, "settings": {**settings, "what": 1}}, "what"),
+            ("setting", {**saved, "settings": fewer}, "mismatch"),
+            ("shape", {**saved, "settings": {**settings, "model_dim": 48}}, "mismatch"),
+            ("bare", {**saved, "state": {"model": {}}}, "does not fit"),
+            ("escape", {**saved, "state": {"model": escape}}, r"\x1b[2J")]:
         (tmp_path / name).mkdir()
         torch.save(content, tmp_path / name / "step00000001.pt")
         message = complaint(run_sample(tmp_path / name))
@@ -352,8 +377,8 @@ def tweak(tmp_path, shards, monkeypatch):
     has."""
     monkeypatch.chdir(tmp_path)
     text = SCRIPT.read_text()
-    assert text.count("x_TD = norm(x_TD)\n") == 1
-    text = text.replace("x_TD = norm(x_TD)\n", "x_TD = norm(x_TD) * self.tweak\n")
+    assert text.count("        return norm(x_TD)\n") == 1
+    text = text.replace("        return norm(x_TD)\n", "        return norm(x_TD) * self.tweak\n")
     before = "        self.lm_head = "
     assert text.count(before) == 1
     text = text.replace(before, f"        self.tweak = nn.Parameter(torch.ones(1))\n{before}")
@@ -362,11 +387,11 @@ def tweak(tmp_path, shards, monkeypatch):
     script = sample.load_script(tmp_path / "my_record.py")
     hp, _ = script.parse_flags(TINY)
     hp = script.resolve(hp, torch.device("cpu"))
-    model = script.GPT(hp, script.block_sparse, torch.float32)
+    model = script.GPT(hp, torch.float32, flex=False)
     script.draw_weights(model, 1)
     torch.nn.init.normal_(model.lm_head.weight)
     return save_random_model(folder, script=hashlib.sha256(text.encode()).hexdigest(),
-                             model=model.state_dict())
+                             state={"model": model.state_dict()})
 
 
 def test_a_run_of_another_script_is_refused_with_the_flag_to_give(tweak, run_sample):
