@@ -735,7 +735,7 @@ class Optimizer:
 
 def compiled(function: Callable, device: torch.device) -> Callable:
     """The function, compiled if it is for a GPU."""
-    if device.type == "cpu":
+    if device.type != "cuda":
         return function
     return torch.compile(function, dynamic=False, fullgraph=True)
 
@@ -784,8 +784,7 @@ class Adam(Optimizer):
         before = [p.clone() for p in local] if self.decay else []
         torch._fused_adamw_(local, gradients, means, mean_squares, [], steps, lr=lr,
                             beta1=self.hp.adam_beta1, beta2=self.hp.adam_beta2,
-                            eps=self.hp.adam_eps,
-                            weight_decay=0.0, amsgrad=False, maximize=False)
+                            eps=self.hp.adam_eps, weight_decay=0.0, amsgrad=False, maximize=False)
         rate = torch.full((), self.decay * lr**2, device=self.world.device)
         for p, old in zip(local, before):
             torch.sub(old, self.with_decay(old - p, old, rate), out=p)
