@@ -951,8 +951,7 @@ def connect(plan: "Plan | None", script: str, world: World) -> "Plan":
                         "interface by NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME") from None
     plans = [plan]
     dist.broadcast_object_list(plans, src=0)  # replaces the None of the others
-    hp = plans[0].hp
-    here = (script, find_shards(hp.train_files), find_shards(hp.val_files))
+    here = (script, find_shards(plans[0].hp.train_files), find_shards(plans[0].hp.val_files))
     everywhere = [None] * world.size
     dist.all_gather_object(everywhere, here)
     require(everywhere.count(here) == world.size, "script or data differ between the machines")
@@ -1017,11 +1016,9 @@ def check_settings(hp: Hyperparameters, world_size: int):
         else:
             require(low <= value <= high, f"--{f.name}={value} is not from {low} to {high}")
             require(unit == 1 or value % unit == 0, f"--{f.name}={value} is no multiple of {unit}")
-    layers = len(hp.windows)
-    require(layers % 2 == 0, f"--windows={hp.windows}: name an even number of layers")
+    require(len(hp.windows) % 2 == 0, f"--windows={hp.windows}: name an even number of layers")
     for name, marks in (("attention", hp.attention), ("value_embeds", hp.value_embeds)):
-        require(len(marks) == layers, f"--{name}={marks} needs one mark for each of the {layers} "
-                f"layers in --windows={hp.windows}")
+        require(len(marks) == len(hp.windows), f"--{name} and --windows differ in their length")
     unused = [mark for mark, x in zip(hp.value_embeds, hp.attention) if mark != "." and x == "."]
     require(not unused, f"--value_embeds={hp.value_embeds} marks a layer without --attention")
     require(hp.window_start <= hp.window_end, "--window_start is above --window_end")
@@ -1173,8 +1170,8 @@ def environment(plan: Plan, world: World) -> list[str]:
         lines += [f"gpu: {line}" for line in table]
     if plan.checkpoint:
         lines.append(f"resumed: {plan.checkpoint.absolute()} at step {plan.step}")
-    script = plan.script
-    lines.append(f"script: sha256 {sha256(script.encode())} {script.count(chr(10))} lines")
+    newlines = plan.script.count("\n")
+    lines.append(f"script: sha256 {sha256(plan.script.encode())} {newlines} lines")
     return [" ".join(line.split()) for line in lines]  # a name with a line break stays one line
 
 class StepClock:
