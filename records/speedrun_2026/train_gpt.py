@@ -89,8 +89,7 @@ class Hyperparameters:
     """Every field is a flag of the same name. These defaults are the preset `speedrun`; a machine
     without a GPU starts from the preset `demo` (see PRESETS)."""
     # The run
-    name: str = flag("speedrun_2026", "letters, digits and ._- for the log's name",
-                     pattern=r"[\w.-]+")
+    name: str = flag("speedrun_2026", "letters, digits, ._- for the log's name", pattern=r"[\w.-]+")
     records: str = flag("records", "folder for the log and the checkpoints")
     seed: int = flag(-1, "seed of the initial weights; -1 draws one", min=-1, max=2**63 - 1)
     dtype: str = flag("auto", "bfloat16, float32 or auto", pattern="auto|bfloat16|float32")
@@ -103,19 +102,15 @@ class Hyperparameters:
     train_seq_len: int = flag(16 * 1024, "tokens per training sequence", min=1, unit=BLOCK)
     val_seq_len: int = flag(256 * 1024, "tokens per validation sequence", min=1, unit=BLOCK)
     val_tokens: int = flag(10485760, "number of validation tokens; 0 takes all")
-    micro_batches: int = flag(8, "sequences per step, on all processes together; in each "
-                              "stage times its BATCH", min=1, max=10**5)
-    stages: str = flag("1:1:384,2:1.52:896,3:1.73:1408", "BATCH:LR:WINDOW of each stage, "
-                       "which are equal parts of the run: factors on micro_batches and on the "
-                       "learning rates, and the long window in tokens",
-                       pattern=rf"{STAGE}(,{STAGE})*")
+    micro_batches: int = flag(8, "sequences per step, times the stage's BATCH", min=1, max=10**5)
+    stages: str = flag("1:1:384,2:1.52:896,3:1.73:1408", pattern=rf"{STAGE}(,{STAGE})*", help=
+                       "BATCH:LR:WINDOW of each stage: two factors, and a window in tokens")
     epochs: int = flag(1, "at most this many passes over the training shards", min=1, max=10**5)
     # The layers: strings with one character per layer
     windows: str = flag("SSSLSSSSSSL", "L: long window, S: half as many blocks", pattern="[LS]+")
     attention: str = flag("xxxxxx.xxxx", "x: with attention, .: without", pattern="[x.]+")
     value_embeds: str = flag("12......012", "digit: value embedding, .: none", pattern="[0-9.]+")
-    skips: str = flag("......43210", "layer (from 0) whose output is added to this one's input, "
-                      ".: none", pattern="[0-9.]+")
+    skips: str = flag("......43210", "digit: add this layer's output, .: none", pattern="[0-9.]+")
     # The model
     model_dim: int = flag(768, "width of the residual stream", min=16, max=2**16, unit=16)
     num_heads: int = flag(6, "number of query heads", min=1, max=2**10)
@@ -123,10 +118,9 @@ class Hyperparameters:
     head_dim: int = flag(128, "width of a head", min=16, max=2**10, unit=16)
     attention_scale: float = flag(0.12, "factor on the attention scores", min=-10**9)
     rope_base: float = flag(1024.0, "base of the rotary frequencies", min=1)
-    lm_head_softcap: float = flag(15.0, "c in the cap of the logits, softcap_height * "
-                                  "sigmoid(2 * (logit + softcap_shift) / c)", min=0.1)
-    softcap_height: float = flag(23.0, "upper bound of the logits", min=0.1)
-    softcap_shift: float = flag(5.0, "what the cap adds to each logit first", min=-99, max=99)
+    lm_head_softcap: float = flag(15.0, "c: logits z become h * sigmoid(2 * (z + s) / c)", min=0.1)
+    softcap_height: float = flag(23.0, "h, the upper bound of the logits", min=0.1)
+    softcap_shift: float = flag(5.0, "s, what the cap adds to each logit first", min=-99)
     use_fp8: bool = flag(True, "train the output head in FP8 where the hardware can")
     late_input: int = flag(7, "layer (from 0) whose output attention in all later layers reads")
     backout: int = flag(7, "layer (from 0) of whose output a share is subtracted at the end")
@@ -141,15 +135,12 @@ class Hyperparameters:
     muon_momentum_end: float = flag(0.95, "Muon's momentum after its warmup", max=1)
     muon_momentum_steps: int = flag(300, "length of Muon's momentum warmup, in steps")
     muon_beta2: float = flag(0.95, "decay of NorMuon's mean square of each row", max=1 - 1e-9)
-    muon_decay: float = flag(1.2, "cautious weight decay of the blocks' matrices, a factor on the "
-                             "square of their learning rate")
+    muon_decay: float = flag(1.2, "cautious decay of the blocks' matrices, by their squared rate")
     head_lr: float = flag(0.008, "learning rate of the output head (Adam)")
     embed_lr: float = flag(0.6, "learning rate of all embeddings (Adam)")
-    embed_decay: float = flag(0.025, "cautious weight decay of all embeddings, a factor on the "
-                              "square of their learning rate")
+    embed_decay: float = flag(0.025, "cautious decay of all embeddings, by their squared rate")
     scalar_lr: float = flag(0.04, "learning rate of vectors and scalars (Adam)")
-    adam_every: int = flag(2, "Adam steps once every so many training steps, with the sum of their "
-                           "gradients", min=1)
+    adam_every: int = flag(2, "Adam steps once in so many steps, by the sum of gradients", min=1)
     adam_beta1: float = flag(0.5, "decay of Adam's mean gradient", max=1 - 1e-9)
     adam_beta2: float = flag(0.95, "decay of Adam's mean square", max=1 - 1e-9)
     adam_eps: float = flag(1e-10, "Adam's epsilon, for gradients of the mean loss", min=1e-30)
@@ -157,14 +148,14 @@ class Hyperparameters:
 PRESETS = {
     "speedrun": Hyperparameters(),
     "demo": Hyperparameters(
-        name="demo_2026", save_every=100, val_loss_every=50,
+        name="demo_2026", save_every=100, val_loss_every=50, val_tokens=131072, vocab_size=257,
         train_files="data/demo/demo_train_*.bin", val_files="data/demo/demo_val_*.bin",
-        vocab_size=257, train_seq_len=1024, val_seq_len=2048, val_tokens=131072, micro_batches=4,
-        stages="1:1:256", windows="LSSL", attention="xx.x", value_embeds="0..0", skips="..10",
-        model_dim=128, num_heads=4, head_dim=32, attention_scale=0.3, late_input=2, backout=1,
-        pair_rows=8192, num_iterations=450, future_tokens=1, cooldown_frac=0.4, lr_floor=0.1,
-        muon_lr=0.045, muon_momentum_end=0.9, muon_momentum_steps=0, muon_beta2=0.9,
-        head_lr=0.016, embed_lr=0.3, scalar_lr=0.08, adam_every=1, adam_beta1=0.8,
+        train_seq_len=1024, val_seq_len=2048, micro_batches=4, stages="1:1:256", windows="LSSL",
+        attention="xx.x", value_embeds="0..0", skips="..10", model_dim=128, num_heads=4,
+        head_dim=32, attention_scale=0.3, late_input=2, backout=1, pair_rows=8192,
+        num_iterations=450, future_tokens=1, cooldown_frac=0.4, lr_floor=0.1, muon_lr=0.045,
+        muon_momentum_end=0.9, muon_momentum_steps=0, muon_beta2=0.9, head_lr=0.016, embed_lr=0.3,
+        scalar_lr=0.08, adam_every=1, adam_beta1=0.8,
         adam_eps=1e-7,  # with 1e-10, gradients that are mere rounding errors make full-size steps
     ),
 }
@@ -173,18 +164,18 @@ PRESETS = {
 
 class Stage(NamedTuple):
     """One of the equal parts of a run (records #39 and #46)."""
+    first: int  # step
     batch: int  # factor on micro_batches
     lr: float  # factor on the learning rates
     window: int  # the long window in tokens
 
-def stages(hp: Hyperparameters) -> list[Stage]:
-    parts = [part.split(":") for part in hp.stages.split(",")]
-    return [Stage(int(batch), float(lr), int(window)) for batch, lr, window in parts]
-
 def stage(step: int, hp: Hyperparameters) -> Stage:
     """The stage that contains this step."""
-    number = len(stages(hp)) * step // max(1, hp.num_iterations)
-    return stages(hp)[min(number, len(stages(hp)) - 1)]
+    parts = [part.split(":") for part in hp.stages.split(",")]
+    number = min(len(parts) - 1, len(parts) * step // max(1, hp.num_iterations))
+    first = math.ceil(number * hp.num_iterations / len(parts))
+    batch, lr, window = parts[number]
+    return Stage(first, int(batch), float(lr), int(window))
 
 def batch_size(step: int, hp: Hyperparameters) -> int:
     """The number of sequences in a step, on all processes together."""
@@ -192,13 +183,11 @@ def batch_size(step: int, hp: Hyperparameters) -> int:
 
 def tokens_seen(step: int, hp: Hyperparameters) -> int:
     """The number of training tokens in all steps before this one."""
-    sequences = 0
-    begin = 0
-    for number, each in enumerate(stages(hp), start=1):
-        end = min(step, math.ceil(number * hp.num_iterations / len(stages(hp))))
-        sequences += (end - begin) * hp.micro_batches * each.batch
-        begin = end
-    return sequences * hp.train_seq_len
+    if step == 0:
+        return 0
+    first = stage(step - 1, hp).first
+    tokens = (step - first) * batch_size(step - 1, hp) * hp.train_seq_len
+    return tokens_seen(first, hp) + tokens
 
 def window_tokens(step: int, hp: Hyperparameters) -> int:
     """The long window in tokens."""
@@ -223,17 +212,15 @@ def muon_momentum(step: int, hp: Hyperparameters) -> float:
     risen = min(1, step / hp.muon_momentum_steps) if hp.muon_momentum_steps else 1
     return hp.muon_momentum_start + risen * (hp.muon_momentum_end - hp.muon_momentum_start)
 
-def future_weights(step: int, hp: Hyperparameters) -> list[float]:
+def future_weights(step: int, hp: Hyperparameters, device: torch.device) -> list[Tensor]:
     """The weights, in the training loss, of the tokens after the next one (record #53). Each weighs
     half as much as the one before it. Of K tokens the last one's weight falls to 0 in the first of
-    K + 1 equal parts of the run, the weight of the one before it in the second part, and so on."""
+    K + 1 equal parts of the run, the weight of the one before it in the second part, and so on.
+    They are tensors for the same reason as window_tensor."""
     K = hp.future_tokens
     part = (K + 1) * step / max(1, hp.num_iterations)
-    return [0.5**k * min(1.0, max(0.0, K + 1 - k - part)) for k in range(1, K + 1)]
-
-def future_tensors(step: int, hp: Hyperparameters, device: torch.device) -> tuple[Tensor, ...]:
-    """future_weights as tensors, which can change without a recompile, as window_tensor can."""
-    return tuple(torch.full((), weight, device=device) for weight in future_weights(step, hp))
+    weights = [0.5**k * min(1.0, max(0.0, K + 1 - k - part)) for k in range(1, K + 1)]
+    return [torch.full((), weight, device=device) for weight in weights]
 
 # ---- 3. Block masks and attention ---------------------------------------------------------------
 
@@ -547,23 +534,20 @@ class GPT(nn.Module):
         self.lm_head = CastedLinear(hp.model_dim, padded_vocab, zero=True,
                                     fp8_scales=scales if hp.use_fp8 else None)
 
-    def forward(self, tokens_T: Tensor, targets_T: Tensor, window: Tensor,
-                future: tuple[Tensor, ...] = ()) -> Tensor:
+    def forward(self, tokens_T: Tensor, targets_T: Tensor, window: Tensor, future=()) -> Tensor:
         return self.loss(*self.lookup(tokens_T), tokens_T, targets_T, window, future)
 
-    def loss(self, x_TD: Tensor, value_embeds: dict[str, Tensor], tokens_T: Tensor,
-             targets_T: Tensor, window: Tensor, future: tuple[Tensor, ...]) -> Tensor:
+    def loss(self, x_TD: Tensor, value_embeds: dict, tokens_T, targets_T, window, future) -> Tensor:
         """The sum of w[k] * F.cross_entropy(logits[t], targets[t + k]) over all tokens t and all k,
         divided by T. w is 1 for the target itself, then `future`. Targets of -1, and those past the
         end of the sequence, add nothing. Validation reports this loss as well, without `future`:
         what only training shall minimize belongs under `if self.training`."""
         x_TD = self.stream(x_TD, value_embeds, tokens_T, window)
-        weights = (1.0, *future)
-        shifted = [F.pad(targets_T[k:], (0, k), value=-1) for k in range(len(weights))]
+        shifted = [F.pad(targets_T[k:], (0, k), value=-1) for k in range(1 + len(future))]
         total = 0
         for x, *targets in zip(*[part.split(self.LOGITS_TOKENS) for part in (x_TD, *shifted)]):
             log_p_TV = F.log_softmax(self.logits(x), dim=-1)
-            for weight, target_T in zip(weights, targets):
+            for weight, target_T in zip((1.0, *future), targets):
                 total += weight * F.nll_loss(log_p_TV, target_T, ignore_index=-1, reduction="sum")
         return total / len(x_TD)
 
@@ -584,8 +568,7 @@ class GPT(nn.Module):
         x_TD = self.embed(tokens_T) + signs_TD * self.pair_embed(pairs_T)
         return x_TD, {mark: embed(tokens_T) for mark, embed in self.value_embeds.items()}
 
-    def stream(self, x_TD: Tensor, value_embeds: dict[str, Tensor], tokens_T: Tensor,
-               window: Tensor) -> Tensor:
+    def stream(self, x_TD: Tensor, value_embeds: dict, tokens_T: Tensor, window: Tensor) -> Tensor:
         """The normed residual stream, from what `lookup` returns."""
         masks = dict(zip("LS", build_block_masks(tokens_T, self.end_of_text, window, self.flex)))
         begins_T = tokens_T == self.end_of_text
@@ -698,6 +681,17 @@ class World:
 
 # ---- 7. Optimizers ------------------------------------------------------------------------------
 
+def compiled(function: Callable, device: torch.device) -> Callable:
+    """The function, compiled if it is for a GPU."""
+    if device.type != "cuda":
+        return function
+    return torch.compile(function, dynamic=False, fullgraph=True)
+
+def cautious_decay(update: Tensor, weight: Tensor, rate: Tensor) -> Tensor:
+    """An update that will be subtracted from the weight, with weight decay added to it, but only
+    where the update already moves the weight towards zero (arXiv:2510.12402, record #43)."""
+    return update + rate * weight * (update * weight > 0)
+
 class Optimizer:
     """Trains some parameters. The work is divided among the processes, as in ZeRO
     (arXiv:1910.02054): each updates its part of the parameters.
@@ -729,20 +723,10 @@ class Optimizer:
         self.params = params  # {name: parameter}
         self.lr = lr  # lr_scale changes it during the run
         self.every = 1
+        self.with_decay = compiled(cautious_decay, world.device)
         self.hp = hp
         self.world = world
         self.state = {}
-
-def compiled(function: Callable, device: torch.device) -> Callable:
-    """The function, compiled if it is for a GPU."""
-    if device.type != "cuda":
-        return function
-    return torch.compile(function, dynamic=False, fullgraph=True)
-
-def cautious_decay(update: Tensor, weight: Tensor, rate: Tensor) -> Tensor:
-    """An update that will be subtracted from the weight, with weight decay added to it, but only
-    where the update already moves the weight towards zero (arXiv:2510.12402, record #43)."""
-    return update + rate * weight * (update * weight > 0)
 
 def summed_gradient(p: Tensor) -> Tensor:
     """A parameter's gradient as one tensor. That of an embedding is a list of rows, one for each
@@ -750,9 +734,8 @@ def summed_gradient(p: Tensor) -> Tensor:
     wait for the device, which a sparse tensor's own methods would do."""
     if not p.grad.is_sparse:
         return p.grad
-    row_of_token = p.grad._indices()[0]
-    return torch.ops.aten.embedding_dense_backward(p.grad._values(), row_of_token, len(p), -1,
-                                                   False)
+    rows_T = p.grad._indices()[0]
+    return torch.ops.aten.embedding_dense_backward(p.grad._values(), rows_T, len(p), -1, False)
 
 class Adam(Optimizer):
     """Adam (arXiv:1412.6980) by PyTorch's fused kernel. Each process updates its rows of every
@@ -763,7 +746,6 @@ class Adam(Optimizer):
         super().__init__(params, lr, hp, world)
         self.every = hp.adam_every
         self.decay = decay
-        self.with_decay = compiled(cautious_decay, world.device)
         self.state["mean"] = [torch.zeros_like(p) for p in params.values()]
         self.state["mean_square"] = [torch.zeros_like(p) for p in params.values()]
 
@@ -778,8 +760,7 @@ class Adam(Optimizer):
         mean_squares = [self.world.rows(square) for square in self.state["mean_square"]]
         # AdamW's kernel without weight decay is Adam's. It reads a counter of steps for each
         # tensor, but does not advance it. The empty list is for AMSGrad.
-        number = float((step + 1) // self.every)
-        steps = [torch.full((), number, device=self.world.device)] * len(local)
+        steps = [torch.full((), (step + 1.0) // self.every, device=self.world.device)] * len(local)
         lr = self.lr * lr_scale(step, self.hp)
         before = [p.clone() for p in local] if self.decay else []
         torch._fused_adamw_(local, gradients, means, mean_squares, [], steps, lr=lr,
@@ -824,7 +805,6 @@ class Muon(Optimizer):
         self.state["row_squares"] = torch.zeros(*shape[:-1], 1, device=world.device)
         self.orthogonalize = compiled(newton_schulz, world.device)
         self.even_rows = compiled(even_rows, world.device)
-        self.with_decay = compiled(cautious_decay, world.device)
 
     def begin(self):
         for gradient, p in zip(self.gradients, self.params.values()):  # the padding stays zero
@@ -1001,7 +981,7 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
     """One step on this process's micro-batches. Returns the mean loss over all processes. On GPUs
     it only launches work: the host waits neither for the device nor for other processes."""
     window = window_tensor(step, hp, world.device)
-    future = future_tensors(step, hp, world.device)
+    future = future_weights(step, hp, world.device)
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
     for inputs_T, targets_T in batches:
         # The model returns the mean loss of a sequence. Losses and gradients are then summed over
@@ -1087,12 +1067,12 @@ def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: Worl
         # would compile to another program.
         return tokens[:-1].int(), tokens[1:].clone()
     # Look for parameters without a gradient here, since train_step clears the gradients.
-    scheduled = window_tensor(0, hp, world.device), future_tensors(0, hp, world.device)
+    scheduled = window_tensor(0, hp, world.device), future_weights(0, hp, world.device)
     model(*random_sequence(hp.train_seq_len), *scheduled).backward()
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     require(not unused, f"no gradient reaches {', '.join(unused)}: use, freeze or remove it")
-    last = hp.adam_every - 1  # the first step in which all optimizers take part
-    train_step(model, [random_sequence(hp.train_seq_len)], optimizers, last, hp, world)
+    # The first step in which all optimizers take part is adam_every - 1.
+    train_step(model, [random_sequence(hp.train_seq_len)], optimizers, hp.adam_every - 1, hp, world)
     evaluate(model, [random_sequence(hp.val_seq_len)], 0, hp, world)
     load_training_state(before, model, optimizers, world)
     if world.device.type == "cuda":
@@ -1134,8 +1114,7 @@ def connect(plan: "Plan | None", script: str, world: World) -> "Plan":
                         "interface by NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME") from None
     plans = [plan]
     dist.broadcast_object_list(plans, src=0)  # replaces the None of the others
-    hp = plans[0].hp
-    here = (script, find_shards(hp.train_files), find_shards(hp.val_files))
+    here = (script, find_shards(plans[0].hp.train_files), find_shards(plans[0].hp.val_files))
     everywhere = [None] * world.size
     dist.all_gather_object(everywhere, here)
     require(everywhere.count(here) == world.size, "script or data differ between the machines")
@@ -1200,24 +1179,18 @@ def check_settings(hp: Hyperparameters, world_size: int):
         else:
             require(low <= value <= high, f"--{f.name}={value} is not from {low} to {high}")
             require(unit == 1 or value % unit == 0, f"--{f.name}={value} is no multiple of {unit}")
-    layers = len(hp.windows)
-    for name in ("attention", "value_embeds", "skips"):
-        marks = getattr(hp, name)
-        require(len(marks) == layers, f"--{name}={marks} needs one mark for each of the {layers} "
-                f"layers in --windows={hp.windows}")
+    for name, marks in (("attention", hp.attention), ("value_embeds", hp.value_embeds),
+                        ("skips", hp.skips)):
+        require(len(marks) == len(hp.windows), f"--{name} and --windows differ in their length")
     unused = [mark for mark, x in zip(hp.value_embeds, hp.attention) if mark != "." and x == "."]
     require(not unused, f"--value_embeds={hp.value_embeds} marks a layer without --attention")
-    sources = {layer: int(mark) for layer, mark in enumerate(hp.skips) if mark != "."}
-    require(sources, f"--skips={hp.skips}: at least one layer must have a skip")
-    for layer, source in sources.items():
-        require(source < layer, f"--skips={hp.skips}: layer {layer} cannot add the output of layer "
-                f"{source}, which is not an earlier one")
-    require(max(hp.late_input, hp.backout) < layers, f"--late_input={hp.late_input} and --backout="
-            f"{hp.backout} must name layers, of which the last one is {layers - 1}")
+    earlier = [int(mark) < layer for layer, mark in enumerate(hp.skips) if mark != "."]
+    require(earlier and all(earlier), f"--skips={hp.skips} must name earlier layers, at least one")
+    require(max(hp.late_input, hp.backout) < len(hp.windows),
+            "--late_input and --backout must name layers, which count from 0")
     # Gradients that Adam will add up over several steps are not saved.
-    require(hp.save_every % hp.adam_every == 0 and hp.num_iterations % hp.adam_every == 0,
-            f"--save_every={hp.save_every} and --num_iterations={hp.num_iterations} must be "
-            f"multiples of --adam_every={hp.adam_every}")
+    require(hp.save_every % hp.adam_every == hp.num_iterations % hp.adam_every == 0,
+            f"--save_every and --num_iterations must be multiples of --adam_every={hp.adam_every}")
     require(hp.num_heads % (hp.num_kv_heads or 1) == 0, "--num_kv_heads must divide --num_heads")
     sizes = [size for size in range(1, hp.micro_batches + 1) if hp.micro_batches % size == 0]
     require(world_size in sizes, f"{world_size} processes cannot share {hp.micro_batches} "
@@ -1276,8 +1249,7 @@ def prepare(hp: Hyperparameters, command, script: str, world: World, saved: dict
         plan.checkpoint = command.resume
         require(plan.step <= hp.num_iterations, f"the run has done {plan.step} steps already")
         require(plan.data_read(plan.step) == saved["data_read"], "--resume: what it trained on "
-                "must stay: --train_seq_len, --micro_batches, the stages of the steps that it has "
-                "done (--stages and --num_iterations), and the shards, to which you may add")
+                "must stay: --train_seq_len, each step's batch and the shards (you may add some)")
     return plan
 
 # ---- Log and clock
@@ -1367,8 +1339,8 @@ def environment(plan: Plan, world: World) -> list[str]:
         lines += [f"gpu: {line}" for line in table]
     if plan.checkpoint:
         lines.append(f"resumed: {plan.checkpoint.absolute()} at step {plan.step}")
-    script = plan.script
-    lines.append(f"script: sha256 {sha256(script.encode())} {script.count(chr(10))} lines")
+    newlines = plan.script.count("\n")
+    lines.append(f"script: sha256 {sha256(plan.script.encode())} {newlines} lines")
     return [" ".join(line.split()) for line in lines]  # a name with a line break stays one line
 
 class StepClock:
