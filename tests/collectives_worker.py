@@ -17,7 +17,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 from test_model import sequence, tiny_model
 
 import train_gpt
-from train_gpt import (build_optimizers, connect, gather_training_state, train_step,
+from train_gpt import (build_optimizers, gather_training_state, train_step,
                        world_of_this_process)
 
 torch.set_num_threads(1)
@@ -91,13 +91,12 @@ def trained(world, dtype, collectives):
         assert loss.isfinite()
     train_gpt.dist = dist
     state = gather_training_state(model, optimizers)
-    groups = {"model": state["model"]} | state["optimizers"]
-    return {(kind, name): tensor.clone() for kind, tensors in groups.items()
+    return {(kind, name): tensor.clone() for kind, tensors in state.items()
             for name, tensor in tensors.items()}
 
 
 world = world_of_this_process()
-connect(world, "the same on all processes")
+dist.init_process_group("gloo")
 for dtype in (torch.float32, torch.bfloat16):
     want = trained(world, dtype, dist)
     for late in (False, True):
