@@ -248,8 +248,8 @@ class Run:
         _, step = self.resumed()
         own = self.lines
         lines = [line for line in before.lines if line.step <= step]
-        repeated = any(line.step == step and line.kind != "train" for line in lines)
-        self.take(lines + [line for line in own if line.step > step or not repeated])
+        validated = any(line.step == step and line.kind != "train" for line in lines)
+        self.take(lines + [line for line in own if line.step >= step + validated])
         if own:
             self.total = own[-1].total  # `before` may have set out to do fewer steps
         self.finished = self.finished and bool(own) and self.steps >= self.total
