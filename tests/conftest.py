@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import traceback
 from pathlib import Path
 
 import numpy as np
@@ -142,21 +141,13 @@ def runs_here():
 
 
 def train(script, *flags):
-    """Runs the script in this process, on one thread. Afterwards the signals are handled as before
-    and the log is closed, as if the script's process had ended."""
+    """Runs the script in this process, on one thread."""
     threads = torch.get_num_threads()
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    handlers = [signal.getsignal(number) for number in numbers]
     torch.set_num_threads(1)
     try:
         script.main([str(flag) for flag in flags])
-    except Exception as e:
-        traceback.clear_frames(e.__traceback__)  # they hold the log, which is locked while open
-        raise
     finally:
         torch.set_num_threads(threads)
-        for number, handler in zip(numbers, handlers):
-            signal.signal(number, handler)
 
 
 def command(*flags, ranks=None, script=None) -> list[str]:
@@ -205,10 +196,14 @@ def log_of(folder) -> str:
     return log_path(folder).read_text()
 
 
-def newest_checkpoint(folder) -> dict:
-    """What the newest checkpoint of the one run in a records folder holds."""
-    newest = max(log_path(folder).with_suffix("").glob("step*.pt"))
-    return torch.load(newest, weights_only=True)
+def newest_checkpoint(folder) -> Path:
+    """That of the highest step, among all runs in a records folder."""
+    return max(Path(folder).glob("*/step*.pt"), key=lambda path: path.name)
+
+
+def load_checkpoint(folder) -> dict:
+    """What the newest checkpoint in a records folder holds."""
+    return torch.load(newest_checkpoint(folder), weights_only=True)
 
 
 def losses(text: str, kind: str = "val_loss") -> list[float]:
