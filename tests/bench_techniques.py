@@ -3,8 +3,7 @@
 
     python tests/bench_techniques.py --seeds=3 --out=records/techniques/losses.csv
 
-A technique is left out by a flag, or by replacing its text in a temporary copy of the script; a
-text that the script does not have is an error. --script takes another script than train_gpt.py.
+A technique is left out by a flag; what no flag leaves out, a copy of the script can (--script).
 Nothing else is tuned anew, so a difference also contains what the other settings owe to the
 technique. Each run is one process with one thread, and --jobs of them run at a time. A line of the
 file is written when a run ends, and a run whose line is there already is not made again. The table
@@ -27,36 +26,17 @@ sys.path.insert(0, str(ROOT))
 from data import common
 from train_gpt import PRESETS, UserError, find_shards, require
 
-# Each technique, and how to leave it out: flags, or replacements (text, what takes its place).
+# Each technique, and the flags that leave it out.
 WITHOUT = {
     "nothing": [],
-    "Muon (Adam at 0.003 instead)": [("Muon, hp.muon_lr)", "Adam, 0.003)")],
-    "embedding of pairs": ["--pair_rows=0"],
     "value embeddings": ["--value_embeds=...."],
-    "smear": ["--smear=false"],
-    "key offset": ["--key_offset=false"],
-    "U-Net skips": [("] * skips.pop()", "] * 0 * skips.pop()")],
-    "x0 in each layer": [("+ self.residual_mix[1] * x0_TD", "+ 0 * self.residual_mix[1] * x0_TD")],
-    "QK norm": [("rotary(norm(qk))", "rotary(qk)")],
-    "rotary positions": [("self.rotary(norm(qk))", "norm(qk)")],
-    "ReLU^2 (GELU instead)": [("F.relu(self.fc(x_TD)).square()", "F.gelu(self.fc(x_TD))")],
-    "zero initial projections": [("hp.model_dim, zero=True)", "hp.model_dim)"),
-                                 ("4 * dim, dim, zero=True)", "4 * dim, dim)")],
     "softcap of 15 (35 instead)": ["--lm_head_softcap=35"],
-    "document masks": [("(tokens_T == end_of_text).cumsum", "(tokens_T < 0).cumsum")],
     "full window from the start (warmup instead)": ["--window_start=128"],
     "short windows": ["--windows=LLLL"],
     "layer without attention": ["--attention=xxxx"],
+    "keys and values for each query head (one for all instead)": ["--num_kv_heads=1"],
     "falling learning rates": ["--cooldown_frac=0"],
 }
-
-
-def changed(source: str, replacements: list[tuple[str, str]]) -> str:
-    """The script with each text replaced wherever it stands."""
-    for text, instead in replacements:
-        require(text in source, f"the script does not contain {text!r}: adapt WITHOUT to it")
-        source = source.replace(text, instead)
-    return source
 
 
 def last_loss(script, flags: list[str]) -> float:
@@ -70,17 +50,6 @@ def last_loss(script, flags: list[str]) -> float:
     require(done.returncode == 0 and lines,
             f"the run with {' '.join(flags)} failed: {' '.join(done.stderr.split())[-300:]}")
     return float(lines[0].split()[1])
-
-
-def final_loss(source: str, name: str, seed: int, flags: list[str]) -> float:
-    """The final loss of the demo without a technique."""
-    parts = WITHOUT[name]
-    flags = [*flags, f"--seed={seed}", *[part for part in parts if isinstance(part, str)]]
-    replacements = [part for part in parts if not isinstance(part, str)]
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder, "script.py")
-        script.write_text(changed(source, replacements), encoding="utf-8")
-        return last_loss(script, ["--preset=demo", f"--records={folder}", *flags])
 
 
 def table(losses: dict[str, list[float]], base: str, title: str) -> str:
@@ -111,24 +80,25 @@ def main():
     args, more = parser.parse_known_args()
     if min(args.seeds, args.steps, args.jobs) < 1:
         raise UserError("--seeds, --steps and --jobs must be at least 1")
-    source = args.script.read_text(encoding="utf-8")
     if not any(flag.startswith("--train_files=") for flag in more):
         find_shards(str(ROOT / PRESETS["demo"].train_files))  # says how to make them
-    flags = [f"--num_iterations={args.steps}", "--val_loss_every=0", "--save_every=0",
-             "--dtype=float32", *more]
+    flags = ["--preset=demo", f"--num_iterations={args.steps}", "--val_loss_every=0",
+             "--save_every=0", "--dtype=float32", *more]
     losses = {}
     if args.out.exists():
         for line in args.out.read_text(encoding="utf-8").splitlines()[1:]:
             name, seed, loss = line.split(",")
             losses[name, int(seed)] = float(loss)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    with open(args.out, "a", encoding="utf-8") as out, ThreadPoolExecutor(args.jobs) as pool:
+    with (open(args.out, "a", encoding="utf-8") as out, tempfile.TemporaryDirectory() as folder,
+          ThreadPoolExecutor(args.jobs) as pool):
         if not losses:
             out.write("without,seed,val_loss\n")
         missing = [(name, seed) for seed in range(1, args.seeds + 1) for name in WITHOUT
                    if (name, seed) not in losses]
-        for (name, seed), loss in zip(missing, pool.map(
-                lambda run: final_loss(source, *run, flags), missing)):
+        ends = pool.map(lambda run: last_loss(args.script, [
+            *flags, f"--records={folder}", *WITHOUT[run[0]], f"--seed={run[1]}"]), missing)
+        for (name, seed), loss in zip(missing, ends):
             out.write(f"{name},{seed},{loss}\n")
             out.flush()
             losses[name, seed] = loss

@@ -31,7 +31,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from bench_techniques import changed, last_loss, table
+from bench_techniques import last_loss, table
 
 import train_gpt
 from data import common
@@ -72,6 +72,14 @@ ABLATIONS = {
     "without pairs": [("+ signs_TD * self.pair", "+ 0 * self.pair")],
     "Adam's mean gradient as in train_gpt.py": ["--adam_beta1=0.8"],
 }
+
+
+def changed(source: str, replacements: list[tuple[str, str]]) -> str:
+    """The script with each text replaced wherever it stands."""
+    for text, instead in replacements:
+        require(text in source, f"the script does not contain {text!r}: adapt ABLATIONS to it")
+        source = source.replace(text, instead)
+    return source
 
 
 class SmallVocabulary(GPT2Tokenizer):
@@ -125,7 +133,7 @@ def steps_for(tokens: float, script, flags: list[str]) -> int:
 def tokens_of(steps: int, script, flags: list[str]) -> int:
     """The number of training tokens in this number of steps."""
     hp, _ = script.parse_flags([*flags, f"--num_iterations={steps}"])
-    return sum(script.batch_size(step, hp) for step in range(steps)) * hp.train_seq_len
+    return script.tokens_seen(steps, hp)
 
 
 def file_name(name: str) -> str:

@@ -6,8 +6,7 @@ import sys
 
 import bench_tokens
 import pytest
-from bench_techniques import changed
-from bench_tokens import ABLATIONS, ATTEMPT, MINI, SmallVocabulary, steps_for, tokens_of
+from bench_tokens import ABLATIONS, ATTEMPT, MINI, SmallVocabulary, changed, steps_for, tokens_of
 from conftest import losses
 
 from records.sample import load_script
@@ -40,6 +39,11 @@ def test_each_technique_of_the_attempt_can_be_left_out(name):
     hp, _ = script.parse_flags(NEW + [part for part in parts if isinstance(part, str)])
     script.check_settings(hp, 1)
     assert (parts == []) == (name == "the attempt")
+
+
+def test_a_text_that_the_script_does_not_have_is_an_error():
+    with pytest.raises(UserError, match="does not contain 'norm_of'"):
+        changed("norm(x)", [("norm_of", "")])
 
 
 def test_the_small_vocabulary_is_the_first_merges(monkeypatch):
