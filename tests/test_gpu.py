@@ -4,7 +4,7 @@ Where a test allows a tolerance, it prints what it has measured."""
 
 import dataclasses
 import json
-import shutil
+import re
 import subprocess
 import sys
 
@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bench_gpu import cast_shares, write_documents
-from conftest import TINY, log_of, log_path, losses
+from conftest import TINY, log_of, log_path
 from test_bench_gpu import SCRIPT, SMALL
 from test_fp8 import SCALES, relative_error
 from test_model import sequence, tiny_model
 
-from train_gpt import (GPT, PRESETS, FP8Linear, World, block_sparse, build_block_masks,
-                       build_optimizers, checkpoints_of, flex, main, train_step)
+from train_gpt import (GPT, PRESETS, FP8Linear, World, attention, build_block_masks,
+                       build_optimizers, main, resolve, train_step)
 
 pytestmark = pytest.mark.gpu
 NEEDS_FP8 = pytest.mark.skipif(
@@ -37,6 +37,12 @@ def fresh_compiler(runs_here):
 def say(capsys, text):
     with capsys.disabled():
         print(f"\n{text}")
+
+
+def loss_of_step(log, kind):
+    """{step: loss} of the lines of a log that have this kind of loss."""
+    lines = re.findall(rf"(?m)^step:(\d+)/\d+ {kind}:(\S+) ", log)
+    return {int(step): float(loss) for step, loss in lines}
 
 
 def gpu_run(*flags):
@@ -67,8 +73,8 @@ def tokens_of(T, layout, eot=9):
     (49152, 6, 6, ("ragged", 5000), (128, 896, 1792)),
     (262144, 1, 1, ("ragged", "one"), (1792,)),
 ])
-def test_compiled_flex_attention_equals_the_block_sparse_path(T, heads, kv_heads, layouts, windows,
-                                                              capsys):
+def test_compiled_flex_attention_equals_attention_in_bands(T, heads, kv_heads, layouts, windows,
+                                                           capsys):
     """Long and short masks, forward and (up to 48K tokens) gradients, in bfloat16 against the plain
     path in float32. An error over all queries could hide a token that sees one key too many, so
     each query's output is compared by itself as well."""
@@ -79,7 +85,8 @@ def test_compiled_flex_attention_equals_the_block_sparse_path(T, heads, kv_heads
 
     @torch.compile(dynamic=False, fullgraph=True)
     def compiled(tokens, q, k, v, window):
-        return [flex(mask, 0.12)(q, k, v) for mask in build_block_masks(tokens, 9, window)]
+        masks = build_block_masks(tokens, 9, window, flex=True)
+        return [attention(q, k, v, mask, 0.12) for mask in masks]
 
     near = {"output": 0.01, "a query's output": 0.05, "gradients": 0.02}
     worst = dict.fromkeys(near, 0.0)
@@ -90,8 +97,8 @@ def test_compiled_flex_attention_equals_the_block_sparse_path(T, heads, kv_heads
             with torch.set_grad_enabled(with_gradients):
                 got = compiled(tokens, q, k, v, window)
                 float32 = [x.detach().float().requires_grad_() for x in (q, k, v)]
-                masks = build_block_masks(tokens, 9, window)
-                want = [block_sparse(mask, 0.12)(*float32) for mask in masks]
+                masks = build_block_masks(tokens, 9, window, flex=False)
+                want = [attention(*float32, mask, 0.12) for mask in masks]
             errors = dict.fromkeys(near, 0.0)
             for a, b in zip(got, want):
                 a, b = a.detach().float(), b.detach()
@@ -156,7 +163,7 @@ def test_one_training_step_equals_the_cpus(dtype, near, capsys):
     cancel, are wrong by 0.2."""
     plain, hp = tiny_model(num_heads=2, head_dim=32, micro_batches=2, window_start=256,
                            window_end=256)
-    ours = GPT(hp, flex, dtype).to("cuda")
+    ours = GPT(hp, dtype, flex=True).to("cuda")
     ours.load_state_dict(plain.state_dict())
     compiled = torch.compile(ours, dynamic=False, fullgraph=True)
     our_hp = dataclasses.replace(hp, dtype=str(dtype).removeprefix("torch."))
@@ -199,8 +206,8 @@ def test_ten_training_steps_equal_the_cpus(tmp_path, shards):
         patch.setattr(torch.cuda, "is_available", lambda: False)
         gpu_run(*settings, f"--records={tmp_path}/cpu")
     cpu = log_of(tmp_path / "cpu")
-    assert losses(gpu) == pytest.approx(losses(cpu), abs=0.05)
-    assert losses(gpu, "train_loss") == pytest.approx(losses(cpu, "train_loss"), abs=0.08)
+    for kind, near in (("val_loss", 0.05), ("train_loss", 0.08)):
+        assert loss_of_step(gpu, kind) == pytest.approx(loss_of_step(cpu, kind), abs=near)
 
 
 def test_a_stopped_and_resumed_run_equals_one_that_was_not(tmp_path, shards, capsys):
@@ -208,18 +215,17 @@ def test_a_stopped_and_resumed_run_equals_one_that_was_not(tmp_path, shards, cap
                 "--use_fp8=false", "--dtype=bfloat16"]
     for folder in ("whole", "again"):
         gpu_run(*settings, f"--records={tmp_path}/{folder}")
-    # This is like a run that was ended after its step 6, with more lines in its log.
-    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
-    log = log_path(tmp_path / "parts")
-    last, stopped = checkpoints_of(log)
-    assert stopped.name == "step00000006.pt"
-    last.unlink()
-    gpu_run(f"--resume={log}")
+    stopped = log_path(tmp_path / "whole").with_suffix("") / "step00000006.pt"
+    gpu_run(f"--resume={stopped}", f"--records={tmp_path}/parts")
     logs = {folder: log_of(tmp_path / folder) for folder in ("whole", "again", "parts")}
-    assert "\nresumed: step 6 at " in logs["parts"]
-    curves = {folder: losses(log, "train_loss") + losses(log) for folder, log in logs.items()}
-    far = {folder: max(abs(a - b) for a, b in zip(curve, curves["whole"], strict=True))
-           for folder, curve in curves.items()}
+    assert f"\nresumed: {stopped} at step 6\n" in logs["parts"]
+    far = dict.fromkeys(("again", "parts"), 0.0)
+    for kind, steps in (("train_loss", range(7, 13)), ("val_loss", (6, 8, 12))):
+        curves = {folder: loss_of_step(log, kind) for folder, log in logs.items()}
+        assert set(curves["parts"]) == set(steps)
+        for folder in far:
+            far[folder] = max(far[folder], *(abs(curves[folder][step] - curves["whole"][step])
+                                             for step in curves[folder]))
     say(capsys, f"largest difference of a loss in 12 steps: {far['parts']:.5f} after a stop and a "
                 f"resume, {far['again']:.5f} between two whole runs")
     assert far["parts"] < 0.03
@@ -230,14 +236,14 @@ def test_twenty_full_size_steps_without_a_recompile(tmp_path, capsys):
     an error."""
     hp = PRESETS["speedrun"]
     train_tokens = 7 * hp.micro_batches * hp.train_seq_len + 1
-    for number in (1, 2, 3):
-        write_documents(tmp_path / f"r_train_{number:06}.bin", train_tokens, hp.vocab_size)
+    for number in (1, 2, 3):  # of other lengths, so that their tokens differ
+        write_documents(tmp_path / f"r_train_{number:06}.bin", train_tokens + number, hp.vocab_size)
     write_documents(tmp_path / "r_val_000000.bin", 2 * hp.val_seq_len + 1, hp.vocab_size)
     gpu_run("--preset=speedrun", f"--train_files={tmp_path}/r_train_*.bin",
             f"--val_files={tmp_path}/r_val_*.bin", "--val_tokens=0", "--num_iterations=20",
             "--val_loss_every=10", "--save_every=0", f"--records={tmp_path}/records")
     log = log_of(tmp_path / "records")
-    curve = losses(log, "train_loss")
+    curve = list(loss_of_step(log, "train_loss").values())
     kept = [line for line in log.splitlines()
             if line.startswith(("warmup: ", "peak_memory: ", "throughput: "))]
     say(capsys, "\n".join([f"20 steps: losses {curve[0]:.4f} to {curve[-1]:.4f}", *kept]))
@@ -273,9 +279,9 @@ print("cached:", {name: n for name, n in counters["aot_autograd"].items() if "ca
 
 
 def test_window_growth_does_not_recompile_the_full_model():
-    hp = dataclasses.replace(PRESETS["speedrun"], num_kv_heads=6, train_seq_len=8192,
-                             val_seq_len=8192)
-    model = GPT(hp, flex, torch.bfloat16).cuda()
+    hp = dataclasses.replace(PRESETS["speedrun"], train_seq_len=8192, val_seq_len=8192)
+    hp = resolve(hp, torch.device("cuda"))  # without FP8 where the GPU has none
+    model = GPT(hp, getattr(torch, hp.dtype), flex=True).cuda()
     compiled = torch.compile(model, dynamic=False, fullgraph=True)
     tokens = tokens_of(8192, 700, hp.vocab_size - 1)
     for window in (128, 256, 1024, 1792):
