@@ -128,7 +128,7 @@ if [ -n "$dry_run" ]; then
     # The smallest settings with all parts; the data are made here.
     small=(--windows=LSSL --value_embeds=0..0 --attention=xx.x --model_dim=32 --num_heads=2
            --head_dim=16 --train_seq_len=256 --val_seq_len=512 --window_start=128
-           --window_end=512 --micro_batches=2 --pair_rows=300)
+           --window_end=512 --micro_batches=2)
     mkdir -p "$out/data"
     "$python" data/tokenize_text.py tests/text.txt --out "$out/data" --name text \
         --tokenizer bytes --val_fraction 0.2 > "$out/data.txt"
