@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from train_gpt import BLOCK, GPT, PRESETS, Rotary, World, draw_weights
 
