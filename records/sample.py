@@ -222,9 +222,9 @@ def features(trained: Trained, tokens: list[int]) -> Tensor:
             longer = script.Rotary(hp.head_dim, len(padded), hp.rope_base).to(device)
             rotary.cos = longer.cos
             rotary.sin = longer.sin
-    with device:  # where new tensors are made, those of the masks too
-        window = torch.tensor(script.window_tokens(hp.num_iterations, hp), dtype=torch.int32)
-        return model.features(torch.tensor(padded, dtype=torch.int32), window)
+    window = script.window_tokens(hp.num_iterations, hp)
+    return model.features(torch.tensor(padded, dtype=torch.int32, device=device),
+                          torch.tensor(window, dtype=torch.int32, device=device))
 
 
 @torch.no_grad()
