@@ -37,20 +37,18 @@ def backward_in_another_thread(self):
         raise failures[0]
 
 
-def dense(mask, scale):
+def dense(q, k, v, mask, scale):
     """Attention that torch.compile takes whole on a CPU, in place of FlexAttention."""
-    def attend(q, k, v):
-        position = torch.arange(q.size(2))
-        seen = mask.mask_mod(0, 0, position[:, None], position[None, :])
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
-    return attend
+    position = torch.arange(q.size(2))
+    seen = mask.mask_mod(0, 0, position[:, None], position)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
 
 
 class CompiledGPT(train_gpt.GPT):
     """Compiles itself, as the script has it done on a GPU."""
 
-    def __init__(self, hp, attention, dtype):
-        super().__init__(hp, dense, dtype)
+    def __init__(self, hp, dtype, flex):
+        super().__init__(hp, dtype, flex=True)
         self.compile(dynamic=False, fullgraph=True)
 
 
@@ -72,6 +70,7 @@ if __name__ == "__main__":
     torch.Tensor.backward = backward_in_another_thread
     train_gpt.resolve = resolve_with_fp8
     train_gpt.GPT = CompiledGPT
+    train_gpt.attention = dense
     train_gpt.train_step = strict_train_step
     train_gpt.main(sys.argv[1:])
     print({name: count for name, count in counters["aot_autograd"].items() if "cache" in name})

@@ -24,10 +24,11 @@ from torch import nn
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from train_gpt import GPT, PRESETS, CastedLinear, build_block_masks, flex, norm
+from train_gpt import (
+    FP8_SCALES, GPT, PRESETS, CastedLinear, attention, build_block_masks, norm)
 
-SPEEDRUN = dataclasses.replace(PRESETS["speedrun"], num_kv_heads=6, dtype="bfloat16")
-DEMO = dataclasses.replace(PRESETS["demo"], num_kv_heads=4, dtype="bfloat16")
+SPEEDRUN = dataclasses.replace(PRESETS["speedrun"], dtype="bfloat16")
+DEMO = dataclasses.replace(PRESETS["demo"], dtype="bfloat16")
 GIB = 2**30
 
 
@@ -73,14 +74,14 @@ def case_shared_memory(capability):
     CachingAutotuner.precompile = precompile
     T, H, K = 2048, SPEEDRUN.num_heads, SPEEDRUN.head_dim
 
-    def attention(q, k, v, tokens, window):
-        mask, _ = build_block_masks(tokens, 9, window)
-        return flex(mask, 0.12)(q, k, v).float().sum()
+    def masked_attention(q, k, v, tokens, window):
+        mask, _ = build_block_masks(tokens, 9, window, flex=True)
+        return attention(q, k, v, mask, 0.12).float().sum()
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         qkv = [torch.empty(1, H, T, K, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
         tokens, _, window = micro_batch(T)
-        generate(attention, *qkv, tokens, window)
+        generate(masked_attention, *qkv, tokens, window)
     assert {"backward" in name for name in used} == {True, False}, used
     for name, shared in used.items():
         print(f"{GPUS[capability].name}: {shared} of {limit} bytes of shared memory in {name}")
@@ -142,16 +143,16 @@ class Head(nn.Module):
 
     LOGITS_TOKENS = GPT.LOGITS_TOKENS
     logits = GPT.logits
-    mean_loss = GPT.mean_loss
+    forward = GPT.forward
 
     def __init__(self, hp):
         super().__init__()
         self.hp = hp
         rows = -(-hp.vocab_size // 64) * 64
-        self.lm_head = CastedLinear(hp.model_dim, rows, fp8_scales=(2.0, 512.0, 2.0**22))
+        self.lm_head = CastedLinear(hp.model_dim, rows, fp8_scales=FP8_SCALES)
 
-    def forward(self, x_TD, targets_T):
-        return self.mean_loss(norm(x_TD), targets_T)
+    def features(self, x_TD, window):
+        return norm(x_TD)
 
 
 def case_fp8_products(capability):
@@ -159,7 +160,8 @@ def case_fp8_products(capability):
     for hp, T in ((SPEEDRUN, 24576), (SPEEDRUN, 16384), (DEMO, DEMO.train_seq_len)):
         with FakeTensorMode(allow_non_fake_inputs=True):
             x = torch.empty(T, hp.model_dim, dtype=torch.bfloat16, requires_grad=True)
-            programs, _ = generate(Head(hp), x, micro_batch(T)[1])
+            _, targets, window = micro_batch(T)
+            programs, _ = generate(Head(hp), x, targets, window)
         assert sum(map(check_scaled_products, programs)) == 3
 
 
@@ -168,7 +170,7 @@ def case_full_size(capability):
     """The speedrun's own model: its FP8 products, and a budget for its memory, which is what the
     README's table of hardware rests on."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = GPT(SPEEDRUN, flex, torch.bfloat16)
+        model = GPT(SPEEDRUN, torch.bfloat16, flex=True)
         programs, peaks = generate(model, *micro_batch(SPEEDRUN.train_seq_len))
         assert len(programs) == 2 and sum(map(check_scaled_products, programs)) == 3
     forward, backward = (peak / GIB for peak in peaks)
@@ -185,7 +187,7 @@ def case_validation(capability):
     """At full length, in four layers: most of the memory is the head's."""
     hp = dataclasses.replace(SPEEDRUN, windows="LSSL", value_embeds="0..0", attention="xx.x")
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        model = GPT(hp, flex, torch.bfloat16).eval()
+        model = GPT(hp, torch.bfloat16, flex=True).eval()
         _, peaks = generate(model, *micro_batch(hp.val_seq_len))
     validation = max(peaks) / GIB
     print(f"validation: {validation:.2f} GiB")
