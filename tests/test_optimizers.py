@@ -109,6 +109,7 @@ def test_agrees_with_the_muon_of_torch():
 
 def test_nesterov_momentum_by_hand(monkeypatch):
     monkeypatch.setattr(train_gpt, "newton_schulz", lambda x, steps=5: x)
+    monkeypatch.setattr(train_gpt, "lr_scale", lambda step, hp: 1 / (1 + step))
     p = nn.Parameter(torch.zeros(2, 2))
     hp = dataclasses.replace(HP, muon_momentum_start=0.85, muon_momentum_end=0.95,
                              muon_momentum_steps=2)
@@ -119,7 +120,7 @@ def test_nesterov_momentum_by_hand(monkeypatch):
         p.grad = torch.full((2, 2), g)
         take_step(muon, step)
         average = momentum * average + (1 - momentum) * g
-        want -= 0.1 * (momentum * average + (1 - momentum) * g)
+        want -= 0.1 / (1 + step) * (momentum * average + (1 - momentum) * g)
     torch.testing.assert_close(p.detach(), torch.full((2, 2), want))
 
 
