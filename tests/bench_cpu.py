@@ -15,10 +15,10 @@ the folder also gets compare.png, the losses against the training time, and nano
 A byte is a token. The first 90 % of the file's bytes train, cut into fragments in random order; all
 of the last 10 % validate. The training script runs as it is, one process on up to four cores. In
 the last line, "reached 1.874 after X s of training", X is the script's own training time at the
-first validation loss at or below the target. --script names the script: by default train_gpt.py,
-and for the recipe "low", which also predicts the token after the next, records/speedrun_2026's. The
-recipe "fast" refuses a model of more than 850,000 parameters unless --any_size is given. Exit
-status: 0 if the target was reached, 1 if it was not, 2 for wrong usage.
+first validation loss at or below the target. The script is the record attempt,
+records/speedrun_2026/train_gpt.py; --script=train_gpt.py names the original, or a copy of one of
+them. The recipe "fast" refuses a model of more than 850,000 parameters unless --any_size is given.
+Exit status: 0 if the target was reached, 1 if it was not, 2 for wrong usage.
 """
 
 import os
@@ -45,23 +45,27 @@ from records.sample import load_script
 MOST_PARAMETERS = 850_000
 COMMON = "--preset=demo --name=bench_cpu --val_tokens=0 --epochs=1000 --save_every=0"
 ATTEMPT = ROOT / "records" / "speedrun_2026" / "train_gpt.py"
-RECIPES = {  # script, bytes in a fragment, flags
-    "fast": (ROOT / "train_gpt.py", 256, """
-        --windows=LL --value_embeds=.. --attention=.x --window_start=128 --window_end=128
+RECIPES = {  # bytes in a fragment; flags; further flags for the record attempt, and for train_gpt.py
+    "fast": (256, """
+        --value_embeds=.. --attention=.x
         --model_dim=64 --num_heads=3 --head_dim=32 --attention_scale=0.3 --rope_base=20
-        --smear=true --pair_rows=8192
         --micro_batches=1 --train_seq_len=2048 --val_seq_len=16384 --num_iterations=96
         --val_loss_every=0 --cooldown_frac=0.7 --embed_lr=0.6 --head_lr=0.02 --scalar_lr=0.1
-        --muon_lr=0.05 --muon_momentum_steps=0 --muon_momentum_end=0.9 --adam_beta1=0.5"""),
-    "low": (ATTEMPT, 2048, """
+        --muon_momentum_steps=0 --muon_momentum_end=0.9 --adam_beta1=0.5""", """
+        --windows=SS --stages=1:1:256 --skips=.0 --late_input=1 --backout=0 --softcap_height=30
+        --softcap_shift=0 --muon_lr=0.1 --muon_decay=0 --embed_decay=0 --adam_every=1
+        --muon_beta2=0.9 --future_tokens=0 --pair_rows=8192""", """
+        --windows=LL --window_start=128 --window_end=128 --muon_lr=0.05"""),
+    "low": (2048, """
+        --model_dim=128 --num_heads=4 --head_dim=32 --attention_scale=0.3 --rope_base=20
+        --micro_batches=1 --train_seq_len=2048 --val_seq_len=16384
+        --num_iterations=1400 --val_loss_every=700 --cooldown_frac=0.7
+        --lr_floor=0 --embed_lr=0.04 --head_lr=0.004 --scalar_lr=0.1 --muon_lr=0.03
+        --muon_momentum_steps=0 --muon_momentum_end=0.9 --adam_beta1=0.9""", """
         --windows=LLL --value_embeds=.01 --attention=.xx --skips=..0 --late_input=2 --backout=0
         --stages=1:1:256 --softcap_height=30 --softcap_shift=0 --muon_decay=0 --embed_decay=0
-        --adam_every=1 --muon_beta2=0.9 --model_dim=128 --num_heads=4 --head_dim=32
-        --attention_scale=0.3 --rope_base=20
-        --pair_rows=1024 --micro_batches=1 --train_seq_len=2048 --val_seq_len=16384
-        --num_iterations=1400 --val_loss_every=700 --future_tokens=1 --cooldown_frac=0.7
-        --lr_floor=0 --embed_lr=0.04 --head_lr=0.004 --scalar_lr=0.1 --muon_lr=0.03
-        --muon_momentum_steps=0 --muon_momentum_end=0.9 --adam_beta1=0.9"""),
+        --adam_every=1 --muon_beta2=0.9 --future_tokens=1 --pair_rows=1024""", """
+        --windows=LLLL --value_embeds=..01 --attention=.xxx --window_start=256 --window_end=256"""),
 }
 VAL_LINE = re.compile(r"^step:(\d+)/\d+ val_loss:(\S+) train_time:(\d+)ms .*tokens:(\d+)", re.M)
 
@@ -77,10 +81,17 @@ def matrix_rate(dtype: torch.dtype, n: int = 512) -> float:
     return 2 * n**3 / min(times)
 
 
+def recipe_flags(name: str, script: ModuleType) -> list[str]:
+    """The flags of a recipe for a script, which is the record attempt, the original, or a copy."""
+    _, flags, attempt, original = RECIPES[name]
+    own = attempt if hasattr(script.PRESETS["demo"], "stages") else original
+    return [*COMMON.split(), *flags.split(), *own.split()]
+
+
 def count_parameters(script: ModuleType, flags: list[str]) -> int:
     hp = script.resolve(script.parse_flags(flags)[0], torch.device("cpu"))
     with torch.device("meta"):
-        model = script.GPT(hp, script.block_sparse, torch.float32)
+        model = script.GPT(hp, torch.float32, flex=False)
     return sum(p.numel() for p in model.parameters())
 
 
@@ -152,8 +163,8 @@ def main():
                         help="flags for nanoGPT alone, after those of its documented run")
     parser.add_argument("--recipe", choices=RECIPES, default="fast",
                         help="settings to start from (fast)")
-    parser.add_argument("--script", type=Path, metavar="FILE",
-                        help="the training script (the recipe's)")
+    parser.add_argument("--script", type=Path, metavar="FILE", default=ATTEMPT,
+                        help="the training script (the record attempt)")
     parser.add_argument("--any_size", action="store_true",
                         help=f"allow more than {MOST_PARAMETERS} parameters in the recipe fast")
     parser.add_argument("--repeat", type=int, default=1,
@@ -165,20 +176,18 @@ def main():
                         help="bytes of training text that stay together (256; recipe low: 2048)")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the logs in this folder")
     args, more = parser.parse_known_args()
-    path, fragment, recipe = RECIPES[args.recipe]
-    path = args.script.resolve() if args.script else path
-    if args.fragment is not None:
-        fragment = args.fragment
+    path = args.script.resolve()
+    fragment = RECIPES[args.recipe][0] if args.fragment is None else args.fragment
     processes = args.processes
     cores = (os.cpu_count() or 1) // max(1, processes)
     threads = max(1, min(4, cores)) if args.threads is None else args.threads
     if min(args.repeat, processes, threads, fragment) < 1:
         raise UserError("--repeat, --processes, --threads and --fragment must be at least 1")
-    flags = [*COMMON.split(), *recipe.split()]
+    script = load_script(path)
+    flags = recipe_flags(args.recipe, script)
     if args.nanogpt:
         flags.append("--val_loss_every=6")  # for a curve; the clock stops meanwhile
     flags += more
-    script = load_script(path)
     try:
         hp, _ = script.parse_flags(flags)
         script.check_settings(hp, processes)

@@ -106,7 +106,7 @@ def draw(path: Path, theirs: list[list[Point]], ours: list[list[Point]], target:
     axes.axhline(target, color="black", linewidth=0.8, linestyle=":",
                  label=f"nanoGPT's final loss, {target:g}")
     for runs, color, label in ((theirs, "tab:gray", "nanoGPT's documented run on a CPU"),
-                               (ours, "tab:blue", "train_gpt.py")):
+                               (ours, "tab:blue", "this repository")):
         reached = []
         for points in runs:
             later = [point for point in points if point.seconds > 0]  # the axis has no 0
