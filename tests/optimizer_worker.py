@@ -41,7 +41,7 @@ class Momentum(Optimizer):
                                          self.state["velocity"]):
             velocity = self.world.rows(velocity)
             velocity.mul_(0.9).add_(gradient.result())
-            self.world.rows(p.detach()).sub_(self.lr * lr_scale(step, self.hp) * velocity)
+            self.world.rows(p.detach()).sub_(self.lr(step) * velocity)
             self.updated.append(self.world.all_gather(p.detach()))
 
     def finish(self, step):

@@ -166,7 +166,7 @@ class Descent(Optimizer):
 
     def update(self, step):
         for p, gradient in zip(self.params.values(), self.gradients):
-            p.sub_(self.lr * gradient.result())
+            p.sub_(self.lr(step) * gradient.result())
 
     def finish(self, step):
         pass
@@ -199,8 +199,8 @@ def test_the_table_has_a_stack_for_each_shape_of_matrices():
                                                ("attn.proj.weight", (0, 1, 3)),
                                                ("mlp.fc.weight", range(4)),
                                                ("mlp.proj.weight", range(4)))}
-    assert {row.lr for row in muons.values()} == {hp.muon_lr}
-    adams = {frozenset(row.params): row.lr for row in table if isinstance(row, Adam)}
+    assert {row.peak_lr for row in muons.values()} == {hp.muon_lr}
+    adams = {frozenset(row.params): row.peak_lr for row in table if isinstance(row, Adam)}
     mixes = {f"blocks.{layer}.residual_mix" for layer in range(4)}
     mixes |= {f"blocks.{layer}.attn.value_mix" for layer in (0, 1, 3)}
     assert adams == {  # two kv heads are as wide as the model, so all embeddings have one shape
@@ -229,7 +229,7 @@ def test_a_vector_or_a_number_that_no_row_names_is_trained_by_adam():
     model.gains = nn.Parameter(torch.ones(7))
     model.temperature = nn.Parameter(torch.tensor(1.0))
     last = build_optimizers(model, hp, ALONE)[-1]
-    assert type(last) is Adam and last.lr == hp.scalar_lr
+    assert type(last) is Adam and last.peak_lr == hp.scalar_lr
     assert {"gains", "temperature", "skip_weights"} <= set(last.params)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
@@ -262,7 +262,7 @@ def test_the_first_row_that_fits_takes_a_parameter():
     model.value_embeds["7"]["mlp"]["fc"] = CastedLinear(32, 128)  # which looks like Muon's
     optimizers = build_optimizers(model, hp, ALONE)
     taking = [o for o in optimizers if "value_embeds.7.mlp.fc.weight" in o.params]
-    assert len(taking) == 1 and type(taking[0]) is Adam and taking[0].lr == hp.embed_lr
+    assert len(taking) == 1 and type(taking[0]) is Adam and taking[0].peak_lr == hp.embed_lr
 
 
 def test_frozen_parameters_stay_as_they_are():
