@@ -59,7 +59,7 @@ def start(*command: str, read=False, **variables: str) -> list[str]:
         # Ctrl+C has reached the program too, which then ends by itself. A signal to this process
         # alone has not.
         with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
-            program.wait(timeout=5)
+            program.wait(timeout=3)
         program.terminate()
         program.wait()
         raise

@@ -355,7 +355,7 @@ def test_a_signal_leaves_nothing_behind(tmp_path, shards, number, to_all, ranks)
     flags = [*TINY[1:], "--num_iterations=4000", "--epochs=10000", "--val_loss_every=0"]
     run = Started("demo", *flags, *shards, f"--records={tmp_path}", until="step:50/", NPROC=ranks)
     (os.killpg if to_all else os.kill)(run.process.pid, number)
-    output, _ = run.process.communicate(timeout=10)
+    output, _ = run.process.communicate(timeout=20)
     assert run.process.returncode == 128 + number, output
     assert output.endswith("interrupted\n")
 
