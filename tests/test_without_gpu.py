@@ -44,6 +44,8 @@ TWO_LAYERS = ["--windows=LS", "--value_embeds=0.", "--attention=xx"]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor's CPU programs need g++")
+@pytest.mark.skipif(torch.__version__ < "2.10", reason="Inductor of torch 2.9 writes past the end "
+                    "of FP8 rows on a CPU, where the script compiles nothing")
 def test_a_compiled_run_has_backward_passes_in_another_thread_and_starts_faster_again(tmp_path,
                                                                                       shards):
     """The first start finds nothing in the compiler's cache; the second one finds everything, the
