@@ -824,9 +824,10 @@ def load_validation(shards: list[Shard], hp: Hyperparameters, world: World) -> l
     processes, the tokens 1 to val_tokens are predicted once each. The last sequence is filled up
     with targets of -1, which no loss counts."""
     parts = [read_tokens(shard.path, 0, shard.tokens, hp.vocab_size) for shard in shards]
-    stream = torch.cat(parts)[:hp.val_tokens + 1].to(torch.int32)
-    require((stream == hp.vocab_size - 1).any(), "no text begins in the validation data: "
-            f"--vocab_size={hp.vocab_size} must be one more than the token that begins each text")
+    stream = torch.cat(parts).to(torch.int32)
+    require((stream == hp.vocab_size - 1).any(), f"no text in --val_files begins with the token "
+            f"{hp.vocab_size - 1}, the last one of --vocab_size={hp.vocab_size}: lower that")
+    stream = stream[:hp.val_tokens + 1]
     padding = -hp.val_tokens % hp.val_seq_len  # to whole sequences
     inputs = F.pad(stream[:-1], (0, padding), value=hp.vocab_size - 1).split(hp.val_seq_len)
     targets = F.pad(stream[1:].long(), (0, padding), value=-1).split(hp.val_seq_len)

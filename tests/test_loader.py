@@ -29,7 +29,7 @@ def shards(tmp_path):
 
 
 def hyperparameters(**changes):
-    settings = dict(vocab_size=65536, train_seq_len=256, micro_batches=6) | changes
+    settings = dict(vocab_size=sum(SIZES), train_seq_len=256, micro_batches=6) | changes
     return dataclasses.replace(PRESETS["demo"], **settings)
 
 
