@@ -19,12 +19,12 @@ The method differs from train_gpt.py's in sections 1 (settings), 2 (schedules), 
 the batch grows, or that Adam does not take part in every step.
 
 A run may be killed at any time, for it needs no orderly end ("crash-only software", Candea and Fox,
-2003). Its log is written by this process alone and only grows, a file has a checkpoint's name only
-when it is whole, and to resume is to start again, from a checkpoint and with a new log.
+2003). Only its first process writes its log, and it only appends. A file gets a checkpoint's name
+when it is whole. To resume is to start again, from a checkpoint and with a new log.
 
 Suffixes give the shapes of most tensors: x_TD is [T, D]. T tokens, D model width, H heads, K head
-width, V vocabulary, N blocks of 128 tokens, B the 128 tokens of a block, L the keys of a band
-(section 3); 1 is a dimension of length 1.
+width, V vocabulary, N blocks of 128 tokens; 1 is a dimension of length 1. There is no batch
+dimension: the model takes one long sequence at a time.
 
 "Record" and a date or number mean an entry of the speedrun's list of world records, which explains
 each one: https://github.com/KellerJordan/modded-nanogpt. Needs torch 2.9.1 or newer.
@@ -98,7 +98,7 @@ class Hyperparameters:
     # Data
     train_files: str = flag("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
     val_files: str = flag("data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
-    vocab_size: int = flag(50257, "vocabulary size; the last token begins a text", min=2, max=65536)
+    vocab_size: int = flag(50257, "vocabulary; its last token begins each text", min=2, max=65536)
     train_seq_len: int = flag(16 * 1024, "tokens per training sequence", min=1, unit=BLOCK)
     val_seq_len: int = flag(256 * 1024, "tokens per validation sequence", min=1, unit=BLOCK)
     val_tokens: int = flag(10485760, "number of validation tokens; 0 takes all")
@@ -113,10 +113,10 @@ class Hyperparameters:
     skips: str = flag("......43210", "digit: add this layer's output, .: none", pattern="[0-9.]+")
     # The model
     model_dim: int = flag(768, "width of the residual stream", min=16, max=2**16, unit=16)
-    num_heads: int = flag(6, "number of query heads", min=1, max=2**10)
+    num_heads: int = flag(6, "query heads; any number, whatever model_dim", min=1, max=2**10)
     num_kv_heads: int = flag(0, "number of key and value heads; 0 stands for num_heads")
     head_dim: int = flag(128, "width of a head", min=16, max=2**10, unit=16)
-    attention_scale: float = flag(0.12, "factor on the attention scores", min=-10**9)
+    attention_scale: float = flag(0.12, "factor on scores of size head_dim", min=-10**9)
     rope_base: float = flag(1024.0, "base of the rotary frequencies", min=1)
     lm_head_softcap: float = flag(15.0, "c: logits z become h * sigmoid(2 * (z + s) / c)", min=0.1)
     softcap_height: float = flag(23.0, "h, the upper bound of the logits", min=0.1)
@@ -133,7 +133,7 @@ class Hyperparameters:
     muon_lr: float = flag(0.023, "learning rate of the blocks' matrices (Muon)")
     muon_momentum_start: float = flag(0.85, "Muon's momentum at the first step", max=1)
     muon_momentum_end: float = flag(0.95, "Muon's momentum after its warmup", max=1)
-    muon_momentum_steps: int = flag(300, "length of Muon's momentum warmup, in steps")
+    muon_momentum_steps: int = flag(300, "steps of Muon's momentum warmup, in a run of any length")
     muon_beta2: float = flag(0.95, "decay of NorMuon's mean square of each row", max=1 - 1e-9)
     muon_decay: float = flag(1.2, "cautious decay of the blocks' matrices, by their squared rate")
     head_lr: float = flag(0.008, "learning rate of the output head (Adam)")
@@ -156,7 +156,7 @@ PRESETS = {
         num_iterations=450, future_tokens=1, cooldown_frac=0.4, lr_floor=0.1, muon_lr=0.045,
         muon_momentum_end=0.9, muon_momentum_steps=0, muon_beta2=0.9, head_lr=0.016, embed_lr=0.3,
         scalar_lr=0.08, adam_every=1, adam_beta1=0.8,
-        adam_eps=1e-7,  # with 1e-10, gradients that are mere rounding errors make full-size steps
+        adam_eps=1e-7,  # with 1e-10, gradients of rare bytes, mere rounding errors, make full steps
     ),
 }
 
@@ -190,12 +190,12 @@ def tokens_seen(step: int, hp: Hyperparameters) -> int:
     return tokens_seen(first, hp) + tokens
 
 def window_tokens(step: int, hp: Hyperparameters) -> int:
-    """The long window in tokens."""
-    return stage(step, hp).window
+    """The long window in tokens, rounded up to whole blocks."""
+    return math.ceil(stage(step, hp).window / BLOCK) * BLOCK
 
 def window_tensor(step: int, hp: Hyperparameters, device: torch.device) -> Tensor:
     """The long window as a tensor, which can change without a recompile. torch.full does not wait
-    for the device; copying a number there would."""
+    for the device, as torch.tensor would, which copies the number there."""
     return torch.full((), window_tokens(step, hp), dtype=torch.int32, device=device)
 
 def lr_scale(step: int, hp: Hyperparameters) -> float:
@@ -241,7 +241,7 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
         query block   key blocks 0 1 2 3
                   0              p . . .     the diagonal is always partial, because it is causal
                   1              p p . .     block 0 is visible to the first document's tokens only
-                  2              . p p .     block 1 holds the end of the first document as well
+                  2              . p p .     block 0 is within the window, but of another document
                   3              . p f p     block 2 lies in the same document as all of block 3
     """
     document_T = (tokens_T == end_of_text).cumsum(0, dtype=torch.int32)
@@ -250,10 +250,13 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
         return (key <= query) & (document_T[query] == document_T[key])
 
     # Maps of [query block, key block], without the window yet. They must agree with `sees`: change
-    # them when you change it, because FlexAttention asks it about partial blocks only. Documents
-    # are numbered upwards, so it is enough to compare those of a block's first and last tokens:
-    #     some pair is visible   query block >= key block, first[query block] <= last[key block]
-    #     all pairs are          query block > key block, last[query block] == first[key block]
+    # them when you change it, because FlexAttention asks it about partial blocks only. (On a CPU it
+    # is asked about every pair, so that a map that does not agree shows on a GPU alone.) Document
+    # numbers never fall, so the numbers of a block's first and last token tell:
+    #   some pair is visible   if the query block is not before the key block, and its first
+    #                          document is not after the key block's last one
+    #   all pairs are visible  if the query block is after the key block, and both lie in one
+    #                          document: its last document is the key block's first one
     block_N = torch.arange(len(tokens_T) // BLOCK, dtype=torch.int32, device=tokens_T.device)
     distance_NN = block_N[:, None] - block_N
     first_N = document_T[::BLOCK]
@@ -266,7 +269,7 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
         no further."""
         counts_N = chosen_NN.sum(1, dtype=torch.int32)
         order_NN = chosen_NN.int().argsort(descending=True, stable=True).int()
-        return counts_N[None, None].contiguous(), order_NN[None, None].contiguous()
+        return counts_N[None, None], order_NN[None, None]
 
     def mask(window_blocks: Tensor):
         seen_NN = some_visible_NN & (distance_NN < window_blocks)
@@ -275,7 +278,7 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
         partial, full = ordered(seen_NN & ~all_visible_NN), ordered(seen_NN & all_visible_NN)
         return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=sees)
 
-    long = (window + BLOCK - 1) // BLOCK
+    long = window // BLOCK
     return [mask(long), mask((long // 2).clamp(min=1))]
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
@@ -287,30 +290,31 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
     return band_attention(q, k, v, mask, scale)
 
 def band_bias(seen_NN: Tensor, sees) -> Tensor:
-    """The mask for band_attention, [N, B, L]: 0 where a query sees a key of its block's band, and
+    """The mask for band_attention, [N, 128, W]: 0 where a query sees a key of its block's band, and
     -inf elsewhere. seen_NN says which key blocks each query block sees.
 
-    The band of a query block are the key blocks that end with itself, as many as reach back to the
-    farthest one that any block sees; together they have L keys. If that is the one before, the
-    bands of three blocks are the key blocks (-1, 0), (0, 1) and (1, 2). There is no block -1, so it
-    is masked out."""
+    A query block's band are its own block and the blocks just before it, W keys in all. Every query
+    block has equally many, enough for the longest reach of any. If no query block sees farther than
+    the block before its own, the bands of three blocks are the key blocks (-1, 0), (0, 1) and
+    (1, 2). There is no block -1, so it is masked out."""
     query_block, key_block = seen_NN.nonzero(as_tuple=True)
-    L = BLOCK * (1 + int((query_block - key_block).max()))
+    W = BLOCK * (1 + int((query_block - key_block).max()))
     query = torch.arange(len(seen_NN) * BLOCK, device=seen_NN.device).view(-1, BLOCK, 1)
-    key = query[:, -1:] + torch.arange(1 - L, 1, device=seen_NN.device)  # [N, 1, L]
-    # A negative key, of which there is none, looks up an entry from the end, which does not count.
+    key = query[:, -1:] + torch.arange(1 - W, 1, device=seen_NN.device)  # [N, 1, W]
+    # A negative key would index from the end; `key >= 0` discards what it finds there.
     visible = (key >= 0) & seen_NN[query // BLOCK, key // BLOCK] & sees(None, None, query, key)
     return torch.where(visible, 0.0, -torch.inf)
 
-def band_attention(q: Tensor, k: Tensor, v: Tensor, bias_NBL: Tensor, scale: float) -> Tensor:
-    """Each query block attends to its band, so time grows with T times L, not with T squared."""
-    (_, H, T, K), (N, _, L) = q.shape, bias_NBL.shape
+def band_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """Each query block attends to its band, so time grows with T times W, not with T squared. The
+    bias is that of band_bias."""
+    (_, H, T, K), (N, _, W) = q.shape, bias.shape
 
     def bands(x_1HTK: Tensor) -> Tensor:
         x_HTK = x_1HTK[0].repeat_interleave(H // x_1HTK.size(1), dim=0)  # kv heads are shared
-        x_HTK = F.pad(x_HTK, (0, 0, L - BLOCK, 0))  # zeros before the first token
-        return x_HTK.unfold(1, L, BLOCK).mT.reshape(H * N, L, K)  # unfold gives [H, N, K, L]
-    bias = bias_NBL.to(q.dtype).repeat(H, 1, 1)
+        x_HTK = F.pad(x_HTK, (0, 0, W - BLOCK, 0))  # zeros before the first token
+        return x_HTK.unfold(1, W, BLOCK).mT.reshape(H * N, W, K)  # unfold gives [H, N, K, W]
+    bias = bias.to(q.dtype).repeat(H, 1, 1)
     scores = torch.baddbmm(bias, q.reshape(H * N, BLOCK, K), bands(k).mT, alpha=scale)
     return (scores.softmax(-1) @ bands(v)).view(1, H, T, K)
 
@@ -322,9 +326,9 @@ def band_attention(q: Tensor, k: Tensor, v: Tensor, bias_NBL: Tensor, scale: flo
 
 # The factors of input, weight and gradient. The input is normed, so |x| <= sqrt(D) = 28 at D = 768,
 # and a factor of 2 leaves room to 448. The weight starts at zero and learns slowly; with 2^9, up to
-# 0.875 fits. The gradient of a mean over T tokens is at most 1 / T; 2^19 makes that 11 at 48K. That
-# is far below the limit, but most gradients are much smaller: a smaller factor would round them to
-# zero.
+# 0.875 fits, and larger weights are clamped. The gradient of a mean over T tokens is at most 1 / T;
+# 2^19 makes that 11 at 48K. Most gradients are much smaller, and a smaller factor would round them
+# to zero; a larger one would do as well.
 FP8_SCALES = (2.0, 2.0**9, 2.0**19)
 
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -340,8 +344,8 @@ def fp8_matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast: boo
 
 class FP8Linear(torch.autograd.Function):
     """x_TD @ w_VD.T by products in FP8 (record 2025-01-13), with the factors of x, w and gradient.
-    Both matrices of an FP8 product must be contiguous in the dimension that is summed over, hence
-    the transposes."""
+    Both matrices of an FP8 product must be contiguous in the dimension that is summed over, which
+    is the last one of both arguments of fp8_matmul; hence the transposes."""
 
     @staticmethod
     def forward(ctx, x_TD: Tensor, w_VD: Tensor, scales: tuple[float, float, float]) -> Tensor:
@@ -390,7 +394,6 @@ class CastedLinear(nn.Module):
         self.zero = zero
         self.fp8_scales = fp8_scales
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
-        self.reset_parameters()
 
     def reset_parameters(self):
         if self.zero:
@@ -431,13 +434,13 @@ class CausalSelfAttention(nn.Module):
         self.hp = hp
         self.key_offset = hp.windows[layer] == "L"
         self.rotary = rotary
-        # A stack of matrices of equal height: with 6 heads and 2 kv heads, three for the queries,
-        # one for the keys and one for the values. Muon makes each of them orthogonal by itself.
+        # A stack of matrices that Muon orthogonalizes one by one. They are three, for queries, keys
+        # and values, but with fewer kv heads the queries' matrix is cut into several of the size
+        # of the others: with 6 heads and 2 kv heads, there are 3 + 1 + 1.
         parts = hp.num_heads // hp.num_kv_heads + 2
         self.qkv = nn.Parameter(torch.empty(parts, hp.num_kv_heads * hp.head_dim, hp.model_dim))
         self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim, zero=True)
-        self.value_mix = nn.Parameter(torch.tensor([0.5, 0.5]))  # of the values and the embedding
-        self.reset_parameters()
+        self.value_mix = nn.Parameter(torch.tensor([0.5, 0.5]))  # weights of value and embedding
 
     def reset_parameters(self):
         init_uniform(self.qkv)
@@ -475,7 +478,7 @@ class Block(nn.Module):
         super().__init__()
         self.attn = CausalSelfAttention(hp, layer, rotary) if hp.attention[layer] == "x" else None
         self.mlp = MLP(hp.model_dim)
-        self.residual_mix = nn.Parameter(torch.tensor([1.0, 0.0]))  # of the stream and of x0
+        self.residual_mix = nn.Parameter(torch.tensor([1.0, 0.0]))  # weights of the stream and x0
 
     def forward(self, x_TD: Tensor, x0_TD: Tensor, late_TD: Tensor | None,
                 value_embed: Tensor | None, begins_T: Tensor, mask) -> Tensor:
@@ -528,11 +531,11 @@ class GPT(nn.Module):
         self.skip_weights = nn.Parameter(torch.ones(len(self.blocks) - hp.skips.count(".")))
         self.backout = nn.Parameter(torch.tensor(0.5))
         # The gradient's factor in FP8_SCALES is for the mean loss of one sequence. train_step
-        # divides that loss by micro_batches, and by more in later stages, so the factor is
-        # multiplied by as much as in the first stage. At T = 16K, 2^19 / T is 32.
-        scales = (*FP8_SCALES[:2], FP8_SCALES[2] * hp.micro_batches)
-        self.lm_head = CastedLinear(hp.model_dim, padded_vocab, zero=True,
-                                    fp8_scales=scales if hp.use_fp8 else None)
+        # divides that loss by micro_batches, and by more in later stages; this makes the first
+        # stage's gradient as large again. At T = 16K, 2^19 / T is 32.
+        scales = hp.use_fp8 and (*FP8_SCALES[:2], FP8_SCALES[2] * hp.micro_batches)
+        self.lm_head = CastedLinear(hp.model_dim, padded_vocab, zero=True, fp8_scales=scales)
+        draw_weights(self, hp.seed)
 
     def forward(self, tokens_T: Tensor, targets_T: Tensor, window: Tensor, future=()) -> Tensor:
         return self.loss(*self.lookup(tokens_T), tokens_T, targets_T, window, future)
@@ -600,30 +603,31 @@ class GPT(nn.Module):
         return self.hp.softcap_height * torch.sigmoid(shifted_TV * (2 / self.hp.lm_head_softcap))
 
 def draw_weights(model: nn.Module, seed: int):
-    """Calls every module's reset_parameters again, each with a seed of its own that depends on
-    `seed` and on the module's name. Two scripts then start from equal weights in every layer that
-    they share, and their runs can be compared in pairs. To initialize a layer in another way,
-    override its reset_parameters: what a constructor does to the weights of an nn.Linear or an
-    nn.Embedding is overwritten here. Parameters of modules without reset_parameters stay as they
-    were constructed.
+    """Calls every module's reset_parameters, each with a seed of its own that depends on `seed` and
+    on the module's name. Two scripts then start from equal weights in every layer that they share,
+    and their runs can be compared in pairs. To initialize a layer in another way, override its
+    reset_parameters: what a constructor does to the weights of a module that has one is overwritten
+    here. Parameters of modules without reset_parameters stay as they were constructed.
 
     Weights are drawn in float32 and then cast, because what torch draws in bfloat16 depends on its
-    version. A weight that two modules share, such as a tied embedding, is drawn for the first."""
+    version. A weight that two modules share is drawn for the first. (A head that is tied to the
+    embedding has weights of size 1, for which the factor in FP8_SCALES is too large.)"""
     drawn = set()
     for name, module in model.named_modules():
-        params = set(module.parameters(recurse=False))
-        if params - drawn and hasattr(module, "reset_parameters"):
+        dtypes = {p: p.dtype for p in module.parameters(recurse=False)}
+        if dtypes.keys() - drawn and hasattr(module, "reset_parameters"):
             # torch takes seeds of 64 bits; these are the first 60 bits of the hash.
             torch.manual_seed(int(sha256(f"{seed} {name}".encode())[:15], 16))
-            dtype = next(module.parameters(recurse=False)).dtype
-            module.float()
+            for p in dtypes:
+                p.data = p.data.float()
             module.reset_parameters()
-            module.to(dtype)
-            drawn |= params
+            for p, dtype in dtypes.items():
+                p.data = p.data.to(dtype)
+            drawn.update(dtypes)
 
 # ---- 6. Processes -------------------------------------------------------------------------------
 
-# Since torch 2.13 these two functions have the names on the left.
+# torch 2.13 renamed all_gather_into_tensor to all_gather_single, and reduce_scatter_tensor.
 if not hasattr(dist, "all_gather_single"):
     dist.all_gather_single = dist.all_gather_into_tensor
     dist.reduce_scatter_single = dist.reduce_scatter_tensor
@@ -652,6 +656,7 @@ class World:
     device: torch.device
 
     def divides(self, whole: Tensor) -> bool:
+        """Whether the processes divide a tensor among them."""
         return self.size > 1 and whole.ndim > 1 and len(whole) % self.size == 0
 
     def rows(self, whole: Tensor) -> Tensor:
@@ -703,30 +708,35 @@ class Optimizer:
         finish(step)  waits for the results of the others; Muon then applies all of them
     Clipping by the norm of all gradients would be a phase between begin() and update().
 
-    What a process has of a matrix, or of a stack of matrices, that is divided among several:
+    Of a matrix, or a stack of matrices, that is divided among the processes, each has:
         p.grad           all rows (an embedding's: one per token), of its own micro-batches only
         summed gradient  its own rows, in update()
         parameter        all rows; between Adam's update() and finish(), only its own are new
         state            tensors for all rows, of which only its own are up to date
+    So whatever depends on a whole matrix, such as its norm, needs an exchange of its own in Adam;
+    Muon has whole matrices in `direction`.
+
     An optimizer whose `every` is 2 takes part in every second step only; gradients accumulate in
     between.
 
-    What an optimizer remembers from step to step belongs in `state`, under a name, with one entry
-    per parameter, in the order of `params`. It is a list of tensors, as Adam's state["mean"], or a
-    stack of equal tensors, as Muon's state["momentum"], whose end may be padded with entries of no
-    parameter. Checkpoints save the state, and it is reset after the warmup. A process reads and
-    writes its own rows, world.rows(tensor); gather_training_state fetches the others. (Storing its
-    own rows alone would save 2.1 GB on each of eight GPUs, but need code to split and join them.)
-    """
+    What an optimizer remembers from step to step belongs in `state`, under a name; what lies
+    elsewhere is not saved. state[name] is a list, or a stack, whose entry i belongs to parameter i;
+    a stack may have more entries, which are padding. Checkpoints save the state, and it is reset
+    after the warmup. A process reads and writes its own rows, world.rows(tensor), and
+    gather_training_state fetches the others. (Storing its own rows alone would save 2.1 GB on each
+    of eight GPUs, but need code to split and join them.)"""
 
     def __init__(self, params: dict, lr: float, hp: Hyperparameters, world: World):
         self.params = params  # {name: parameter}
-        self.lr = lr  # lr_scale changes it during the run
+        self.peak_lr = lr
         self.every = 1
         self.with_decay = compiled(cautious_decay, world.device)
         self.hp = hp
         self.world = world
         self.state = {}
+
+    def lr(self, step: int) -> float:
+        return self.peak_lr * lr_scale(step, self.hp)
 
 def summed_gradient(p: Tensor) -> Tensor:
     """A parameter's gradient as one tensor. That of an embedding is a list of rows, one for each
@@ -740,7 +750,10 @@ def summed_gradient(p: Tensor) -> Tensor:
 class Adam(Optimizer):
     """Adam (arXiv:1412.6980) by PyTorch's fused kernel. Each process updates its rows of every
     matrix, and all of every vector and scalar. It steps once every adam_every training steps
-    (record #39)."""
+    (record #39).
+
+    Embeddings in bfloat16 have a state in bfloat16 as well, without a copy in float32: steps below
+    1/256 of a weight, and a beta2 of 0.999, are lost in rounding."""
 
     def __init__(self, params, lr, hp, world, decay=0.0):
         super().__init__(params, lr, hp, world)
@@ -754,19 +767,18 @@ class Adam(Optimizer):
 
     def update(self, step: int):
         gradients = [exchange.result() for exchange in self.sums]
-        self.sums = []  # the last references but this function's, so that the memory gets free
+        self.sums = []  # so that the gradients are freed after this step
         local = [self.world.rows(p.detach()) for p in self.params.values()]
         means = [self.world.rows(mean) for mean in self.state["mean"]]
         mean_squares = [self.world.rows(square) for square in self.state["mean_square"]]
         # AdamW's kernel without weight decay is Adam's. It reads a counter of steps for each
         # tensor, but does not advance it. The empty list is for AMSGrad.
         steps = [torch.full((), (step + 1.0) // self.every, device=self.world.device)] * len(local)
-        lr = self.lr * lr_scale(step, self.hp)
         before = [p.clone() for p in local] if self.decay else []
-        torch._fused_adamw_(local, gradients, means, mean_squares, [], steps, lr=lr,
-                            beta1=self.hp.adam_beta1, beta2=self.hp.adam_beta2,
+        torch._fused_adamw_(local, gradients, means, mean_squares, [], steps,
+                            lr=self.lr(step), beta1=self.hp.adam_beta1, beta2=self.hp.adam_beta2,
                             eps=self.hp.adam_eps, weight_decay=0.0, amsgrad=False, maximize=False)
-        rate = torch.full((), self.decay * lr**2, device=self.world.device)
+        rate = torch.full((), self.decay * self.lr(step)**2, device=self.world.device)
         for p, old in zip(local, before):
             torch.sub(old, self.with_decay(old - p, old, rate), out=p)
         self.gathers = [self.world.all_gather(p.detach()) for p in self.params.values()]
@@ -816,10 +828,9 @@ class Muon(Optimizer):
         self.gather = self.world.all_gather(self.updates)
 
     def finish(self, step: int):
-        lr = self.lr * lr_scale(step, self.hp)
-        rate = torch.full((), self.hp.muon_decay * lr, device=self.world.device)
+        rate = torch.full((), self.hp.muon_decay * self.lr(step), device=self.world.device)
         for update, p in zip(self.gather.result(), self.params.values()):
-            p.add_(self.with_decay(update, p, rate), alpha=-lr)
+            p.add_(self.with_decay(update, p, rate), alpha=-self.lr(step))
 
     def direction(self, gradients: Tensor, step: int) -> Tensor:
         """The updates of this process's part of the stack, from its gradients in float32. Where the
@@ -829,7 +840,8 @@ class Muon(Optimizer):
         update = gradients.lerp(momentum, beta).to(self.updates.dtype)  # Nesterov: one step ahead
         # Matrices with more rows than columns are scaled up, to change outputs as much as others.
         scale = max(1, update.size(-2) / update.size(-1)) ** 0.5
-        update = scale * self.orthogonalize(update.flatten(0, -3)).view_as(update)
+        matrices = update.flatten(0, -3)  # [n, rows, cols], also from [n, 3, rows, cols]
+        update = scale * self.orthogonalize(matrices).view_as(update)
         row_squares = self.world.rows(self.state["row_squares"])
         return self.even_rows(update, row_squares, self.hp.muon_beta2)
 
@@ -869,12 +881,12 @@ def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> lis
     parameters, which need no gradient, are left out. The log says what each optimizer trains."""
     DecayedAdam = partial(Adam, decay=hp.embed_decay)
     table = [
-        # names of the parameters                      optimizer  peak rate   shapes in `speedrun`
-        (r"lm_head\.weight",                                 Adam, hp.head_lr),   # [50304, 768]
-        # [50304, 768], and [377280, 768] for pairs
-        (r"(pair_)?embed\.weight|value_embeds\..*",   DecayedAdam, hp.embed_lr),
-        # [3, 768, 768] of queries, keys and values; [768, 768], [3072, 768] and [768, 3072]
-        (r"blocks\..*\.(qkv|proj\.weight|fc\.weight)",         Muon, hp.muon_lr),
+        # names of the parameters                optimizer  peak rate   shapes in `speedrun`
+        (r"lm_head\.weight",                           Adam, hp.head_lr),   # [50304, 768]
+        (r"embed\.weight|value_embeds\..*",     DecayedAdam, hp.embed_lr),  # [50304, 768]
+        (r"pair_embed\.weight",                 DecayedAdam, hp.embed_lr),  # [377280, 768]
+        (r"blocks\..*\.(qkv|proj\.weight|fc\.weight)",  Muon, hp.muon_lr),   # [3, 768, 768] (qkv),
+        # [768, 768] (attention's proj), [3072, 768] (fc), [768, 3072] (the MLP's proj)
     ]
     optimizers = []
     remaining = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -968,7 +980,10 @@ def load_validation(shards: list[Shard], hp: Hyperparameters, world: World) -> l
     processes, the tokens 1 to val_tokens are predicted once each. The last sequence is filled up
     with targets of -1, which no loss counts."""
     parts = [read_tokens(shard.path, 0, shard.tokens, hp.vocab_size) for shard in shards]
-    stream = torch.cat(parts)[:hp.val_tokens + 1].to(torch.int32)
+    stream = torch.cat(parts).to(torch.int32)
+    require((stream == hp.vocab_size - 1).any(), f"no text in --val_files begins with the token "
+            f"{hp.vocab_size - 1}, the last one of --vocab_size={hp.vocab_size}: lower that")
+    stream = stream[:hp.val_tokens + 1]
     padding = -hp.val_tokens % hp.val_seq_len  # to whole sequences
     inputs = F.pad(stream[:-1], (0, padding), value=hp.vocab_size - 1).split(hp.val_seq_len)
     targets = F.pad(stream[1:].long(), (0, padding), value=-1).split(hp.val_seq_len)
@@ -984,8 +999,8 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
     future = future_weights(step, hp, world.device)
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
     for inputs_T, targets_T in batches:
-        # The model returns the mean loss of a sequence. Losses and gradients are then summed over
-        # micro-batches and processes; with this division, the sums are those of the step's mean.
+        # The model returns the mean loss of a sequence. Divided by their number, the losses of all
+        # sequences of the step, and their gradients, add up to those of the step's mean loss.
         micro_loss = model(inputs_T, targets_T, window, future) / batch_size(step, hp)
         micro_loss.backward()
         loss += micro_loss.detach()
@@ -1025,10 +1040,10 @@ def gather_training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict
         matrices = any(p.ndim > 1 for p in optimizer.params.values())
         for name, entries in optimizer.state.items():
             for tensor in entries if isinstance(entries, list) else [entries]:
-                # A vector is not divided among the processes, so its other rows would be lost.
+                # World divides no vector, so a checkpoint would have the first process's part only.
                 assert tensor.ndim != 1 or not matrices, f"state {name}: make the [n] an [n, 1]"
                 optimizer.world.all_gather(tensor).result()
-            padding = len(entries) - len(optimizer.params)  # zip leaves that of a stack out
+            padding = len(entries) - len(optimizer.params)  # of a stack; zip stops before it
             assert 0 <= padding < optimizer.world.size, f"state {name}: one entry per parameter"
             kind = f"{type(optimizer).__name__} {name}"
             state.setdefault(kind, {}).update(zip(optimizer.params, entries))
@@ -1040,9 +1055,9 @@ def load_training_state(saved: dict | None, model: nn.Module, optimizers: list, 
     model and the optimizers of every process. All take part; the others may pass None."""
     state = gather_training_state(model, optimizers)
     if world.rank == 0:
-        expected, found = ({(kind, name, *tensor.shape) for kind, tensors in each.items()
-                            for name, tensor in tensors.items()} for each in (state, saved))
-        for kind, name, *shape in sorted(expected ^ found):
+        shapes = [{(kind, name, *tensor.shape) for kind, tensors in each.items()
+                   for name, tensor in tensors.items()} for each in (state, saved)]
+        for kind, name, *shape in sorted(shapes[0] ^ shapes[1]):
             raise UserError("the checkpoint does not fit this script's model and optimizers: only "
                             f"one of them has the {kind} of {name} in the shape {shape}")
     for kind, tensors in state.items():
@@ -1156,13 +1171,13 @@ def parse_flags(argv: list[str]) -> tuple[Hyperparameters, argparse.Namespace]:
 def resolve(hp: Hyperparameters, device: torch.device) -> Hyperparameters:
     """The settings with everything decided that depends on the machine or on chance: the dtype
     `auto`, a seed of -1, and FP8, which is used only where the hardware has it. A resumed run keeps
-    what was decided at its start: on a faster machine, name --dtype and --use_fp8 to change it.
-    (val_tokens of 0 depends on the data; `prepare` decides it.)"""
+    what was decided, even on a faster machine: name --dtype or --use_fp8 to change it. A run that
+    resumes where there is no FP8 goes on without it, also later. (val_tokens of 0 depends on the
+    data; `prepare` decides it.)"""
     cuda = device.type == "cuda"
     has_fp8 = cuda and torch.cuda.get_device_capability(device) >= (8, 9)
-    fast_bf16 = re.search("amx_bf16|avx512_bf16", cpu_info().get("flags", "")) is not None
-    if cuda:
-        fast_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    fast_bf16 = (torch.cuda.is_bf16_supported(including_emulation=False) if cuda else
+                 bool(re.search("amx_bf16|avx512_bf16", cpu_info().get("flags", ""))))
     if hp.dtype == "auto":
         hp = replace(hp, dtype="bfloat16" if fast_bf16 else "float32")
     if hp.seed < 0:
@@ -1255,7 +1270,7 @@ def prepare(hp: Hyperparameters, command, script: str, world: World, saved: dict
 # ---- Log and clock
 
 def say(text: str):
-    """Prints on the console. A run needs none: if it has gone away, nobody is told any more."""
+    """Prints on the console. If that fails, there is none any more, and the run goes on without."""
     try:
         print(text, flush=True)
     except OSError:
@@ -1293,7 +1308,7 @@ class RunLog:
             return
         if console:
             say(text)
-        # A disk that is almost full may take half a line. The dots end it, and mark it as such.
+        # A disk that is almost full may take half a line. Then "..." ends it before the next one.
         line = f"...\n{text}\n" if self.failed else f"{text}\n"
         line = line.encode(errors="backslashreplace")
         try:
@@ -1307,8 +1322,9 @@ class RunLog:
     def write_loss(self, kind: str, step: int, loss: float, seconds: float):
         """Writes the line of a loss after `step` updates and `seconds` of training. A loss that is
         not finite ends the run."""
-        # The line ends with what the schedules gave when the loss was computed. A val_loss is that
-        # of the weights at this step, but a train_loss is from just before the last update.
+        # The line ends with the rate and the window of the schedules. A val_loss at step n is that
+        # of the weights after n updates, with the schedules of n; a train_loss at step n was
+        # computed just before the n-th update, with those of n - 1.
         scheduled = step if kind == "val_loss" else step - 1
         average = f"{1000 * seconds / step:.2f}" if step else "nan"
         self.write(f"step:{step}/{self.hp.num_iterations} {kind}:{loss:.4f} "
@@ -1442,10 +1458,8 @@ def main(argv: list[str]):
     cuda = world.device.type == "cuda"
 
     # What to train
-    torch.manual_seed(hp.seed)  # for modules that draw_weights leaves as they were constructed
-    model = GPT(hp, getattr(torch, hp.dtype), flex=cuda)
-    draw_weights(model, hp.seed)
-    model.to(world.device)
+    torch.manual_seed(hp.seed)  # for modules of yours that draw weights without reset_parameters
+    model = GPT(hp, getattr(torch, hp.dtype), flex=cuda).to(world.device)
     optimizers = build_optimizers(model, hp, world)
     if plan.checkpoint:
         load_training_state(saved and saved["state"], model, optimizers, world)
@@ -1464,7 +1478,7 @@ def main(argv: list[str]):
                   f"{batch_size(0, hp)} x {hp.train_seq_len} tokens at first, {world.size} rank(s)")
         for each in optimizers:
             names = ", ".join(each.params)
-            log.write(f"{type(each).__name__}, lr {each.lr}: {names}", console=False)
+            log.write(f"{type(each).__name__}, lr {each.peak_lr}: {names}", console=False)
 
         # What comes before the clock. A run on a CPU takes minutes, in which compiling would not
         # pay. To debug on a GPU without the compiler, set TORCH_COMPILE_DISABLE=1.
@@ -1483,8 +1497,8 @@ def main(argv: list[str]):
             last = step == hp.num_iterations
             save_due = step > 0 and hp.save_every > 0 and (last or step % hp.save_every == 0)
             val_due = hp.val_loss_every > 0 and step % hp.val_loss_every == 0
-            # Validation comes before each save, so that weights that give no finite loss, which
-            # ends the run, are never saved; and again where a run resumes, to show that it is well.
+            # A save is preceded by a validation, which ends the run if the loss is not finite, so
+            # that such weights are never saved. A resumed run repeats the saved step's validation.
             if last or save_due or val_due:
                 clock.stop()
                 for loss in clock.read_losses(keep=0):
