@@ -355,7 +355,9 @@ class CastedLinear(nn.Module):
 
 class Rotary(nn.Module):
     """Rotary positions (arXiv:2104.09864) in the first half of each head's channels. The second
-    half is left alone, so that it can match content at any distance (record 2024-12-17)."""
+    half is left alone, so that it can match content at any distance (record 2024-12-17). Channel i
+    rotates with i + K/4; in the record it is i + K/2, which orders the rows of queries and keys
+    differently but is the same model."""
 
     def __init__(self, head_dim: int, max_seq_len: int, base: float):
         super().__init__()
