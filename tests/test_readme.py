@@ -203,7 +203,8 @@ def training(words: list[str]) -> tuple[str, list[str]] | None:
     if words[0] == "./run.sh" and words[1:2] != ["test"]:
         own = ("--repeat=", "--text=", "--help")
         return launch.split_words([word for word in words[1:] if not word.startswith(own)])
-    scripts = [i for i, word in enumerate(words) if re.search(r"\b(train_gpt|my_record)\.py$", word)]
+    scripts = [i for i, word in enumerate(words)
+               if re.search(r"\b(train_gpt|my_record)\.py$", word)]
     if words[0] == "torchrun" or words[0] == "python" and scripts[:1] == [1]:
         return words[scripts[0]], [word for word in words[scripts[0] + 1:] if word != "--help"]
     return None
@@ -310,7 +311,8 @@ def code_lines(text: str) -> int:
     """Lines with code: neither blank nor a comment nor part of a docstring."""
     docstrings = set()
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
+        has_one = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+        if has_one and ast.get_docstring(node):
             docstrings |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     return sum(1 for n, line in enumerate(text.splitlines(), 1)
                if n not in docstrings and line.strip() and not line.lstrip().startswith("#"))
@@ -324,18 +326,21 @@ def test_the_script_is_as_long_as_is_said():
 
 
 def figures(folder: Path) -> set[str]:
-    """The numbers that a page may give of the runs in a folder: how many, steps, tokens in millions,
-    seconds and losses by median, mean and SD; targets in the folder's commands, if all runs end at
-    or below; where there is a side to compare with, nanoGPT or the folder without _2026, theirs."""
+    """The numbers that a page may give of the runs in a folder: their count, their steps, their
+    tokens in millions; medians of seconds and losses, or means and SDs, as the folder's own page
+    has it; the targets in its commands, if all runs end at or below; the figures of what they are
+    compared with, which is nanoGPT or the folder without _2026."""
     runs, unread = logs.read([folder])
     assert runs and not unread
     losses = [run.loss for run in runs]
     found = {str(len(runs)), *(str(run.steps) for run in runs)}
     found |= {f"{run.tokens / 1e6:.3f}" for run in runs}
-    for average in (statistics.median, statistics.mean, statistics.stdev):
+    page = (folder / "README.md").read_text()
+    averages = (statistics.mean, statistics.stdev)
+    for average in averages if "Median of" not in page else (statistics.median,):
         found |= {f"{average(losses):.4f}", f"{average(losses):.3f}"}
         found.add(f"{average([run.seconds for run in runs]):.1f}")
-    targets = re.findall(r"--target[= ](\d\S*)", (folder / "README.md").read_text())
+    targets = re.findall(r"--target[= ](\d\S*)", page)
     found |= {target for target in targets if max(losses) <= float(target)}
     theirs = folder.with_name(folder.name.removesuffix("_2026"))
     if theirs != folder and theirs.is_dir():
