@@ -78,7 +78,7 @@ def in_line(begins: str, number: int = 1, share: float = 0.5):
     SCRIPT.RunLog.write = deadly
 
 
-STEPS = 45  # of the run
+STEPS = 60  # of the run
 PLACES = {
     "in a step, between forward and backward":
         lambda: at_call(torch.Tensor, "backward", 2 * STEP),

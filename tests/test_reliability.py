@@ -10,6 +10,7 @@ import os
 import random
 import re
 import resource
+import select
 import shutil
 import signal
 import subprocess
@@ -34,7 +35,7 @@ from train_gpt import UserError, read_checkpoint
 
 SAVES = [*TINY, "--val_loss_every=4", "--save_every=3", "--micro_batches=2"]
 RUN = [*SAVES, "--num_iterations=12"]
-LONG = [*SAVES, "--num_iterations=45"]
+LONG = [*SAVES, "--num_iterations=60"]
 
 
 class Broken(Exception):
@@ -173,17 +174,19 @@ def end_within(seconds: float, is_over) -> bool:
 
 
 def kill_once(flags: list[str], name: str, ranks, number, to_launcher: bool, chance) -> str:
-    """Starts a run and kills it at a random moment: while it starts, or up to 30 ms after a random
+    """Starts a run and kills it at a random moment: while it starts, or up to 10 ms after a random
     line. Nothing may be left of it 10 s later, but ranks whose launcher got SIGKILL: these are then
     ended as well. Returns whom the signal met."""
     process = subprocess.Popen(flags, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
                                env=ENVIRONMENT)
     with process.stdout:
         lines = chance.choice([0, 0, *range(1, 17)])
-        time.sleep(chance.uniform(0, 0.03 if lines else 2.0))
         for _ in range(lines):
             assert process.stdout.readline(), "it ended by itself"
-        time.sleep(chance.uniform(0, 0.03))
+        if lines:
+            time.sleep(chance.uniform(0, 0.01))
+        else:  # at its first line at the latest, so that it does not end before
+            select.select([process.stdout], [], [], chance.uniform(0, 2))
         workers = sorted(processes_of(name).keys() - {process.pid}) or [process.pid]
         target = process.pid if to_launcher else chance.choice(workers)
         os.kill(target, number)
@@ -381,7 +384,7 @@ def test_a_complete_run_gives_its_result_again_and_goes_on_with_more_steps(tmp_p
     (result,) = re.findall("(?m)^final_val_loss: .*", log_of(tmp_path))
     train(train_gpt, f"--resume={end}")
     assert f"\n{result}\n" in steps_of(tmp_path)
-    assert steps_of(tmp_path).count("\nstep:") == 1 and newest_checkpoint(tmp_path) == end
+    assert steps_of(tmp_path).count("\nstep:") == 1 and "\ncheckpoint: " not in steps_of(tmp_path)
     assert_same_run(tmp_path, whole)
     train(train_gpt, f"--resume={end}", "--num_iterations=14")
     lines = curve(tmp_path)
@@ -671,18 +674,18 @@ ROOMS = {"the checkpoints": 200_000, "the log as well": 30}
 
 
 @pytest.mark.both_scripts
-@pytest.mark.parametrize("freed", [True, False], ids=["for a while", "to the end"])
+@pytest.mark.parametrize("freed", [3, 8, 99])
 @pytest.mark.parametrize("what", ROOMS)
 def test_a_full_disk_does_not_end_a_run(small_disk, shards, whole, script, capsys, what, freed):
-    """It is full from step 2 on, to step 8 or to the end, so that the saves of steps 3 and 6 or all
-    of them fail. One line says so for the log, and one for the checkpoints."""
+    """It is full from step 2 on: for one line, to step 8, or to the end, so that no save fails, or
+    those of steps 3 and 6, or all. One line says so for the log, and one for the checkpoints."""
     folder = small_disk.folder
     with (before_step(script, 2, lambda: small_disk.fill(ROOMS[what])),
-          before_step(script, 8, small_disk.free if freed else lambda: None)):
+          before_step(script, freed, small_disk.free)):
         train(script, *RUN, *shards, f"--records={folder}")
-    saved = ["step00000009.pt", "step00000012.pt"] if freed else []
+    saved = ["step00000009.pt", "step00000012.pt"] if freed < 12 else []
     assert [name for name in checkpoints(folder) if name != "ballast"] == saved
-    if freed:
+    if saved:
         assert_same_state(folder, whole)
     console = capsys.readouterr().out
     assert f"\nfinal_val_loss: {curve(whole)[-1].loss:.4f} nats per token" in console
@@ -690,17 +693,17 @@ def test_a_full_disk_does_not_end_a_run(small_disk, shards, whole, script, capsy
     why = r"\((No space left on device|File too large|the disk is full)\); training goes on"
     log_warnings = [line for line in warnings if re.search(rf"\.log cannot be written {why}", line)]
     save_warnings = [line for line in warnings if re.search(rf"3\.pt not saved {why}", line)]
-    assert len(save_warnings) == 1 and len(warnings) == 1 + len(log_warnings), warnings
+    assert len(save_warnings) == (freed > 3), warnings
+    assert len(log_warnings) == (what == "the log as well"), warnings
+    assert len(warnings) == len(save_warnings) + len(log_warnings), warnings
     rest = steps_of(folder)
     if what == "the checkpoints":
-        assert not log_warnings and curve(folder) == curve(whole)
-        assert save_warnings[0] in rest.splitlines()
+        assert curve(folder) == curve(whole) and set(save_warnings) <= set(rest.splitlines())
         return
-    assert len(log_warnings) == 1
     before, mark, after = rest.partition("...\n")
     begun = before.splitlines()[-1]
     assert len(begun) == 30 and re.search(f"(?m)^{begun}.+$", console), "half of a line"
-    if freed:
+    if saved:
         assert after and console.endswith(after), "whole lines follow"
     else:
         assert not mark and not after
