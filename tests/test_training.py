@@ -70,7 +70,7 @@ def test_golden_trajectory(tmp_path, shards, method):
 def seed_lines() -> list[str]:
     """The command lines in the documentation that give the settings of earlier records."""
     heading = "## Settings of earlier records"
-    for path in (ROOT / "records" / "README.md", ROOT / "README.md"):
+    for path in (ROOT / "records" / "techniques" / "README.md", ROOT / "README.md"):
         _, found, after = path.read_text().partition(heading)
         if found:
             section = after.split("\n## ")[0].replace("\\\n", " ")
