@@ -349,7 +349,7 @@ def test_every_parameter_has_the_optimizer_that_is_meant_for_it():
     for optimizer in attempt.build_optimizers(model, hp, nowhere):
         decay = getattr(optimizer, "decay", None)
         for name in optimizer.params:
-            rows[name] = (type(optimizer).__name__, optimizer.lr, optimizer.every, decay)
+            rows[name] = (type(optimizer).__name__, optimizer.peak_lr, optimizer.every, decay)
     assert set(rows) == set(dict(model.named_parameters()))
     for name, row in rows.items():
         if "embed" in name:
@@ -434,7 +434,7 @@ def test_adam_steps_on_the_sum_of_two_steps_gradients():
                              num_iterations=10, future_tokens=0)
     model = tiny_model(hp)
     optimizers = attempt.build_optimizers(model, hp, ALONE)
-    lrs = {name: o.lr for o in optimizers if o.every == 2 for name in o.params}
+    lrs = {name: o.peak_lr for o in optimizers if o.every == 2 for name in o.params}
     twin = tiny_model(hp)  # follows the model, to take each step's gradients without a step
     reference = {name: torch.nn.Parameter(model.get_parameter(name).detach().clone())
                  for name in lrs}

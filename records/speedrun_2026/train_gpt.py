@@ -162,12 +162,9 @@ PRESETS = {
 
 # ---- 2. Schedules: pure functions of the step ---------------------------------------------------
 
-class Stage(NamedTuple):
-    """One of the equal parts of a run (records #39 and #46)."""
-    first: int  # step
-    batch: int  # factor on micro_batches
-    lr: float  # factor on the learning rates
-    window: int  # the long window in tokens
+# One of the equal parts of a run (records #39 and #46): its first step, the factors on
+# micro_batches and on the learning rates, and the long window in tokens.
+Stage = NamedTuple("Stage", [("first", int), ("batch", int), ("lr", float), ("window", int)])
 
 def stage(step: int, hp: Hyperparameters) -> Stage:
     """The stage that contains this step."""
@@ -186,8 +183,7 @@ def tokens_seen(step: int, hp: Hyperparameters) -> int:
     if step == 0:
         return 0
     first = stage(step - 1, hp).first
-    tokens = (step - first) * batch_size(step - 1, hp) * hp.train_seq_len
-    return tokens_seen(first, hp) + tokens
+    return tokens_seen(first, hp) + (step - first) * batch_size(first, hp) * hp.train_seq_len
 
 def window_tokens(step: int, hp: Hyperparameters) -> int:
     """The long window in tokens, rounded up to whole blocks."""
@@ -408,7 +404,9 @@ class CastedLinear(nn.Module):
 
 class Rotary(nn.Module):
     """Rotary positions (arXiv:2104.09864) in the first half of each head's channels. The second
-    half is left alone, so that it can match content at any distance (record 2024-12-17)."""
+    half is left alone, so that it can match content at any distance (record 2024-12-17). Channel i
+    rotates with i + K/4; in the record it is i + K/2, which orders the rows of queries and keys
+    differently but is the same model."""
 
     def __init__(self, head_dim: int, max_seq_len: int, base: float):
         super().__init__()
@@ -480,9 +478,8 @@ class Block(nn.Module):
         self.mlp = MLP(hp.model_dim)
         self.residual_mix = nn.Parameter(torch.tensor([1.0, 0.0]))  # weights of the stream and x0
 
-    def forward(self, x_TD: Tensor, x0_TD: Tensor, late_TD: Tensor | None,
-                value_embed: Tensor | None, begins_T: Tensor, mask) -> Tensor:
-        """Attention reads late_TD in place of the stream, if there is one."""
+    def forward(self, x_TD, x0_TD, late_TD, value_embed: Tensor | None, begins_T, mask) -> Tensor:
+        """Attention reads late_TD in place of the stream, unless it is None."""
         x_TD = self.residual_mix[0] * x_TD + self.residual_mix[1] * x0_TD
         if self.attn is not None:
             read_TD = x_TD if late_TD is None else late_TD
@@ -883,8 +880,7 @@ def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> lis
     table = [
         # names of the parameters                optimizer  peak rate   shapes in `speedrun`
         (r"lm_head\.weight",                           Adam, hp.head_lr),   # [50304, 768]
-        (r"embed\.weight|value_embeds\..*",     DecayedAdam, hp.embed_lr),  # [50304, 768]
-        (r"pair_embed\.weight",                 DecayedAdam, hp.embed_lr),  # [377280, 768]
+        (r"(pair_|value_)?embeds?\..*",         DecayedAdam, hp.embed_lr),  # and [377280, 768]
         (r"blocks\..*\.(qkv|proj\.weight|fc\.weight)",  Muon, hp.muon_lr),   # [3, 768, 768] (qkv),
         # [768, 768] (attention's proj), [3072, 768] (fc), [768, 3072] (the MLP's proj)
     ]
