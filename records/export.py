@@ -1,7 +1,7 @@
 """Write the log of a run into a tracker, or as JSON lines or CSV: afterwards, or while it trains.
 
     python records/export.py records/demo --to csv --out demo.csv
-    python records/export.py records/race_pairs --to tensorboard --out runs
+    python records/export.py records/demo --to tensorboard --out runs
     python records/export.py RUN --to wandb --project speedrun --follow
 
 RUN is a run's log, its folder, or a folder of logs, of this project or published by the speedrun
