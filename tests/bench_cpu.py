@@ -8,17 +8,19 @@
 
 The first makes three runs and prints their median. The second trains a larger model to a lower loss
 in some minutes. The third takes a text of your own and a flag that goes to the training script.
-The fourth also trains nanoGPT's documented run on a CPU from a checkout of it (see nanogpt_cpu.py),
-in turn with ours and with as many threads. The target is nanoGPT's own final loss then. With --keep
-the folder also gets compare.png, the losses against the training time, and nanogpt.csv.
+The fourth trains in turn nanoGPT's documented run on a CPU, from a checkout of it (see
+nanogpt_cpu.py), train_gpt.py and the record attempt, with equally many threads. The target is
+nanoGPT's own final loss then. With --keep the folder also gets compare.png, the losses against the
+training time, and nanogpt.csv; the logs of several scripts go into a folder for each.
 
 A byte is a token. The first 90 % of the file's bytes train, cut into fragments in random order; all
 of the last 10 % validate. The training script runs as it is, one process on up to four cores. In
 the last line, "reached 1.874 after X s of training", X is the script's own training time at the
 first validation loss at or below the target. The script is the record attempt,
 records/speedrun_2026/train_gpt.py; --script=train_gpt.py names the original, or a copy of one of
-them. The recipe "fast" refuses a model of more than 850,000 parameters unless --any_size is given.
-Exit status: 0 if the target was reached, 1 if it was not, 2 for wrong usage.
+them. Given several times, it names several scripts, and the last line is that of the last one. The
+recipe "fast" refuses a model of more than 850,000 parameters unless --any_size is given. Exit
+status: 0 if every run of ours reached the target, 1 if one did not, 2 for wrong usage.
 """
 
 import os
@@ -36,7 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import nanogpt_cpu
 import torch
-from nanogpt_cpu import Point
+from nanogpt_cpu import Point, Side, row
 
 from data import common, tokenize_text
 from data.common import UserError
@@ -44,8 +46,9 @@ from records.sample import load_script
 
 MOST_PARAMETERS = 850_000
 COMMON = "--preset=demo --name=bench_cpu --val_tokens=0 --epochs=1000 --save_every=0"
+ORIGINAL = ROOT / "train_gpt.py"
 ATTEMPT = ROOT / "records" / "speedrun_2026" / "train_gpt.py"
-RECIPES = {  # bytes in a fragment; flags; further flags for the record attempt, and for train_gpt.py
+RECIPES = {  # bytes in a fragment; flags; more flags for the record attempt, and for train_gpt.py
     "fast": (256, """
         --value_embeds=.. --attention=.x
         --model_dim=64 --num_heads=3 --head_dim=32 --attention_scale=0.3 --rope_base=20
@@ -95,6 +98,32 @@ def count_parameters(script: ModuleType, flags: list[str]) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
+def make_side(path: Path, args, fragment: int, more: list[str]) -> Side:
+    """A script with the flags of its recipe and those of the user, after checking them."""
+    script = load_script(path)
+    name = path.parent.name if path == ATTEMPT else path.name
+    flags = recipe_flags(args.recipe, script)
+    if args.nanogpt:
+        flags.append("--val_loss_every=6")  # for a curve; the clock stops meanwhile
+    flags += more
+    try:
+        hp, _ = script.parse_flags(flags)
+        script.check_settings(hp, args.processes)
+        parameters = count_parameters(script, flags)
+    except script.UserError as e:
+        raise UserError(str(e)) from None
+    if parameters > MOST_PARAMETERS and args.recipe == "fast" and not args.any_size:
+        raise UserError(f"the model has {parameters} parameters, more than {MOST_PARAMETERS}; "
+                        "--any_size allows that")
+    print(f"settings of {name}: {' '.join(flags)}")
+    window = script.window_tokens(hp.num_iterations, hp)
+    if not any(mark == "L" and x == "x" for mark, x in zip(hp.windows, hp.attention)):
+        window = max(1, window // script.BLOCK // 2) * script.BLOCK  # of short windows alone
+    dtype = script.resolve(hp, torch.device("cpu")).dtype
+    return Side(name, f"{len(hp.windows)} layers of width {hp.model_dim}, {dtype}; attention "
+                f"over up to {window} bytes, in fragments of {fragment} in random order", flags, [])
+
+
 def make_shards(text: bytes, folder: Path, fragment: int) -> list[str]:
     """Makes shards of the two parts of a text by the project's own tokenizer, and returns the flags
     that name them. The training part is cut into fragments in random order: a step reads
@@ -126,15 +155,14 @@ def train(script: Path, flags: list[str], processes: int, threads: int) -> list[
     with subprocess.Popen([*launch, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                           text=True, env=os.environ | environment(threads),
                           cwd=ROOT) as process:
-        print(f"{'step':>6} {'tokens':>10} {'val loss':>9} {'train time':>11}")
+        print(nanogpt_cpu.TABLE)
         try:
             for line in process.stdout:
                 output.append(line)
                 if match := VAL_LINE.match(line):
-                    step, tokens = int(match[1]), int(match[4])
-                    loss, seconds = float(match[2]), int(match[3]) / 1000
-                    print(f"{step:6} {tokens:10} {loss:9.4f} {seconds:9.2f} s", flush=True)
-                    points.append(Point(step, seconds, loss))
+                    points.append(Point(step=int(match[1]), tokens=int(match[4]),
+                                        seconds=int(match[3]) / 1000, loss=float(match[2])))
+                    print(row(points[-1]), flush=True)
                 elif line.startswith(("model:", "throughput:", "log:")):
                     print(line, end="", flush=True)
         except BaseException:  # a signal may reach this process alone
@@ -145,11 +173,6 @@ def train(script: Path, flags: list[str], processes: int, threads: int) -> list[
         failure = f"{script} failed:\n" + "".join(output[-30:])
         raise UserError(errors[0].strip() if errors else failure)
     return points
-
-
-def seconds_to(target: float, points: list[Point]) -> float | None:
-    """The training time at the first validation at or below the target, if there is one."""
-    return next((point.seconds for point in points if point.loss <= target), None)
 
 
 def main():
@@ -163,8 +186,9 @@ def main():
                         help="flags for nanoGPT alone, after those of its documented run")
     parser.add_argument("--recipe", choices=RECIPES, default="fast",
                         help="settings to start from (fast)")
-    parser.add_argument("--script", type=Path, metavar="FILE", default=ATTEMPT,
-                        help="the training script (the record attempt)")
+    parser.add_argument("--script", type=Path, metavar="FILE", action="append",
+                        help="a training script (the record attempt; with --nanogpt also "
+                             "train_gpt.py); may be given several times")
     parser.add_argument("--any_size", action="store_true",
                         help=f"allow more than {MOST_PARAMETERS} parameters in the recipe fast")
     parser.add_argument("--repeat", type=int, default=1,
@@ -176,69 +200,79 @@ def main():
                         help="bytes of training text that stay together (256; recipe low: 2048)")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the logs in this folder")
     args, more = parser.parse_known_args()
-    path = args.script.resolve()
+    named = args.script or ([ORIGINAL, ATTEMPT] if args.nanogpt else [ATTEMPT])
+    paths = [path.resolve() for path in named]
     fragment = RECIPES[args.recipe][0] if args.fragment is None else args.fragment
     processes = args.processes
     cores = (os.cpu_count() or 1) // max(1, processes)
     threads = max(1, min(4, cores)) if args.threads is None else args.threads
     if min(args.repeat, processes, threads, fragment) < 1:
         raise UserError("--repeat, --processes, --threads and --fragment must be at least 1")
-    script = load_script(path)
-    flags = recipe_flags(args.recipe, script)
-    if args.nanogpt:
-        flags.append("--val_loss_every=6")  # for a curve; the clock stops meanwhile
-    flags += more
-    try:
-        hp, _ = script.parse_flags(flags)
-        script.check_settings(hp, processes)
-        parameters = count_parameters(script, flags)
-    except script.UserError as e:
-        raise UserError(str(e)) from None
-    if parameters > MOST_PARAMETERS and args.recipe == "fast" and not args.any_size:
-        raise UserError(f"the model has {parameters} parameters, more than {MOST_PARAMETERS}; "
-                        "--any_size allows that")
-    print(f"settings: {' '.join(flags)}")
+    ours = {path: make_side(path, args, fragment, more) for path in paths}
+    if len({side.name for side in ours.values()}) < len(paths):
+        raise UserError("--script: give the scripts names that differ, for the folders of their "
+                        "logs are called so")
     torch.set_num_threads(threads)
     rates = [matrix_rate(dtype) / 1e9 for dtype in (torch.float32, torch.bfloat16)]
     print(f"matrix products: {rates[0]:.1f} GFLOP/s in float32, {rates[1]:.1f} in bfloat16; "
           f"{processes} process(es) of {threads} thread(s)")
     text = args.text.read_bytes()
-    theirs = []
-    ours = []
+    theirs = nanogpt_cpu.side(shlex.split(args.nanogpt_flags))
     with tempfile.TemporaryDirectory() as folder:
-        records = os.path.relpath(args.keep, ROOT) if args.keep else folder
-        flags += [*make_shards(text, Path(folder), fragment), f"--records={records}"]
+        shards = make_shards(text, Path(folder), fragment)
+        for side in ours.values():
+            kept = args.keep and (args.keep / Path(side.name).stem if len(ours) > 1 else args.keep)
+            records = os.path.relpath(kept, ROOT) if kept else folder
+            side.flags.extend([*shards, f"--records={records}"])
         peer = Path(folder, "nanogpt")
         if args.nanogpt:
             nanogpt_cpu.make_folder(args.nanogpt, text, peer)
         for _ in range(args.repeat):
             if args.nanogpt:
-                more = shlex.split(args.nanogpt_flags)
-                theirs.append(nanogpt_cpu.train(peer, environment(threads), more))
-            ours.append(train(path, flags, processes, threads))
+                theirs.runs.append(nanogpt_cpu.train(peer, environment(threads), theirs.flags))
+            for path, side in ours.items():
+                print(f"{side.name}:")
+                side.runs.append(train(path, side.flags, processes, threads))
 
     target = 1.874 if args.target is None else args.target
+    sides = list(ours.values())
     if args.nanogpt:
         if args.target is None:
-            target = max(points[-1].loss for points in theirs)
-        print_times("nanoGPT: ", target, theirs)
+            target = max(points[-1].loss for points in theirs.runs)
+        sides.insert(0, theirs)
         if args.keep:
-            nanogpt_cpu.draw(args.keep / "compare.png", theirs, ours, target, args.text.name,
-                             threads)
+            nanogpt_cpu.draw(args.keep / "compare.png", sides, target, args.text.name, threads)
             nanogpt_cpu.write_csv(args.keep / "nanogpt.csv", theirs, args.nanogpt, args.text)
-    print_times("", target, ours)
-    missed = sum(seconds_to(target, points) is None for points in ours)
-    if missed:
-        print(f"error: {target:g} was not reached in {missed} of {args.repeat} run(s)",
-              file=sys.stderr)
-        sys.exit(1)
+    done = [side for side in sides if len(side.reached(target)) == args.repeat]
+    for side in done:
+        if args.nanogpt and theirs in done and side is not theirs:
+            print(split(target, side, theirs))
+    for side in done:
+        print(("" if side is sides[-1] else f"{side.name}: ") + time_to(target, side))
+    for side in ours.values():
+        missed = args.repeat - len(side.reached(target))
+        if missed:
+            print(f"error: {target:g} was not reached in {missed} of {args.repeat} run(s) of "
+                  f"{side.name}", file=sys.stderr)
+    sys.exit(any(side not in done for side in ours.values()))
 
 
-def print_times(who: str, target: float, runs: list[list[Point]]):
-    times = [seconds_to(target, points) for points in runs]
-    if None not in times:
-        spread = f" (median of {', '.join(f'{t:.2f}' for t in times)})" if len(times) > 1 else ""
-        print(f"{who}reached {target:g} after {statistics.median(times):.2f} s of training{spread}")
+def time_to(target: float, side: Side) -> str:
+    times = [point.seconds for point in side.reached(target)]
+    spread = f" (median of {', '.join(f'{t:.2f}' for t in times)})" if len(times) > 1 else ""
+    return f"reached {target:g} after {statistics.median(times):.2f} s of training{spread}"
+
+
+def split(target: float, side: Side, theirs: Side) -> str:
+    """How many times as fast as theirs, and how much of that is fewer tokens and how much is more
+    tokens a second; of the medians."""
+    tokens, seconds = side.medians(target)
+    their_tokens, their_seconds = theirs.medians(target)
+    fewer = their_tokens / tokens
+    faster = (tokens / seconds) / (their_tokens / their_seconds)
+    return (f"{side.name}: {tokens:.0f} tokens to the target, of which nanoGPT takes {fewer:.2f} "
+            f"times as many; {tokens / seconds:.0f} tokens a second, {faster:.2f} times nanoGPT's; "
+            f"{fewer:.2f} x {faster:.2f} = {fewer * faster:.2f} times as fast")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The CPU benchmark on the tests' text: a target that is reached, another that is not, and a model
 that is too large."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,8 @@ def test_the_script_may_be_the_original_or_a_copy(tmp_path):
     (["--processes=0"], 2,
      "error: --repeat, --processes, --threads and --fragment must be at least 1"),
     (["--no_such=1"], 2, "unrecognized arguments: --no_such=1"),
+    (["--script=train_gpt.py", "--script=train_gpt.py"], 2,
+     "error: --script: give the scripts names that differ"),
 ])
 def test_says_in_one_line_what_is_wrong(argv, status, words):
     done = bench(*SMALL, *argv)
@@ -91,14 +94,14 @@ folder = "data/shakespeare_char/"
 train, val = (np.fromfile(folder + name, np.uint16) for name in ("train.bin", "val.bin"))
 vocab = pickle.load(open(folder + "meta.pkl", "rb"))["vocab_size"]
 assert max(train.max(), val.max()) == vocab - 1
-print("tokens per iteration will be: 768")
+print("tokens per iteration will be: 2,048")
 print(f"step 0: train loss 5.8000, val loss {len(train) + len(val)}.0")
 print("iter 0: loss 5.8000, time 9000.00ms, mfu -100.00%")
-print("iter 1: loss 5.8000, time 20.00ms, mfu -100.00%")
+print("iter 1: loss 5.8000, time 200000.00ms, mfu -100.00%")
 print("step 2: train loss 5.7000, val loss 5.7600")
 print("saving checkpoint to out-shakespeare-char")
 print("iter 2: loss 5.7000, time 8000.00ms, mfu 0.01%")
-print("iter 3: loss 5.7000, time 30.00ms, mfu 0.01%")
+print("iter 3: loss 5.7000, time 300000.00ms, mfu 0.01%")
 print("step 4: train loss 5.7000, val loss 5.7500")
 print("iter 4: loss 5.7000, time 7000.00ms, mfu 0.01%")
 '''
@@ -110,18 +113,29 @@ def test_nanogpt_is_trained_on_the_same_text_and_compared(tmp_path):
     for name in READ_BY_IT:
         (checkout / name).write_text("")
     (checkout / "train.py").write_text(NANOGPT)
-    done = bench(f"--nanogpt={checkout}", "--repeat=2", f"--keep={tmp_path / 'kept'}", *SMALL)
+    done = bench(f"--nanogpt={checkout}", f"--keep={tmp_path / 'kept'}", *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    # The iterations with a validation, 0, 2 and 4, count as long as the median of 20 and 30 ms.
-    assert "nanoGPT: reached 5.75 after 0.10 s of training (median of 0.10, 0.10)" in lines
-    assert lines[-1].startswith("reached 5.75 after ") and "median of " in lines[-1]
+    # The iterations with a validation, 0, 2 and 4, count as long as the median of 200 and 300 s.
+    assert lines[-3] == "nanoGPT: reached 5.75 after 1000.00 s of training"
+    for line, start in ((lines[-2], "train_gpt.py: "), (lines[-1], "")):
+        assert line.startswith(f"{start}reached 5.75 after ")
+    for line, name in zip(lines[-5:-3], ("train_gpt.py", "speedrun_2026")):
+        number = r"([\d.]+)"
+        tokens, fewer, faster, factor = map(float, re.fullmatch(
+            rf"{name}: {number} tokens to the target, of which nanoGPT takes {number} times as "
+            rf"many; \d+ tokens a second, {number} times nanoGPT's; .* = {number} times as fast",
+            line).groups())
+        assert tokens * fewer == pytest.approx(4 * 2048, rel=0.01), "what nanoGPT's 4 steps took"
+        assert fewer * faster == pytest.approx(factor, rel=0.01)
     kept = tmp_path / "kept"
     size = (ROOT / "tests" / "text.txt").stat().st_size
     rows = [line for line in (kept / "nanogpt.csv").read_text().splitlines() if line[0] != "#"]
-    assert rows[:4] == ["run,step,seconds,val_loss", f"1,0,0.000,{size}.0000",
-                        "1,2,0.045,5.7600", "1,4,0.100,5.7500"]
-    assert len(rows) == 7 and len(list(kept.glob("*.log"))) == 2
+    assert rows[:4] == ["run,step,tokens,seconds,val_loss", f"1,0,0,0.000,{size}.0000",
+                        "1,2,4096,450.000,5.7600", "1,4,8192,1000.000,5.7500"]
+    assert len(rows) == 4 and not list(kept.glob("*.log"))
+    for name in ("train_gpt", "speedrun_2026"):
+        assert len(list((kept / name).glob("*.log"))) == 1
     assert (kept / "compare.png").stat().st_size > 10_000
     assert sorted(path.name for path in checkout.rglob("*") if path.is_file()) == sorted(
         Path(name).name for name in READ_BY_IT), "the checkout stays as it is"
