@@ -394,7 +394,7 @@ def test_a_complete_run_gives_its_result_again_and_goes_on_with_more_steps(tmp_p
         train(train_gpt, f"--resume={end}", "--num_iterations=11")
 
 
-def edit_settings(saved):
+def missing_setting(saved):
     del saved["settings"]["muon_lr"]
     return "'muon_lr'.* are settings of only the script or only the checkpoint"
 
@@ -406,26 +406,26 @@ def surplus_setting(saved):
 
 def missing_tensor(saved):
     del saved["state"]["model"]["lm_head.weight"]
-    return r"does not fit.* model of lm_head\.weight in the shape"
+    return r"does not fit.*\bmodel\b.*\blm_head\.weight\b"
 
 
 def surplus_tensor(saved):
     saved["state"]["model"]["own"] = torch.ones(2)
-    return r"does not fit.* model of own in the shape \[2\]"
+    return r"does not fit.*\bmodel\b.*\bown\b"
 
 
 def missing_state(saved):
     del saved["state"]["Muon momentum"]
-    return "does not fit.* Muon momentum of "
+    return r"does not fit.*\bMuon momentum\b"
 
 
 def misshaped_state(saved):
     mean = saved["state"]["Adam mean"]
     mean["lm_head.weight"] = mean["lm_head.weight"].flatten()
-    return r"does not fit.* Adam mean of lm_head\.weight in the shape"
+    return r"does not fit.*\bAdam mean\b.*\blm_head\.weight\b"
 
 
-@pytest.mark.parametrize("edit", [edit_settings, surplus_setting, missing_tensor, surplus_tensor,
+@pytest.mark.parametrize("edit", [missing_setting, surplus_setting, missing_tensor, surplus_tensor,
                                   missing_state, misshaped_state])
 def test_a_checkpoint_of_another_script_is_refused_before_anything_starts(tmp_path, shards, edit):
     checkpoint = broken_run(train_gpt, tmp_path, shards)
@@ -436,7 +436,7 @@ def test_a_checkpoint_of_another_script_is_refused_before_anything_starts(tmp_pa
     with pytest.raises(UserError, match=message) as raised:
         train(train_gpt, f"--resume={checkpoint}")
     assert "\n" not in str(raised.value) and contents(tmp_path) == before
-    if edit is edit_settings:
+    if edit is missing_setting:
         train(train_gpt, f"--resume={checkpoint}", "--muon_lr=0.045")  # named, it is decided
 
 
