@@ -94,7 +94,7 @@ class Hyperparameters:
     seed: int = flag(-1, "seed of the initial weights; -1 draws one", min=-1, max=2**63 - 1)
     dtype: str = flag("auto", "bfloat16, float32 or auto", pattern="auto|bfloat16|float32")
     save_every: int = flag(500, "steps between checkpoints; 0 saves none, not even at the end")
-    val_loss_every: int = flag(125, "steps between validations; 0 validates only at the end")
+    val_loss_every: int = flag(125, "steps between validations; 0: before saves and at the end")
     # Data
     train_files: str = flag("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
     val_files: str = flag("data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
@@ -116,7 +116,7 @@ class Hyperparameters:
     num_heads: int = flag(6, "query heads; any number, whatever model_dim", min=1, max=2**10)
     num_kv_heads: int = flag(0, "number of key and value heads; 0 stands for num_heads")
     head_dim: int = flag(128, "width of a head", min=16, max=2**10, unit=16)
-    attention_scale: float = flag(0.12, "factor on scores of size head_dim", min=-10**9)
+    attention_scale: float = flag(0.12, "factor on q @ k, which is head_dim at most", min=-10**9)
     rope_base: float = flag(1024.0, "base of the rotary frequencies", min=1)
     lm_head_softcap: float = flag(15.0, "c: logits z become h * sigmoid(2 * (z + s) / c)", min=0.1)
     softcap_height: float = flag(23.0, "h, the upper bound of the logits", min=0.1)
@@ -143,7 +143,7 @@ class Hyperparameters:
     adam_every: int = flag(2, "Adam steps once in so many steps, by the sum of gradients", min=1)
     adam_beta1: float = flag(0.5, "decay of Adam's mean gradient", max=1 - 1e-9)
     adam_beta2: float = flag(0.95, "decay of Adam's mean square", max=1 - 1e-9)
-    adam_eps: float = flag(1e-10, "Adam's epsilon, for gradients of the mean loss", min=1e-30)
+    adam_eps: float = flag(1e-10, "Adam's epsilon; gradients are of a step's mean loss", min=1e-30)
 
 PRESETS = {
     "speedrun": Hyperparameters(),
@@ -156,7 +156,7 @@ PRESETS = {
         num_iterations=450, future_tokens=1, cooldown_frac=0.4, lr_floor=0.1, muon_lr=0.045,
         muon_momentum_end=0.9, muon_momentum_steps=0, muon_beta2=0.9, head_lr=0.016, embed_lr=0.3,
         scalar_lr=0.08, adam_every=1, adam_beta1=0.8,
-        adam_eps=1e-7,  # with 1e-10, gradients of rare bytes, mere rounding errors, make full steps
+        adam_eps=1e-7,  # rare bytes' gradients are rounding noise; 1e-10 makes full steps of it
     ),
 }
 
@@ -230,9 +230,9 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
 
     For each query block, FlexAttention takes two lists of key blocks: partial ones, in which it
     asks `sees` about every pair of tokens, and full ones, in which every pair is visible. Since the
-    window counts whole blocks, it only selects them, and `sees` need not know of it. Here are four
-    blocks where the second document begins inside block 1, in a window of three blocks (p: partial,
-    f: full):
+    window counts whole blocks, it keeps key blocks out of the lists, and `sees` need not know of
+    it. Here are four blocks where the second document begins inside block 1, in a window of three
+    blocks (p: partial, f: full):
 
         query block   key blocks 0 1 2 3
                   0              p . . .     the diagonal is always partial, because it is causal
@@ -246,9 +246,9 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
         return (key <= query) & (document_T[query] == document_T[key])
 
     # Maps of [query block, key block], without the window yet. They must agree with `sees`: change
-    # them when you change it, because FlexAttention asks it about partial blocks only. (On a CPU it
-    # is asked about every pair, so that a map that does not agree shows on a GPU alone.) Document
-    # numbers never fall, so the numbers of a block's first and last token tell:
+    # them when you change it, because FlexAttention asks it about partial blocks only. (A CPU asks
+    # it about the others, too, so a wrong all_visible_NN shows on GPUs alone.) Document numbers
+    # never fall, so the numbers of a block's first and last token tell:
     #   some pair is visible   if the query block is not before the key block, and its first
     #                          document is not after the key block's last one
     #   all pairs are visible  if the query block is after the key block, and both lie in one
@@ -322,9 +322,10 @@ def band_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) 
 
 # The factors of input, weight and gradient. The input is normed, so |x| <= sqrt(D) = 28 at D = 768,
 # and a factor of 2 leaves room to 448. The weight starts at zero and learns slowly; with 2^9, up to
-# 0.875 fits, and larger weights are clamped. The gradient of a mean over T tokens is at most 1 / T;
-# 2^19 makes that 11 at 48K. Most gradients are much smaller, and a smaller factor would round them
-# to zero; a larger one would do as well.
+# 0.875 fits, and larger weights are clamped. (The weights of a head that is tied to the embedding
+# have size 1.) The gradient of a mean over T tokens is at most 1 / T; times 2^19, that is 11 at
+# T = 49152. Most gradients are much smaller, and a smaller factor would round them to zero. A
+# larger one would work as well.
 FP8_SCALES = (2.0, 2.0**9, 2.0**19)
 
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -333,7 +334,7 @@ def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 def fp8_matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast: bool) -> Tensor:
     """a @ b.T / scale in dtype, for contiguous FP8 matrices. `fast` sums with less precision."""
-    # _scaled_mm multiplies by a factor for each matrix. One of them can do the work of both.
+    # _scaled_mm takes a factor for each matrix: 1 for a, and the inverse of both for b.
     one = torch.full((), 1.0, device=a.device)
     inverse = torch.full((), 1 / scale, device=a.device)
     return torch._scaled_mm(a, b.T, one, inverse, out_dtype=dtype, use_fast_accum=fast)
@@ -357,6 +358,7 @@ class FP8Linear(torch.autograd.Function):
         x8_TD, w8_VD = ctx.saved_tensors
         g8_TV = to_fp8(grad_TV, grad_scale, torch.float8_e5m2).contiguous()
         g8_VT, x8_DT, w8_DV = (x.T.contiguous() for x in (g8_TV, x8_TD, w8_VD))
+        # These sum over V and over T.
         grad_x_TD = fp8_matmul(g8_TV, w8_DV, grad_scale * w_scale, grad_TV.dtype, fast=False)
         grad_w_VD = fp8_matmul(g8_VT, x8_DT, grad_scale * x_scale, torch.float32, fast=False)
         return grad_x_TD, grad_w_VD, None
@@ -405,8 +407,8 @@ class CastedLinear(nn.Module):
 class Rotary(nn.Module):
     """Rotary positions (arXiv:2104.09864) in the first half of each head's channels. The second
     half is left alone, so that it can match content at any distance (record 2024-12-17). Channel i
-    rotates with i + K/4; in the record it is i + K/2, which orders the rows of queries and keys
-    differently but is the same model."""
+    is paired with i + K/4. In the record it is i + K/2, which is the same model with the rows of
+    queries and keys in another order."""
 
     def __init__(self, head_dim: int, max_seq_len: int, base: float):
         super().__init__()
@@ -432,9 +434,9 @@ class CausalSelfAttention(nn.Module):
         self.hp = hp
         self.key_offset = hp.windows[layer] == "L"
         self.rotary = rotary
-        # A stack of matrices that Muon orthogonalizes one by one. They are three, for queries, keys
-        # and values, but with fewer kv heads the queries' matrix is cut into several of the size
-        # of the others: with 6 heads and 2 kv heads, there are 3 + 1 + 1.
+        # A stack of matrices of num_kv_heads * head_dim rows, which Muon orthogonalizes one by one:
+        # num_heads / num_kv_heads for the queries, one for the keys and one for the values. So
+        # there are three, unless query heads share kv heads.
         parts = hp.num_heads // hp.num_kv_heads + 2
         self.qkv = nn.Parameter(torch.empty(parts, hp.num_kv_heads * hp.head_dim, hp.model_dim))
         self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim, zero=True)
@@ -502,7 +504,7 @@ class GPT(nn.Module):
     would make a whole table of gradients in each micro-batch, which for the embedding of pairs has
     290M numbers."""
 
-    # Validation computes the logits of so many tokens at a time, because those of 256K tokens take
+    # Validation computes the logits of at most so many tokens at a time, because those of 256K take
     # 53 GB. In training this would save nothing, since the backward pass needs all of them.
     LOGITS_TOKENS = 65536
 
@@ -528,8 +530,8 @@ class GPT(nn.Module):
         self.skip_weights = nn.Parameter(torch.ones(len(self.blocks) - hp.skips.count(".")))
         self.backout = nn.Parameter(torch.tensor(0.5))
         # The gradient's factor in FP8_SCALES is for the mean loss of one sequence. train_step
-        # divides that loss by micro_batches, and by more in later stages; this makes the first
-        # stage's gradient as large again. At T = 16K, 2^19 / T is 32.
+        # divides that loss by micro_batches, which is undone here, and by more in later stages. At
+        # T = 16K, 2^19 / T is 32.
         scales = hp.use_fp8 and (*FP8_SCALES[:2], FP8_SCALES[2] * hp.micro_batches)
         self.lm_head = CastedLinear(hp.model_dim, padded_vocab, zero=True, fp8_scales=scales)
         draw_weights(self, hp.seed)
@@ -600,15 +602,16 @@ class GPT(nn.Module):
         return self.hp.softcap_height * torch.sigmoid(shifted_TV * (2 / self.hp.lm_head_softcap))
 
 def draw_weights(model: nn.Module, seed: int):
-    """Calls every module's reset_parameters, each with a seed of its own that depends on `seed` and
-    on the module's name. Two scripts then start from equal weights in every layer that they share,
+    """Calls reset_parameters of each module that has parameters of its own, those that contain
+    others first, each with a seed of its own that depends on `seed` and on the module's name. (So a
+    reset_parameters of MLP, which has no parameters but those in its layers, is not called.) Two
+    scripts then start from equal weights in every layer that they share,
     and their runs can be compared in pairs. To initialize a layer in another way, override its
     reset_parameters: what a constructor does to the weights of a module that has one is overwritten
     here. Parameters of modules without reset_parameters stay as they were constructed.
 
     Weights are drawn in float32 and then cast, because what torch draws in bfloat16 depends on its
-    version. A weight that two modules share is drawn for the first. (A head that is tied to the
-    embedding has weights of size 1, for which the factor in FP8_SCALES is too large.)"""
+    version. A weight that two modules share, as a tied head does, is drawn for the first."""
     drawn = set()
     for name, module in model.named_modules():
         dtypes = {p: p.dtype for p in module.parameters(recurse=False)}
@@ -703,7 +706,8 @@ class Optimizer:
         begin()       starts to sum the gradients over the processes
         update(step)  computes the update of this process's rows, and starts to send the result
         finish(step)  waits for the results of the others; Muon then applies all of them
-    Clipping by the norm of all gradients would be a phase between begin() and update().
+    Clipping by the norm of all gradients would be a phase between begin() and update(), with a norm
+    in which what every process has counts once.
 
     Of a matrix, or a stack of matrices, that is divided among the processes, each has:
         p.grad           all rows (an embedding's: one per token), of its own micro-batches only
@@ -798,7 +802,8 @@ class Muon(Optimizer):
                 and they start to send them to each other
         finish  every process subtracts all 11 updates, times the learning rate
 
-    Another optimizer of matrices is a subclass with another `direction`. On GPUs, newton_schulz is
+    Another optimizer of matrices is a subclass with another `direction`, which gets this process's
+    part of the stack, not all of params. On GPUs, newton_schulz is
     compiled for each shape; the compiler takes up to eight (torch._dynamo.config.recompile_limit).
     """
 
@@ -876,13 +881,13 @@ def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> lis
     A parameter belongs to the first row whose pattern fits its whole name, and each row must get at
     least one. Those of one row and one shape share an optimizer, so Muon can stack them. Frozen
     parameters, which need no gradient, are left out. The log says what each optimizer trains."""
-    DecayedAdam = partial(Adam, decay=hp.embed_decay)
+    # Shapes in `speedrun`: head and embeddings [50304, 768], for pairs [377280, 768]; qkv
+    # [3, 768, 768], attention's proj [768, 768], the MLP's fc [3072, 768], its proj [768, 3072].
     table = [
-        # names of the parameters                optimizer  peak rate   shapes in `speedrun`
-        (r"lm_head\.weight",                           Adam, hp.head_lr),   # [50304, 768]
-        (r"(pair_|value_)?embeds?\..*",         DecayedAdam, hp.embed_lr),  # and [377280, 768]
-        (r"blocks\..*\.(qkv|proj\.weight|fc\.weight)",  Muon, hp.muon_lr),   # [3, 768, 768] (qkv),
-        # [768, 768] (attention's proj), [3072, 768] (fc), [768, 3072] (the MLP's proj)
+        # names of the parameters               optimizer  peak rate
+        (r"lm_head\.weight",                          Adam, hp.head_lr),
+        (r"(pair_|value_)?embeds?\..*", partial(Adam, decay=hp.embed_decay), hp.embed_lr),
+        (r"blocks\..*\.(qkv|proj\.weight|fc\.weight)", Muon, hp.muon_lr),
     ]
     optimizers = []
     remaining = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -948,7 +953,7 @@ def step_starts(shards: list[Shard], hp: Hyperparameters) -> Iterator[tuple[str,
     step = 0
     for epoch in range(hp.epochs):
         for shard in shards:
-            start = epoch * BLOCK % hp.train_seq_len
+            start = (epoch * BLOCK) % hp.train_seq_len
             # Below, not equal: the last target is one token further.
             while (end := start + batch_size(step, hp) * hp.train_seq_len) < shard.tokens:
                 yield shard.path, start
@@ -1037,8 +1042,11 @@ def gather_training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict
         for name, entries in optimizer.state.items():
             for tensor in entries if isinstance(entries, list) else [entries]:
                 # World divides no vector, so a checkpoint would have the first process's part only.
-                assert tensor.ndim != 1 or not matrices, f"state {name}: make the [n] an [n, 1]"
+                # One value for each row of a parameter is a state [rows, 1].
+                assert tensor.ndim != 1 or not matrices, f"state {name} is a vector"
                 optimizer.world.all_gather(tensor).result()
+            # Muon divides whole matrices. In a list, their rows would be mixed here.
+            assert not (isinstance(optimizer, Muon) and isinstance(entries, list)), f"stack {name}"
             padding = len(entries) - len(optimizer.params)  # of a stack; zip stops before it
             assert 0 <= padding < optimizer.world.size, f"state {name}: one entry per parameter"
             kind = f"{type(optimizer).__name__} {name}"
@@ -1053,9 +1061,9 @@ def load_training_state(saved: dict | None, model: nn.Module, optimizers: list, 
     if world.rank == 0:
         shapes = [{(kind, name, *tensor.shape) for kind, tensors in each.items()
                    for name, tensor in tensors.items()} for each in (state, saved)]
-        for kind, name, *shape in sorted(shapes[0] ^ shapes[1]):
-            raise UserError("the checkpoint does not fit this script's model and optimizers: only "
-                            f"one of them has the {kind} of {name} in the shape {shape}")
+        difference = sorted(shapes[0] ^ shapes[1])
+        require(not difference, "the checkpoint does not fit this script's model and optimizers: "
+                f"only one of them has {difference[:1]} (kind, parameter and shape)")
     for kind, tensors in state.items():
         for name, tensor in tensors.items():
             if world.rank == 0:
@@ -1197,8 +1205,7 @@ def check_settings(hp: Hyperparameters, world_size: int):
     require(not unused, f"--value_embeds={hp.value_embeds} marks a layer without --attention")
     earlier = [int(mark) < layer for layer, mark in enumerate(hp.skips) if mark != "."]
     require(earlier and all(earlier), f"--skips={hp.skips} must name earlier layers, at least one")
-    require(max(hp.late_input, hp.backout) < len(hp.windows),
-            "--late_input and --backout must name layers, which count from 0")
+    require(max(hp.late_input, hp.backout) < len(hp.windows), "--late_input or --backout too high")
     # Gradients that Adam will add up over several steps are not saved.
     require(hp.save_every % hp.adam_every == hp.num_iterations % hp.adam_every == 0,
             f"--save_every and --num_iterations must be multiples of --adam_every={hp.adam_every}")
@@ -1260,7 +1267,7 @@ def prepare(hp: Hyperparameters, command, script: str, world: World, saved: dict
         plan.checkpoint = command.resume
         require(plan.step <= hp.num_iterations, f"the run has done {plan.step} steps already")
         require(plan.data_read(plan.step) == saved["data_read"], "--resume: what it trained on "
-                "must stay: --train_seq_len, each step's batch and the shards (you may add some)")
+                "must stay: the tokens of a step, and the shards, to which you may add others")
     return plan
 
 # ---- Log and clock
@@ -1304,7 +1311,7 @@ class RunLog:
             return
         if console:
             say(text)
-        # A disk that is almost full may take half a line. Then "..." ends it before the next one.
+        # If the last write failed, half a line may stand in the file: "..." ends it.
         line = f"...\n{text}\n" if self.failed else f"{text}\n"
         line = line.encode(errors="backslashreplace")
         try:
@@ -1455,7 +1462,10 @@ def main(argv: list[str]):
 
     # What to train
     torch.manual_seed(hp.seed)  # for modules of yours that draw weights without reset_parameters
-    model = GPT(hp, getattr(torch, hp.dtype), flex=cuda).to(world.device)
+    # To debug on a GPU without the compiler, set TORCH_COMPILE_DISABLE=1. FlexAttention would then
+    # ignore the lists of blocks, so attention is that of a CPU.
+    compiles = cuda and os.environ.get("TORCH_COMPILE_DISABLE", "0") == "0"
+    model = GPT(hp, getattr(torch, hp.dtype), flex=compiles).to(world.device)
     optimizers = build_optimizers(model, hp, world)
     if plan.checkpoint:
         load_training_state(saved and saved["state"], model, optimizers, world)
@@ -1467,7 +1477,7 @@ def main(argv: list[str]):
     try:
         log.write(f"log: {log.path}")
         launcher = "python" if world.size == 1 else f"torchrun --nproc_per_node={world.size}"
-        log.write(f"to resume: {launcher} {sys.argv[0]} --resume=FILE, the newest checkpoint below")
+        log.write(f"to resume: {launcher} {sys.argv[0]} --resume=FILE of the last checkpoint: line")
         if saved and saved["script"] != sha256(script.encode()):
             log.write("changed: the script is not the one that saved the checkpoint")
         log.write(f"model: {sum(p.numel() for p in model.parameters())} parameters; "
@@ -1476,9 +1486,9 @@ def main(argv: list[str]):
             names = ", ".join(each.params)
             log.write(f"{type(each).__name__}, lr {each.peak_lr}: {names}", console=False)
 
-        # What comes before the clock. A run on a CPU takes minutes, in which compiling would not
-        # pay. To debug on a GPU without the compiler, set TORCH_COMPILE_DISABLE=1.
-        model.loss = compiled(model.loss, world.device)
+        # What comes before the clock. (A run on a CPU takes minutes; compiling would not pay.)
+        if compiles:
+            model.loss = torch.compile(model.loss, dynamic=False, fullgraph=True)
         val_sequences = load_validation(plan.val_shards, hp, world)
         batches_of_steps = train_batches(plan.train_shards, hp, world, plan.step)
         began = time.perf_counter()
@@ -1529,12 +1539,12 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         main(sys.argv[1:])
-    except UserError as e:
+    except Exception as e:
         if os.environ.get("RANK", "0") != "0":
             time.sleep(3)  # torchrun ends this process meanwhile, if the first one has failed too
+        if not isinstance(e, UserError):
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)  # an orderly exit could wait for processes that wait for this one
         with suppress(OSError):
             print(f"error: {e}", file=sys.stderr, flush=True)
-        os._exit(2)  # an orderly exit could wait for processes that wait for this one
-    except Exception:
-        sys.excepthook(*sys.exc_info())
-        os._exit(1)
+        os._exit(2)
