@@ -50,15 +50,17 @@ ORIGINAL = ROOT / "train_gpt.py"
 ATTEMPT = ROOT / "records" / "speedrun_2026" / "train_gpt.py"
 RECIPES = {  # bytes in a fragment; flags; more flags for the record attempt, and for train_gpt.py
     "fast": (256, """
-        --value_embeds=.. --attention=.x
-        --model_dim=64 --num_heads=3 --head_dim=32 --attention_scale=0.3 --rope_base=20
-        --micro_batches=1 --train_seq_len=2048 --val_seq_len=16384 --num_iterations=96
-        --val_loss_every=0 --cooldown_frac=0.7 --embed_lr=0.6 --head_lr=0.02 --scalar_lr=0.1
-        --muon_momentum_steps=0 --muon_momentum_end=0.9 --adam_beta1=0.5""", """
-        --windows=SS --stages=1:1:256 --skips=.0 --late_input=1 --backout=0 --softcap_height=30
-        --softcap_shift=0 --muon_lr=0.1 --muon_decay=0 --embed_decay=0 --adam_every=1
+        --value_embeds=.. --model_dim=64 --num_heads=3 --head_dim=32 --attention_scale=0.3
+        --rope_base=20 --micro_batches=1 --train_seq_len=2048 --val_seq_len=16384
+        --val_loss_every=0 --muon_lr=0.1 --head_lr=0.02 --scalar_lr=0.1 --muon_momentum_steps=0
+        """, """
+        --num_iterations=96 --cooldown_frac=0.7 --attention=.x --windows=SS --stages=1:1:256
+        --skips=.0 --late_input=1 --backout=0 --softcap_height=30 --softcap_shift=0 --embed_lr=0.6
+        --muon_momentum_end=0.9 --adam_beta1=0.5 --muon_decay=0 --embed_decay=0 --adam_every=1
         --muon_beta2=0.9 --future_tokens=0 --pair_rows=8192""", """
-        --windows=LL --window_start=128 --window_end=128 --muon_lr=0.05"""),
+        --num_iterations=162 --cooldown_frac=0.6 --attention=xx --windows=LL --window_start=128
+        --window_end=128 --num_kv_heads=1 --embed_lr=0.3 --muon_momentum_end=0.85
+        --adam_beta1=0.3"""),
     "low": (2048, """
         --model_dim=128 --num_heads=4 --head_dim=32 --attention_scale=0.3 --rope_base=20
         --micro_batches=1 --train_seq_len=2048 --val_seq_len=16384
