@@ -170,8 +170,8 @@ def draw(path: Path, sides: list[Side], target: float, text: str, threads: int):
     axes.margins(y=0.12)
     axes.set_xlabel("training time in seconds (logarithmic)")
     axes.set_ylabel("validation loss in nats per byte")
-    axes.set_title(f"Training time to a validation loss of {target:.4g}, with {threads} thread(s) of "
-                   f"a CPU; text: {text}", fontsize="medium")
+    axes.set_title(f"Training time to a validation loss of {target:.4g}, "
+                   f"with {threads} thread(s) of a CPU; text: {text}", fontsize="medium")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", fontsize="small", frameon=False)
     figure.savefig(path, dpi=144)
