@@ -330,12 +330,16 @@ def figures(folder: Path) -> set[str]:
     tokens in millions; medians of seconds and losses, or means and SDs, as the folder's own page
     has it; the targets in its commands, if all runs end at or below; the figures of what they are
     compared with, which is nanoGPT or the folder without _2026."""
+    sides = sorted({path.parent for path in folder.glob("*/*.log")})
+    if (folder / "nanogpt.csv").exists() and sides:
+        return set().union(*map(figures, sides))
+    home = folder if (folder / "README.md").exists() else folder.parent
     runs, unread = logs.read([folder])
     assert runs and not unread
     losses = [run.loss for run in runs]
     found = {str(len(runs)), *(str(run.steps) for run in runs)}
     found |= {f"{run.tokens / 1e6:.3f}" for run in runs}
-    page = (folder / "README.md").read_text()
+    page = (home / "README.md").read_text()
     averages = (statistics.mean, statistics.stdev)
     for average in averages if "Median of" not in page else (statistics.median,):
         found |= {f"{average(losses):.4f}", f"{average(losses):.3f}"}
@@ -351,16 +355,21 @@ def figures(folder: Path) -> set[str]:
         for test in (judged["loss"], judged["paired"]["loss"]):
             size = abs(test["difference"])
             found |= {f"{size:.4f}", f"{size:.2f}", f"{test['p']:.2g}"}
-    if (folder / "nanogpt.csv").exists():
-        lines = (folder / "nanogpt.csv").read_text().splitlines()
+    if (home / "nanogpt.csv").exists():
+        lines = (home / "nanogpt.csv").read_text().splitlines()
         rows = csv.DictReader(line for line in lines if line[0] != "#")
         ends = {row["run"]: row for row in rows}.values()  # the last row of each run
         target = max(float(row["val_loss"]) for row in ends)
-        reached = [next(line.seconds for line in run.validations if line.loss <= target)
-                   for run in runs]
-        for times in (reached, [float(row["seconds"]) for row in ends]):
-            found.add(f"{statistics.median(times):.1f}")
         found.add(f"{target:.4f}")
+        reached = [next(line for line in run.validations if line.loss <= target) for run in runs]
+        (tokens, seconds), (their_tokens, their_seconds) = (
+            [statistics.median(values) for values in zip(*points)] for points in (
+                [(line.tokens, line.seconds) for line in reached],
+                [(float(row["tokens"]), float(row["seconds"])) for row in ends]))
+        for t, s in ((tokens, seconds), (their_tokens, their_seconds)):
+            found |= {f"{s:.1f}", f"{t / 1e6:.3f}", f"{t / s / 1e3:.0f}"}
+        fewer, factor = their_tokens / tokens, their_seconds / seconds
+        found |= {f"{fewer:.1f}", f"{factor / fewer:.1f}", f"{factor:.1f}"}
     return found
 
 
