@@ -1276,7 +1276,7 @@ def say(text: str):
     """Prints on the console. If that fails, there is none any more, and the run goes on without."""
     try:
         print(text, flush=True)
-    except OSError:
+    except (OSError, ValueError):  # it is closed, full, or cannot show a letter
         sys.stdout = open(os.devnull, "w")
 
 class RunLog:
@@ -1464,7 +1464,7 @@ def main(argv: list[str]):
     torch.manual_seed(hp.seed)  # for modules of yours that draw weights without reset_parameters
     # To debug on a GPU without the compiler, set TORCH_COMPILE_DISABLE=1. FlexAttention would then
     # ignore the lists of blocks, so attention is that of a CPU.
-    compiles = cuda and os.environ.get("TORCH_COMPILE_DISABLE", "0") == "0"
+    compiles = cuda and not {"TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"} & os.environ.keys()
     model = GPT(hp, getattr(torch, hp.dtype), flex=compiles).to(world.device)
     optimizers = build_optimizers(model, hp, world)
     if plan.checkpoint:
