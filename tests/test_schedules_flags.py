@@ -98,7 +98,7 @@ def test_the_default_preset_is_the_hardwares(monkeypatch, has_gpu, preset):
     (["--seed=x"], "--seed: invalid int value: 'x'"),
     (["--preset=big"], "choose from '?speedrun'?, '?demo"),
     (["--adam_beta1=0.8,0.9"], "invalid float value"),
-    (["--use_fp8=maybe"], "invalid choice: 'maybe'"),
+    (["--use_fp8=maybe"], "invalid true_or_false value: 'maybe'"),
     (["--use_fp8"], "expected one argument"),
     (["stray"], "unrecognized arguments: stray"),
     (["--seed"], "expected one argument"),
