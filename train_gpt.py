@@ -62,9 +62,6 @@ from torch.utils._pytree import tree_map
 class UserError(Exception):
     """An error that the user can fix. Its message is one line: what is wrong, and what to do."""
 
-def first_line(e: Exception) -> str:
-    return str(e).partition("\n")[0]
-
 def require(condition, message: str):
     if not condition:
         raise UserError(message)
@@ -91,11 +88,12 @@ class Hyperparameters:
     seed: int = flag(-1, "seed of the initial weights; -1 draws one", min=-1, max=2**63 - 1)
     dtype: str = flag("auto", "bfloat16, float32 or auto", pattern="auto|bfloat16|float32")
     save_every: int = flag(500, "steps between checkpoints; 0 saves none, not even at the end")
-    val_loss_every: int = flag(125, "steps between validations; 0: before saves and at the end")
-    # Data
+    val_loss_every: int = flag(125, "steps between validations, besides those at saves and the end")
+    # Data. A step trains on micro_batches * train_seq_len tokens, whatever the number of processes.
+    # To fit a smaller memory, lower the length of a sequence and raise their number.
     train_files: str = flag("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
     val_files: str = flag("data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
-    vocab_size: int = flag(50257, "vocabulary; its last token begins each text", min=2, max=65536)
+    vocab_size: int = flag(50257, "vocabulary; its last token begins a document", min=2, max=65536)
     train_seq_len: int = flag(48 * 1024, "tokens per training sequence", min=1, unit=BLOCK)
     val_seq_len: int = flag(256 * 1024, "tokens per validation sequence", min=1, unit=BLOCK)
     val_tokens: int = flag(10485760, "number of validation tokens; 0 takes all")
@@ -110,15 +108,16 @@ class Hyperparameters:
     num_heads: int = flag(6, "query heads; any number, whatever model_dim", min=1, max=2**10)
     num_kv_heads: int = flag(0, "number of key and value heads; 0 stands for num_heads")
     head_dim: int = flag(128, "width of a head", min=16, max=2**10, unit=16)
-    attention_scale: float = flag(0.12, "factor on q @ k, at most head_dim", min=0.001)
+    attention_scale: float = flag(0.12, "factor on q @ k, which is within +-head_dim", min=0.001)
     rope_base: float = flag(1024.0, "base of the rotary frequencies", min=1)
     lm_head_softcap: float = flag(15.0, "c: logits z become c * tanh(z / c)", min=0.1, max=1000)
     use_fp8: bool = flag(True, "train the head in FP8 where the GPU can, with dtype bfloat16")
     window_start: int = flag(128, "long window at first, in tokens", min=BLOCK, unit=BLOCK)
     window_end: int = flag(1792, "long window at the end, in tokens", min=BLOCK, unit=BLOCK)
-    # Optimization
-    num_iterations: int = flag(1770, "training steps; all schedules stretch to it", max=10**7)
-    cooldown_frac: float = flag(0.4, "fraction of the run, at its end, with falling rates", max=1)
+    # Optimization. All schedules stretch to num_iterations. If a resumed run gets more steps, its
+    # learning rates therefore rise again.
+    num_iterations: int = flag(1770, "training steps", max=10**7)
+    cooldown_frac: float = flag(0.4, "last fraction of the run, in which rates fall", max=1)
     lr_floor: float = flag(0.1, "what the learning rates fall to, as a share of their peak", max=1)
     muon_lr: float = flag(0.05, "learning rate of the blocks' matrices (Muon)")
     muon_momentum_start: float = flag(0.85, "Muon's momentum at the first step", max=1)
@@ -129,7 +128,7 @@ class Hyperparameters:
     scalar_lr: float = flag(0.04, "learning rate of vectors and scalars (Adam)")
     adam_beta1: float = flag(0.8, "decay of Adam's mean gradient", max=1 - 1e-9)
     adam_beta2: float = flag(0.95, "decay of Adam's mean square", max=1 - 1e-9)
-    adam_eps: float = flag(1e-10, "Adam's epsilon; gradients are of a step's mean loss", min=1e-30)
+    adam_eps: float = flag(1e-10, "Adam's epsilon, for gradients of a step's mean loss", min=1e-30)
 
 PRESETS = {
     "speedrun": Hyperparameters(),
@@ -152,8 +151,8 @@ def tokens_seen(step: int, hp: Hyperparameters) -> int:
 def window_tokens(step: int, hp: Hyperparameters) -> int:
     """The long window in tokens: a whole number of blocks, which grows linearly from zero, but is
     never below window_start."""
-    # As in the record, the window grows to half a block less than window_end, and is rounded up to
-    # whole blocks. In `speedrun` the last block comes at 13 * 128 / 1728 = 96 % of the run.
+    # It grows to half a block less than window_end, as in the record: in `speedrun` to 13.5 blocks.
+    # So the 14th and last block comes after 13 / 13.5 = 96 % of the run.
     grown = (hp.window_end - BLOCK / 2) * step / max(1, hp.num_iterations)
     return max(hp.window_start, math.ceil(grown / BLOCK) * BLOCK)
 
@@ -184,10 +183,10 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     recompile.
 
     For each query block, FlexAttention takes two lists of key blocks: partial ones, in which it
-    asks `sees` about every pair of tokens, and full ones, in which every pair is visible. Since the
-    window counts whole blocks, it keeps key blocks out of the lists, and `sees` need not know of
-    it. Here are four blocks where the second document begins inside block 1, in a window of three
-    blocks (p: partial, f: full):
+    asks `sees` about every pair of tokens, and full ones, in which every pair is visible. The
+    window only keeps whole blocks out of the lists, so `sees` does not check it. Here are four
+    blocks where the second document begins inside block 1, in a window of three blocks (p: partial,
+    f: full):
 
         query block   key blocks 0 1 2 3
                   0              p . . .     the diagonal is always partial, because it is causal
@@ -200,14 +199,12 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     def sees(batch, head, query, key):
         return (key <= query) & (document_T[query] == document_T[key])
 
-    # Maps of [query block, key block], without the window yet. They must agree with `sees`: change
-    # them when you change it, because FlexAttention asks it about partial blocks only.
-    # (plain_mask asks it about full blocks, too, and so hides an error in all_visible_NN.) Document
-    # numbers never fall, so the numbers of a block's first and last token tell:
-    #   some pair is visible   if the query block is not before the key block, and its first
-    #                          document is not after the key block's last one
-    #   all pairs are visible  if the query block is after the key block, and both lie in one
-    #                          document: its last document is the key block's first one
+    # Maps of [query block, key block], without the window yet. If you change `sees`, change both:
+    # FlexAttention asks it about partial blocks only. (An error in all_visible_NN shows on GPUs
+    # alone, since plain_mask asks about every block.) Document numbers never fall, so those of a
+    # block's first and last token suffice:
+    #   some pair is visible   if query block >= key block, and first[query] <= last[key]
+    #   all pairs are visible  if query block > key block, and last[query] == first[key]
     block_N = torch.arange(len(tokens_T) // BLOCK, dtype=torch.int32, device=tokens_T.device)
     distance_NN = block_N[:, None] - block_N
     first_N = document_T[::BLOCK]
@@ -216,8 +213,8 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     all_visible_NN = (distance_NN > 0) & (last_N[:, None] == first_N)
 
     def ordered(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
-        """How many blocks each row chooses, and a list that begins with these; FlexAttention reads
-        no further."""
+        """For each row, how many blocks it chooses, and the numbers of all blocks, those chosen
+        first; FlexAttention reads only these. The dimensions in front are batch and head."""
         counts_N = chosen_NN.sum(1, dtype=torch.int32)
         order_NN = chosen_NN.int().argsort(descending=True, stable=True).int()
         return counts_N[None, None], order_NN[None, None]
@@ -282,15 +279,15 @@ def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 def fp8_matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast: bool) -> Tensor:
     """a @ b.T / scale in dtype, for contiguous FP8 matrices. `fast` sums with less precision."""
-    # _scaled_mm multiplies by a factor for each matrix. Here a's is 1, and b's undoes both scales.
+    # _scaled_mm multiplies by a factor for each matrix: here by 1 for a, and 1 / scale for b.
     one = torch.full((), 1.0, device=a.device)
     inverse = torch.full((), 1 / scale, device=a.device)
     return torch._scaled_mm(a, b.T, one, inverse, out_dtype=dtype, use_fast_accum=fast)
 
 class FP8Linear(torch.autograd.Function):
     """x_TD @ w_VD.T by products in FP8 (record 2025-01-13), with the factors of x, w and gradient.
-    fp8_matmul sums over the last dimension of both its arguments, in which FP8 products need them
-    contiguous. So the backward pass copies the matrices transposed."""
+    FP8 products need both matrices contiguous along the dimension that is summed over, which is
+    the last one of both arguments of fp8_matmul. So the backward pass makes transposed copies."""
 
     @staticmethod
     def forward(ctx, x_TD: Tensor, w_VD: Tensor, scales: tuple[float, float, float]) -> Tensor:
@@ -306,7 +303,7 @@ class FP8Linear(torch.autograd.Function):
         x8_TD, w8_VD = ctx.saved_tensors
         g8_TV = to_fp8(grad_TV, grad_scale, torch.float8_e5m2).contiguous()
         g8_VT, x8_DT, w8_DV = (x.T.contiguous() for x in (g8_TV, x8_TD, w8_VD))
-        # These sum over V and over T.
+        # The first product sums over V, the second over T.
         grad_x_TD = fp8_matmul(g8_TV, w8_DV, grad_scale * w_scale, grad_TV.dtype, fast=False)
         grad_w_VD = fp8_matmul(g8_VT, x8_DT, grad_scale * x_scale, torch.float32, fast=False)
         return grad_x_TD, grad_w_VD, None
@@ -350,14 +347,14 @@ class CastedLinear(nn.Module):
 class Rotary(nn.Module):
     """Rotary positions (arXiv:2104.09864) in the first half of each head's channels. The second
     half is left alone, so that it can match content at any distance (record 2024-12-17). Channel i
-    is rotated with channel i + K/4. In the record it is i + K/2: the same model, if the rows of the
-    matrices of queries and keys are put in another order."""
+    is rotated with channel i + K/4. (In the record it is i + K/2, which only numbers the channels
+    in another way.)"""
 
     def __init__(self, head_dim: int, max_seq_len: int, base: float):
         super().__init__()
         frequencies = base ** -torch.linspace(0, 1, head_dim // 4, dtype=torch.float64)
-        positions = torch.arange(max_seq_len, dtype=torch.float64)  # in float32, angles are inexact
-        angles = torch.outer(positions, frequencies)[:, None]  # [T, 1, K / 4]
+        # In float32, angles of late positions would be inexact. [T, 1, K / 4]
+        angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float64), frequencies)[:, None]
         self.register_buffer("cos", angles.cos().float(), persistent=False)
         self.register_buffer("sin", angles.sin().float(), persistent=False)
 
@@ -375,8 +372,9 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.hp = hp
         self.rotary = rotary
-        # Three matrices, for queries, keys and values, which Muon orthogonalizes one by one. If
-        # query heads share kv heads, the queries' rows are num_heads / num_kv_heads such matrices.
+        # A stack of matrices of equal size, which Muon orthogonalizes one by one: those of the
+        # queries, then one for the keys and one for the values. There are three, unless query heads
+        # share kv heads.
         parts = hp.num_heads // hp.num_kv_heads + 2
         self.qkv = nn.Parameter(torch.empty(parts, hp.num_kv_heads * hp.head_dim, hp.model_dim))
         self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim, zero=True)
@@ -423,16 +421,17 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """Call it with the tokens and targets of one sequence and the attention window; it returns the
-    mean loss per token in nats. With `flex`, attention is by FlexAttention, which is for GPUs
-    and must be compiled: eager, it ignores the lists of blocks, and so the window.
+    mean loss per token in nats. With `flex`, attention is by FlexAttention, which is for GPUs.
+    Unless it is compiled, FlexAttention ignores the lists of blocks, and so the window.
 
     Embeddings are kept in `dtype`, and the residual stream stays in it, as `features` checks after
     each layer. All other parameters are float32. A bfloat16 stream times a float32 tensor without
     dimensions, such as residual_mix[0], stays bfloat16. Times a vector or a matrix it becomes
     float32: cast these with type_as."""
 
-    # Validation computes the logits of at most so many tokens at a time, because those of 256K take
-    # 53 GB. In training this would save nothing, since the backward pass needs all of them.
+    # Logits are computed for at most so many tokens at a time, because those of a validation
+    # sequence of 256K tokens take 53 GB. A long training sequence would not save memory by this,
+    # since its backward pass needs all of them.
     LOGITS_TOKENS = 65536
 
     def __init__(self, hp: Hyperparameters, dtype: torch.dtype, flex: bool):
@@ -440,7 +439,7 @@ class GPT(nn.Module):
         self.hp = hp = replace(hp, num_kv_heads=hp.num_kv_heads or hp.num_heads)
         self.flex = flex
         self.end_of_text = hp.vocab_size - 1  # in the shards, each document begins with it
-        padded_vocab = math.ceil(hp.vocab_size / 64) * 64  # a multiple suits the matrix units
+        padded_vocab = math.ceil(hp.vocab_size / 64) * 64  # FP8 products need a multiple of 16
         self.embed = nn.Embedding(padded_vocab, hp.model_dim)
         # Layers marked by the same digit share a value embedding (record 2024-12-08).
         self.value_embeds = nn.ModuleDict({
@@ -449,12 +448,12 @@ class GPT(nn.Module):
         rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len), hp.rope_base)
         self.blocks = nn.ModuleList(Block(hp, layer, rotary) for layer in range(len(hp.windows)))
         self.skip_weights = nn.Parameter(torch.ones(len(self.blocks) // 2))
-        # The gradient's factor in FP8_SCALES is for the mean loss of one sequence. train_step
-        # divides that loss by micro_batches, which is undone here.
+        # FP8_SCALES has the factor for gradients of the mean loss of one sequence. train_step
+        # divides that loss by micro_batches: gradients are smaller by that, their factor larger.
         scales = (*FP8_SCALES[:2], FP8_SCALES[2] * hp.micro_batches) if hp.use_fp8 else None
         self.lm_head = CastedLinear(hp.model_dim, padded_vocab, zero=True, fp8_scales=scales)
         draw_weights(self, hp.seed)
-        # They are drawn in float32, because what torch draws in bfloat16 depends on its version.
+        # These were drawn in float32, since what torch draws in bfloat16 depends on its version.
         for embed in (self.embed, *self.value_embeds.values()):
             embed.weight.data = embed.weight.data.to(dtype)
 
@@ -488,9 +487,9 @@ class GPT(nn.Module):
         return norm(x_TD)
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """A smooth cap, c tanh(z / c) for a logit z. It is computed as a sigmoid, as in the record,
-        and so is larger by c, which makes no difference to a softmax. (A z-loss would notice.)
-        Tokens that only pad the vocabulary have logits as well, but are never targets."""
+        """A smooth cap: of a logit z it makes c tanh(z / c) + c, as in the record. The c that is
+        added makes no difference to a softmax. (A z-loss would notice.) Tokens that only pad the
+        vocabulary have logits as well, but are never targets."""
         c = self.hp.lm_head_softcap
         return 2 * c * torch.sigmoid(self.lm_head(x_TD).float() * (2 / c))
 
@@ -499,9 +498,9 @@ def draw_weights(model: nn.Module, seed: int):
     random seed that depends on `seed` and on the module's name. So two scripts start from equal
     weights in all layers that they share, and their runs can be compared in pairs.
 
-    To initialize a layer in another way, override its reset_parameters: what its constructor does
-    to the weights is overwritten here. Parameters of modules without reset_parameters stay as they
-    were constructed. A weight that two modules share, as a tied head does, is drawn for the first.
+    To initialize a layer in another way, override its reset_parameters: what a constructor does to
+    weights that reset_parameters draws is overwritten here. All other parameters stay as they were
+    constructed. A weight that two modules share, as a tied head does, is drawn for the first.
     """
     drawn = set()
     for name, module in model.named_modules():
@@ -584,19 +583,18 @@ class Optimizer:
         update(step)  computes the update of this process's rows, and starts to send the result
         finish(step)  waits for the results of the others; Muon then applies all of them
 
-    Of a matrix, or a stack of matrices, that is divided among the processes, each has:
+    Of a matrix, or a stack of matrices, that is divided among the processes, each process has:
         p.grad           all rows, but summed over its own micro-batches only
         summed gradient  its own rows, in update()
-        parameter        all rows; between Adam's update() and finish(), those of others are old
+        parameter        all rows; between Adam's update() and finish(), those of others are stale
         state            tensors for all rows, of which only its own are up to date
-    So whatever depends on a whole matrix, such as its norm, needs an exchange of its own in Adam;
+    So what depends on a whole matrix, such as its norm, needs an all_reduce of your own in Adam.
     Muon has whole matrices in `direction`.
 
     What an optimizer remembers from step to step belongs in `state`, under a name; what lies
-    elsewhere is neither saved nor reset after the warmup. In Adam, state[name] is a list of tensors
-    in the shapes of the parameters, in Muon one stack for all of them, which may end in padding. A
-    process reads and writes its own rows, world.rows(tensor), which saves time, not memory;
-    gather_training_state fetches the others' for a checkpoint."""
+    elsewhere is neither saved nor reset after the warmup. state[name] is a list of tensors, one for
+    each parameter and with its rows. A process reads and writes its own rows, world.rows(tensor),
+    which saves time, not memory."""
 
     def __init__(self, params: dict, lr: float, hp: Hyperparameters, world: World):
         self.params = params  # {name: parameter}
@@ -608,13 +606,21 @@ class Optimizer:
     def lr(self, step: int) -> float:
         return self.peak_lr * lr_scale(step, self.hp)
 
+    def gather_state(self):
+        """Fetches the other processes' rows of the state. All processes take part."""
+        for tensors in self.state.values():
+            for x, p in zip(tensors, self.params.values(), strict=True):
+                # World divides x only if it has rows, as p has. A state [rows] must be [rows, 1].
+                assert (x.shape[:1], x.ndim > 1) == (p.shape[:1], p.ndim > 1), "rows of the state"
+                self.world.all_gather(x).result()
+
 class Adam(Optimizer):
     """Adam (arXiv:1412.6980) by PyTorch's fused kernel. Each process updates its rows of every
     matrix, and all of every vector and scalar.
 
     Embeddings in bfloat16 have gradients and a state in bfloat16 as well, without a copy in
-    float32. There a step below 1/256 of its weight vanishes in rounding, and so does a decay of the
-    mean square by a beta2 of 0.999."""
+    float32. A bfloat16 has 8 significant bits: a step below 1/256 of its weight changes nothing,
+    and a mean square with a beta2 of 0.999 would never fall."""
 
     def __init__(self, params, lr, hp, world):
         super().__init__(params, lr, hp, world)
@@ -630,7 +636,7 @@ class Adam(Optimizer):
         local = [self.world.rows(p.detach()) for p in self.params.values()]
         means = [self.world.rows(mean) for mean in self.state["mean"]]
         mean_squares = [self.world.rows(square) for square in self.state["mean_square"]]
-        # AdamW's kernel without weight decay is Adam's. (A decay here would also shrink the vectors
+        # AdamW's kernel is Adam's if the weight decay is 0. (A decay here would also shrink vectors
         # and scalars.) For each tensor it takes the number of the step, counted from 1. The empty
         # list is for AMSGrad.
         steps = [torch.full((), step + 1.0, device=self.world.device)] * len(local)
@@ -656,10 +662,10 @@ class Muon(Optimizer):
                 and they start to send them to each other
         finish  every process subtracts all 11 updates, times the learning rate
 
-    Another optimizer of matrices is a subclass with another `direction`. That gets this process's
-    part of the stack alone, whose row i is not the i-th of params. On GPUs, newton_schulz is
-    compiled for each shape, of which the compiler allows eight
-    (torch._dynamo.config.recompile_limit).
+    Each state[name] is one stack for all parameters, padded in the same way. Another optimizer of
+    matrices is a subclass with another `direction`, which gets this process's part of the stack
+    alone. On GPUs, newton_schulz is compiled for each shape, of which the compiler allows eight
+    (torch._dynamo.config.recompile_limit): a ninth ends the warmup.
     """
 
     def __init__(self, params, lr, hp, world):
@@ -690,15 +696,21 @@ class Muon(Optimizer):
             p.add_(update, alpha=-self.lr(step))
 
     def direction(self, gradients: Tensor, step: int) -> Tensor:
-        """The updates of this process's part of the stack, from its gradients in float32. Where the
-        gradients are zero, as those that fill up the stack, the updates must not become NaN."""
+        """The updates of this process's n matrices of the stack, from their gradients in float32.
+        Matrix i is that of parameter rank * n + i, or padding: for gradients of zero, return finite
+        updates."""
         beta = muon_momentum(step, self.hp)
         momentum = self.world.rows(self.state["momentum"]).lerp_(gradients, 1 - beta)
         update = gradients.lerp(momentum, beta).to(self.updates.dtype)  # Nesterov: one step ahead
         # Matrices with more rows than columns are scaled up, to change outputs as much as others.
         scale = max(1, update.size(-2) / update.size(-1)) ** 0.5
-        matrices = update.flatten(0, -3)  # [n, rows, cols], also from [n, 3, rows, cols]
-        return scale * self.orthogonalize(matrices).view_as(update)
+        # newton_schulz takes [n, rows, cols]; the update may be [n, 3, rows, cols].
+        return scale * self.orthogonalize(update.flatten(0, -3)).view_as(update)
+
+    def gather_state(self):
+        for stack in self.state.values():
+            assert len(stack) == len(self.updates), "state that is not padded as the stack is"
+            self.world.all_gather(stack).result()
 
 def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
     """Approximates U V^T for each matrix U S V^T of x [n, rows, cols] by a quintic iteration, which
@@ -781,7 +793,7 @@ def read_tokens(path: str, start: int, count: int, vocab_size: int) -> Tensor:
     with open(path, "rb") as f:
         f.seek(SHARD_HEADER_BYTES + 2 * start)
         require(f.readinto(tokens.numpy()) == tokens.nbytes, f"{path} has become shorter")
-    largest = tokens.numpy().max()  # by NumPy: torch's threads would disturb those that train
+    largest = tokens.numpy().max()  # NumPy's one thread; torch's would slow training down
     require(largest < vocab_size, f"{path} holds the token {largest}, which is not below "
             f"--vocab_size={vocab_size}; data/inspect_shards.py says where")
     return tokens
@@ -814,18 +826,17 @@ def train_batches(shards: list[Shard], hp: Hyperparameters, world: World, first_
 
 def load_validation(shards: list[Shard], hp: Hyperparameters, world: World) -> list:
     """This process's validation sequences, (inputs_T int32, targets_T int64) each. Over all
-    processes, the tokens 1 to val_tokens are predicted once each. The last sequence is filled up
-    with targets of -1, which no loss counts."""
+    processes, the tokens 1 to val_tokens, counted from 0, are predicted once each. The last
+    sequence is filled up with targets of -1, which no loss counts."""
     parts = [read_tokens(shard.path, 0, shard.tokens, hp.vocab_size) for shard in shards]
     stream = torch.cat(parts).to(torch.int32)
     require((stream == hp.vocab_size - 1).any(), f"no text in --val_files begins with the token "
             f"{hp.vocab_size - 1}, the last one of --vocab_size={hp.vocab_size}: lower that")
-    stream = stream[:hp.val_tokens + 1]
     padding = -hp.val_tokens % hp.val_seq_len  # to whole sequences
-    inputs = F.pad(stream[:-1], (0, padding), value=hp.vocab_size - 1).split(hp.val_seq_len)
-    targets = F.pad(stream[1:].long(), (0, padding), value=-1).split(hp.val_seq_len)
-    mine = range(world.rank, len(inputs), world.size)
-    return [(inputs[i].to(world.device), targets[i].to(world.device)) for i in mine]
+    inputs = F.pad(stream[:hp.val_tokens], (0, padding), value=hp.vocab_size - 1)
+    targets = F.pad(stream[1:hp.val_tokens + 1].long(), (0, padding), value=-1)
+    sequences = list(zip(inputs.split(hp.val_seq_len), targets.split(hp.val_seq_len)))
+    return [(x.to(world.device), y.to(world.device)) for x, y in sequences[world.rank::world.size]]
 
 # ---- 9. Training steps, state and warmup --------------------------------------------------------
 
@@ -835,8 +846,8 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
     window = window_tensor(step, hp, world.device)
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
     for inputs_T, targets_T in batches:
-        # The model returns the mean loss of a sequence. Divided by their number, the losses of all
-        # sequences of the step, and their gradients, add up to those of the step's mean loss.
+        # The model returns the mean loss of a sequence. Divided by the number of sequences and
+        # summed over them, it is the step's mean loss, and so are the gradients.
         micro_loss = model(inputs_T, targets_T, window) / hp.micro_batches
         micro_loss.backward()
         loss += micro_loss.detach()
@@ -872,19 +883,10 @@ def gather_training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict
     seed each process differently."""
     state = {"model": dict(model.state_dict())}
     for optimizer in optimizers:
-        matrices = any(p.ndim > 1 for p in optimizer.params.values())
+        optimizer.gather_state()
         for name, entries in optimizer.state.items():
-            for tensor in entries if isinstance(entries, list) else [entries]:
-                # World divides no vector, so a checkpoint would have the first process's part only.
-                # One value for each row of a parameter is a state [rows, 1].
-                assert tensor.ndim > 1 or not matrices, f"state {name}: make [rows] a [rows, 1]"
-                optimizer.world.all_gather(tensor).result()
-            stacked = not isinstance(entries, list)  # Muon's, since it divides whole matrices
-            assert stacked or not isinstance(optimizer, Muon), f"state {name} must be one stack"
-            padding = len(entries) - len(optimizer.params)  # zip leaves it out
-            assert 0 <= padding < optimizer.world.size, f"state {name}: one entry per parameter"
             kind = f"{type(optimizer).__name__} {name}"
-            state.setdefault(kind, {}).update(zip(optimizer.params, entries))
+            state.setdefault(kind, {}).update(zip(optimizer.params, entries))  # without padding
     return state
 
 @torch.no_grad()
@@ -907,8 +909,8 @@ def load_training_state(saved: dict | None, model: nn.Module, optimizers: list, 
 def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: World):
     """Compiles everything and allocates memory, by a backward pass, a step and a validation, all on
     random tokens; then restores the weights and the optimizers' state. If your method does
-    something at some steps only, do it here too: whatever is compiled later ends the run, because
-    compiling would be timed."""
+    something at some steps only, do it here too: whatever is compiled later is an error, because it
+    would be timed."""
     # FP8Linear is a custom function; the compiler caches it from run to run only if told so.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     before = tree_map(lambda x: x.to("cpu", copy=True), gather_training_state(model, optimizers))
@@ -959,7 +961,8 @@ def connect(plan: "Plan | None", script: str, world: World) -> "Plan":
     try:
         dist.init_process_group("nccl" if gpu else "gloo", timeout=TIMEOUT, device_id=gpu)
     except (RuntimeError, ValueError) as e:
-        raise UserError(f"the processes do not reach each other ({first_line(e)}); choose the "
+        reason = str(e).partition("\n")[0]
+        raise UserError(f"the processes do not reach each other ({reason}); choose the "
                         "interface by NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME") from None
     plans = [plan]
     dist.broadcast_object_list(plans, src=0)  # replaces the None of the others
@@ -1089,8 +1092,8 @@ def prepare(hp: Hyperparameters, command, script: str, world: World, saved: dict
     if saved:
         plan = replace(plan, step=saved["step"], seconds=saved["seconds"])
         require(plan.step <= hp.num_iterations, f"the run has done {plan.step} steps already")
-        require(plan.data_read(plan.step) == saved["data_read"], "--resume: what it trained on "
-                "must stay: the tokens of a step, and the shards, to which you may add others")
+        require(plan.data_read(plan.step) == saved["data_read"], "--resume: keep the tokens of a "
+                "step, and the shards that were read; new shards may follow them")
     return plan
 
 # ---- Log and clock
@@ -1203,7 +1206,7 @@ class StepClock:
         self.seconds = time.perf_counter() - self.started
 
     def add_loss(self, step: int, loss: Tensor):
-        loss = loss.to("cpu", non_blocking=True)  # from a GPU, it has a value after `arrival`
+        loss = loss.to("cpu", non_blocking=True)  # a copy from a GPU is there after `arrival`
         arrival = torch.cuda.current_stream().record_event() if self.cuda else None
         self.losses.append((step, loss, arrival))
 
@@ -1225,7 +1228,8 @@ def read_checkpoint(path: Path) -> dict:
         require("data_read" in saved, "this script did not save it")
         return saved
     except Exception as e:  # a damaged archive leads to many kinds of exception
-        raise UserError(f"--resume={path} cannot be used ({first_line(e)}): name a checkpoint, "
+        reason = str(e).partition("\n")[0]
+        raise UserError(f"--resume={path} cannot be used ({reason}): name a checkpoint, "
                         "step<n>.pt; if it is damaged, the one before it") from None
 
 def save_checkpoint(step: int, seconds: float, model, optimizers, plan: Plan, log, warn) -> bool:
@@ -1243,7 +1247,7 @@ def save_checkpoint(step: int, seconds: float, model, optimizers, plan: Plan, lo
     unfinished = path.with_name("unfinished")
     saved = dict(step=step, seconds=seconds, settings=asdict(plan.hp), state=state,
                  script=sha256(plan.script.encode()), data_read=plan.data_read(step))
-    file = io.BytesIO()  # in memory first, so that below, errors are those of the disk
+    file = io.BytesIO()  # written first into memory, so that errors below are the disk's
     torch.save(saved, file)
     try:
         path.parent.mkdir(exist_ok=True)
@@ -1256,7 +1260,7 @@ def save_checkpoint(step: int, seconds: float, model, optimizers, plan: Plan, lo
             log.write(f"warning: {path} not saved ({e.strerror}); training goes on")
         return False
     log.write(f"checkpoint: {path}")
-    for old in sorted(path.parent.glob("step*.pt"))[:-2]:
+    for old in sorted(path.parent.glob("step????????.pt"))[:-2]:
         with suppress(OSError):
             old.unlink()
     return True
@@ -1298,7 +1302,7 @@ def main(argv: list[str]):
     log = RunLog(plan, world)
     try:
         log.write(f"log: {log.path}")
-        log.write(f"to resume: start {sys.argv[0]} with --resume=FILE of the last checkpoint: line")
+        log.write(f"to resume: {sys.argv[0]} --resume=FILE, with the FILE of a `checkpoint:` line")
         if saved and saved["script"] != sha256(script.encode()):
             log.write("changed: the script is not the one that saved the checkpoint")
         log.write(f"model: {sum(p.numel() for p in model.parameters())} parameters; "
@@ -1316,7 +1320,7 @@ def main(argv: list[str]):
 
         # The clock runs for training steps alone: it stops to validate and to save.
         clock = StepClock(world.device, plan.seconds)
-        ok = True  # whether the newest save worked; of several failures, the first one is reported
+        is_saved = True  # whether the newest save worked
         clock.start()
         for step in range(plan.step, hp.num_iterations + 1):
             last = step == hp.num_iterations
@@ -1326,19 +1330,21 @@ def main(argv: list[str]):
             # that such weights are never saved. A resumed run repeats the saved step's validation.
             if last or save_due or val_due:
                 clock.stop()
-                for loss in clock.read_losses(keep=0):
-                    log.write_loss("train_loss", *loss)
+                for entry in clock.read_losses(keep=0):
+                    log.write_loss("train_loss", *entry)
                 val_loss = evaluate(model, val_sequences, step, hp, world)
                 log.write_loss("val_loss", step, val_loss, clock.seconds)
                 if save_due and step > plan.step:
-                    ok = save_checkpoint(step, clock.seconds, model, optimizers, plan, log, warn=ok)
+                    # Of failures in a row, the first and that of the last step are reported.
+                    is_saved = save_checkpoint(step, clock.seconds, model, optimizers, plan, log,
+                                               warn=is_saved or last)
                 clock.start()
             if last:
                 break
             loss = train_step(model, next(batches_of_steps), optimizers, step, hp, world)
             clock.add_loss(step + 1, loss)
-            for loss in clock.read_losses(keep=int(cuda)):
-                log.write_loss("train_loss", *loss)
+            for entry in clock.read_losses(keep=int(cuda)):
+                log.write_loss("train_loss", *entry)
 
         log.write(f"throughput: {tokens_seen(step, hp) / max(clock.seconds, 1e-9):.0f} tokens/s")
         if cuda:

@@ -337,17 +337,23 @@ def test_a_state_that_is_not_this_scripts_is_refused_by_the_name_of_a_tensor(kin
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("state", [lambda n: torch.zeros(2 * n, 3), lambda n: [torch.zeros(3)],
-                                   lambda n: torch.zeros(n)])
-def test_a_state_that_would_not_be_saved_whole_is_refused(state):
-    """If the number of entries is not that of the parameters, zip() would leave out the rest. A
-    vector is not divided among the processes, so that the entries of the others would be lost."""
+@pytest.mark.parametrize("kind, state", [
+    (Adam, [torch.zeros(4, 4)]),  # one for two parameters
+    (Adam, [torch.zeros(4), torch.zeros(4)]),  # of a matrix's rows, but World divides no vector
+    (Adam, [torch.zeros(1, 4), torch.zeros(1, 4)]),
+    (Adam, [torch.zeros(()), torch.zeros(())]),
+    (Muon, torch.zeros(3, 4, 1))])  # a stack of another length than the parameters'
+def test_a_state_that_would_not_be_saved_whole_is_refused(kind, state):
     model = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in "ab"})
-    optimizer = Adam(dict(model.named_parameters()), 0.1, HP, ALONE)
+    optimizer = kind(dict(model.named_parameters()), 0.1, HP, ALONE)
     gather_training_state(model, [optimizer])
-    optimizer.state["more"] = state(len(optimizer.params))
-    with pytest.raises(AssertionError, match="more"):
+    optimizer.state["more"] = state
+    with pytest.raises((AssertionError, ValueError)):
         gather_training_state(model, [optimizer])
+    optimizer.state["more"] = (torch.zeros(2, 4, 1) if kind is Muon
+                               else [torch.zeros(4, 1), torch.zeros(4, 1)])
+    saved = gather_training_state(model, [optimizer])
+    assert saved[f"{kind.__name__} more"]["b.weight"].shape == (4, 1)
 
 
 # ---- Several processes
