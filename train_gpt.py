@@ -944,9 +944,10 @@ def world_of_this_process() -> World:
     if not torch.cuda.is_available():
         return World(rank, size, torch.device("cpu"))
     require(local_rank < torch.cuda.device_count(), "start at most one process per GPU")
-    # torch reads this when it first allocates memory on a GPU. Its newer name is
-    # PYTORCH_ALLOC_CONF, but torch 2.9 knows only this one, and all versions read it.
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    # torch reads this when it first allocates memory on a GPU. It has an older and a newer name; all
+    # versions read the older one, and let it win.
+    if "PYTORCH_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     torch.cuda.set_device(local_rank)
     return World(rank, size, torch.device("cuda", local_rank))
 
@@ -1039,9 +1040,8 @@ def check_settings(hp: Hyperparameters, world_size: int):
     require(not unused, f"--value_embeds={hp.value_embeds} marks a layer without --attention")
     require(hp.window_start <= hp.window_end, "--window_start is above --window_end")
     require(hp.num_heads % (hp.num_kv_heads or 1) == 0, "--num_kv_heads must divide --num_heads")
-    sizes = [size for size in range(1, hp.micro_batches + 1) if hp.micro_batches % size == 0]
-    require(world_size in sizes, f"{world_size} processes cannot share {hp.micro_batches} "
-            f"micro-batches equally: start one of {sizes}, or change --micro_batches")
+    require(hp.micro_batches % world_size == 0, f"{world_size} processes cannot share "
+            f"{hp.micro_batches} micro-batches equally: start a number that divides it")
 
 @dataclass
 class Plan:
