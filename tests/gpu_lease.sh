@@ -8,7 +8,7 @@
 #   tests/gpu_lease.sh all --minutes=60 --record=LOG    # all three, then whole runs, on all GPUs
 #
 #   --minutes=N        the time of the whole call (9); with less, each part has less in proportion
-#   --only=TEXT        only the parts with this text in their names
+#   --only=REGEX       only the parts whose names it fits
 #   --out=FOLDER       for the results, at most 8 files below 16 MiB (records/gpu_lease)
 #   --data=FOLDER      of *_train_*.bin and *_val_*.bin (data/lease, else data/fineweb10B)
 #   --record=LOG       a log of record 2025-01-26, for its source (without it, no comparison)
@@ -101,7 +101,7 @@ line() {  # TEXT: to the console and to the summary
 part() {
     local name=$1 limit=$2 began=$SECONDS status=0 left=$((end - SECONDS)) size log ended figure
     shift 2
-    case $name in *"$only"*) ;; *) return ;; esac
+    [[ $name =~ $only ]] || return 0
     [ "$minutes" -ge 9 ] || limit=$((limit * minutes / 9))
     if [ "$left" -lt 10 ]; then
         line "$(printf '%-26s %-10s %4d s  %s' "$name" "not run" 0 "no time is left")"
@@ -161,7 +161,6 @@ on() {  # GPUS COMMAND...: the command that starts a script on so many GPUs
 does_it_run() {
     local demo=(train_gpt.py --preset=demo "${more[@]}" "${bytes[@]}" --records="$work/runs"
                 --num_iterations=50 --val_loss_every=25 --save_every=0)
-    part machine 60 "${lease[@]}" machine
     on 1 "${demo[@]}"
     part "demo" 120 "${launch[@]}"
     if [ "$gpus" -gt 1 ]; then
@@ -253,6 +252,7 @@ whole_runs() {
 }
 
 line "$(date -u +%Y-%m-%dT%H:%MZ) stage $stage, $minutes min, $gpus GPU(s), data $data"
+part machine 60 "${lease[@]}" machine
 case $stage in
     1) does_it_run ;;
     2) how_fast ;;
