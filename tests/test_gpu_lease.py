@@ -30,7 +30,7 @@ def clone(tmp_path) -> Path:
     for name in ("data", "records", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=lambda path, names: [
             name for name in names
-            if name != "speedrun_2026" and not name.endswith((".py", ".sh", "text.txt"))])
+            if name not in ("speedrun_2026", "helpers") and not name.endswith((".py", ".sh", "text.txt"))])
     shutil.copy(ROOT / "train_gpt.py", folder)
     done = lease(folder, "data", "tests/text.txt", "--tokenizer=bytes", "--val_tokens=2200")
     assert done.returncode == 0, done.stdout + done.stderr
