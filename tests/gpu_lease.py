@@ -95,6 +95,10 @@ def figure(path: Path, offset: int, status: int) -> str:
         words.append(found[-1])
     elif logs := [Path(log) for log in re.findall(r"(?m)^log: (.*)$", output)]:
         words.append(figure_of_run(logs[-1]) if logs[-1].exists() else "")
+    elif curve := losses(output, "val_loss"):  # of the record's script
+        average = re.findall(r"(?m)^step:\d+/\d+ val_loss:.* step_avg:(\S+)ms", output)[-1]
+        words.append(f"{average} ms a step, val_loss "
+                     f"{' '.join(f'{loss:.4f}' for loss in curve.values())}")
     elif found := re.findall(r"(?m)^=*\s*(\d+ (?:passed|failed|skipped|error).* in [\d.]+s)", output):
         words.append(found[-1])
         status = 0

@@ -55,11 +55,12 @@ for file in "$record" "$predicted"; do
 done
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo "$root/.venv/bin/python" || echo python3)}
 
+# The demo trains on this repository, byte by byte; to be followed by a folder.
+bytes_into=("$python" data/tokenize_text.py train_gpt.py README.md records tests --glob '*.py'
+            --glob '*.md' --name bytes --tokenizer bytes --val_fraction 0.2 --out)
 if [ "$stage" = data ]; then
     data=${data:-data/lease}
-    # The text of the demo is this repository's own.
-    "$python" data/tokenize_text.py "$root" --glob '*.py' --glob '*.md' --exclude .venv \
-        --exclude .torch_versions --out "$data/bytes" --name bytes --tokenizer bytes
+    "${bytes_into[@]}" "$data/bytes"
     # A validation loss needs 2^20 tokens of whole documents, of which there may be 10 % fewer. With
     # shards of 16M tokens, one to train and one to validate are 35 MB to take along.
     exec "$python" data/tokenize_text.py "$text" --out "$data" --name text --tokenizer gpt2 \
@@ -68,7 +69,7 @@ fi
 
 end=$((SECONDS + 60 * minutes - 15))  # what is left is for the last part to end, and to pack
 work=$root/data/lease_work
-out=${out:-records/gpu_lease}
+out=${out:-$root/records/gpu_lease}
 mkdir -p "$out" "$work/tmp"
 # All that torch, Triton and CUDA keep from start to start lies in the work folder. Processes of one
 # machine find each other without a network. If one is ended because it hangs, it prints where.
@@ -90,6 +91,7 @@ done
 touch "$work/started"
 
 failed=
+signal=  # that ends a part which takes too long; ABRT has Python say where it is
 child=
 trap '[ -z "$child" ] || kill "$child" 2> /dev/null; exit 130' INT TERM
 
@@ -140,8 +142,9 @@ keep() {  # packs the logs, and keeps to the limits on what is brought back
 # Flags of a training run of full size; the script takes the last of two equal ones. The demo and
 # the attempt have other settings than the ones that a rehearsal makes small.
 text=(--train_files="$data/*_train_*.bin" --val_files="$data/*_val_*.bin" --epochs=100)
-bytes=(--train_files="$data/bytes/*_train_*.bin" --val_files="$data/bytes/*_val_*.bin"
-       --epochs=1000 --val_tokens=0)
+folder=$([ -e "$data/bytes" ] && echo "$data/bytes" || echo "$work/bytes")
+bytes=(--train_files="$folder/*_train_*.bin" --val_files="$folder/*_val_*.bin" --epochs=1000
+       --val_tokens=0)
 ours=(train_gpt.py --preset=speedrun "${text[@]}" --val_tokens=1048576 --seed=1 --save_every=0
       --records="$work/runs" "${more[@]}")
 attempt=(records/speedrun_2026/train_gpt.py "${text[@]}" --seed=1 --save_every=0
@@ -151,7 +154,9 @@ beside=(tests/bench_record.py "$record" $cpu "${ours[@]:1}")
 on() {  # GPUS COMMAND...: the command that starts a script on so many GPUs
     local ranks=$1
     shift
+    signal=
     if [ "$ranks" -gt 1 ]; then
+        signal=TERM  # on which torchrun ends its processes
         launch=("$python" -m torch.distributed.run --standalone --nproc_per_node="$ranks" "$@")
     else
         launch=("$python" "$@")
@@ -161,11 +166,13 @@ on() {  # GPUS COMMAND...: the command that starts a script on so many GPUs
 does_it_run() {
     local demo=(train_gpt.py --preset=demo "${more[@]}" "${bytes[@]}" --records="$work/runs"
                 --num_iterations=50 --val_loss_every=25 --save_every=0)
+    [ -e "$folder" ] || part "text for the demo" 30 "${bytes_into[@]}" "$folder"
     on 1 "${demo[@]}"
     part "demo" 120 "${launch[@]}"
     if [ "$gpus" -gt 1 ]; then
         on $((gpus < 4 ? 2 : 4)) "${demo[@]}"
         part "demo, on several GPUs" 120 "${launch[@]}"
+        signal=
     fi
     part "12 steps of full size" 240 "$python" "${ours[@]}" --num_iterations=12 \
         --val_loss_every=12 --name=first
@@ -201,9 +208,10 @@ beside_the_record() {
     local steps=(--num_iterations=40 --val_loss_every=20)
     part "40 steps" 150 "$python" "${ours[@]}" "${steps[@]}" --name=forty
     if [ -n "$record" ] && [ "$gpus" -gt 0 ]; then
-        "${lease[@]}" record "$record" "$work/record.py" "${ours[@]}" "${steps[@]}"
-        part "40 of the record's script" 240 env -C "$work" "$python" -m torch.distributed.run \
-            --standalone --nproc_per_node=1 "$work/record.py"
+        part "the record's script" 20 "${lease[@]}" record "$record" "$work/record.py" \
+            "${ours[@]}" "${steps[@]}"
+        part "40 of the record's script" 240 env -C "$work" RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 \
+            MASTER_ADDR=127.0.0.1 MASTER_PORT=29517 "$python" "$work/record.py"
     fi
     if [ -z "$cpu" ]; then
         part "40 of the attempt" 240 "$python" "${attempt[@]}" --preset=speedrun "${steps[@]}" \
@@ -231,10 +239,13 @@ whole_runs() {
         line "whole runs need data/fineweb10B"
         return
     fi
-    [ -z "$record" ] || "${lease[@]}" record "$record" "$work/record.py" "${run[@]}" \
-        --num_iterations=1770 --val_loss_every=125
+    signal=
+    if [ -n "$record" ]; then
+        part "the record's script" 20 "${lease[@]}" record "$record" "$work/record.py" \
+            "${run[@]}" --num_iterations=1770 --val_loss_every=125
+    fi
     for n in 1 2 3 4 5; do
-        if [ $((end - SECONDS)) -lt "$pair" ]; then
+        if [ $((end - SECONDS)) -lt "$pair" ] || [[ $failed = *"whole run"* ]]; then
             break
         fi
         began=$SECONDS
@@ -242,11 +253,14 @@ whole_runs() {
         part "whole run $n" 5400 "${launch[@]}"
         if [ -n "$record" ] && [ "$gpus" -gt 0 ]; then
             on "$ranks" "$work/record.py"
+            [ "$ranks" -gt 1 ] || launch=(RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1
+                                          MASTER_PORT=29517 "${launch[@]}")
             part "record's whole run $n" 5400 env -C "$work" "${launch[@]}"
         fi
         pair=$((SECONDS - began))
     done
     if compgen -G "$work/logs/*.txt" > /dev/null; then
+        signal=
         part "verdict" 60 "$python" records/compare.py "$work/ours" --vs "$work/logs"
     fi
 }
