@@ -56,7 +56,7 @@ done
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo "$root/.venv/bin/python" || echo python3)}
 
 # The demo trains on this repository, byte by byte; to be followed by a folder.
-bytes_into=("$python" data/tokenize_text.py train_gpt.py README.md records tests --glob '*.py'
+bytes_into=("$python" data/tokenize_text.py train_gpt.py records tests --glob '*.py'
             --glob '*.md' --name bytes --tokenizer bytes --val_fraction 0.2 --out)
 if [ "$stage" = data ]; then
     data=${data:-data/lease}
