@@ -158,14 +158,16 @@ def report(args, device: torch.device, calls: dict, losses: dict, times: dict):
                              us_per_token=1000 * milliseconds / length)
     record = figures["the record"]["us_per_token"]
     tuned = torch._inductor.config.coordinate_descent_tuning
-    print("| model | ms | tokens | us per token | of the record's | loss |\n|---|---|---|---|---|---|")
+    print("| model | ms | tokens | us per token | of the record's | loss |")
+    print("|---|---|---|---|---|---|")
     for name, each in figures.items():
-        print(f"| {name} | {each['ms']:.1f} | {each['tokens']} | {each['us_per_token']:.3f} | "
-              f"{each['us_per_token'] / record:.3f} | {each['loss']:.4f} |")
+        microseconds = each["us_per_token"]
+        print(f"| {name} | {each['ms']:.1f} | {each['tokens']} | {microseconds:.3f} | "
+              f"{microseconds / record:.3f} | {each['loss']:.4f} |")
     cuda = device.type == "cuda"
-    print(f"figure: train_gpt.py takes {figures['train_gpt.py']['us_per_token'] / record:.3f} times "
-          f"the record's time, forward{' and backward' if cuda else ''}, "
-          f"{'with' if tuned else 'without'} tuning")
+    ratio = figures["train_gpt.py"]["us_per_token"] / record
+    print(f"figure: train_gpt.py takes {ratio:.3f} times the record's time, forward"
+          f"{' and backward' if cuda else ''}, {'with' if tuned else 'without'} tuning")
     if args.json:
         about = dict(device=torch.cuda.get_device_name() if cuda else "CPU",
                      torch=torch.__version__, window=args.window, repeat=args.repeat, tuned=tuned)

@@ -99,7 +99,7 @@ def figure(path: Path, offset: int, status: int) -> str:
         average = re.findall(r"(?m)^step:\d+/\d+ val_loss:.* step_avg:(\S+)ms", output)[-1]
         words.append(f"{average} ms a step, val_loss "
                      f"{' '.join(f'{loss:.4f}' for loss in curve.values())}")
-    elif found := re.findall(r"(?m)^=*\s*(\d+ (?:passed|failed|skipped|error).* in [\d.]+s)", output):
+    elif found := re.findall(r"(?m)^=*\s*(\d+ (?:passed|failed|skipped|error).* in \S+s)", output):
         words.append(found[-1])
         status = 0
     if status:
@@ -185,7 +185,8 @@ def machine():
         print(f"{name}={os.environ[name]}")
     print(platform.platform())
     for command in ("date -u", "git describe --always --dirty", "nvidia-smi", "gcc --version",
-                    "nvidia-smi topo -m", "df -h .", f"{sys.executable} -m torch.utils.collect_env"):
+                    "nvidia-smi topo -m", "df -h .",
+                    f"{sys.executable} -m torch.utils.collect_env"):
         print(f"\n$ {command}\n{printed_by(*command.split())}", flush=True)
 
 

@@ -85,8 +85,8 @@ if [ -z "$data" ]; then
     data=$root/data/$([ -d data/lease ] && echo lease || echo fineweb10B)
 fi
 for side in train val; do
-    compgen -G "$data/*_${side}_*.bin" > /dev/null || die "$data has no *_${side}_*.bin: first run" \
-        "tests/gpu_lease.sh data TEXT, or where there is a network ./run.sh speedrun --check"
+    compgen -G "$data/*_${side}_*.bin" > /dev/null || die "$data has no *_${side}_*.bin: first" \
+        "run tests/gpu_lease.sh data TEXT, or where there is a network ./run.sh speedrun --check"
 done
 touch "$work/started"
 
