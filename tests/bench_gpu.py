@@ -71,10 +71,10 @@ RULES = [
     # Without autotuning, Inductor uses templates for FlexAttention only.
     ("model", r"flex_attention|triton_tem", "attention"),
     ("model", MATMUL, "products"),
+    ("model", r"embedding|cumsum|sort|index_put", "embeddings and masks"),
     ("model", r"softmax|nll_loss|sigmoid", "loss and softcap"),  # and the cast of its gradient
     ("model", r"scaled_mm(?!.*rsqrt)", "head"),  # casts; its products are found by `split`
     ("model", r"relu|threshold", "ReLU^2"),
-    ("model", r"embedding|cumsum|sort|index_put", "embeddings and masks"),
     ("model", r"rms_norm|pow|rsqrt|cat|neg", "norms and rotary"),
     ("model", r"", "other"),
     ("optimizer", r"adam", "optimizer: Adam"),

@@ -48,6 +48,8 @@ SCRIPT = ROOT / "tests" / "bench_gpu.py"
     ("model", "triton_poi_fused__scaled_mm__to_copy_clamp_clone_mul_sigmoid_sigmoid_backward_1",
      "loss and softcap"),
     ("model", "triton_poi_fused_embedding_dense_backward_37", "embeddings and masks"),
+    ("model", "triton_poi_fused__to_copy_add_embedding_dense_backward_mul_nll_loss_forward_pow_33",
+     "embeddings and masks"),
     ("model", "triton_spl_fused_cumsum_eq_0", "embeddings and masks"),
     ("model", "triton_poi_fused__to_copy_8", "other"),
     ("model", "Memcpy DtoD (Device -> Device)", "other: data and copies"),
