@@ -78,9 +78,11 @@ def error_of(output: str, status: int) -> str:
             found = re.search(r'File "(.*?)", line (\d+) in (\S+)', frames)
             if found and "Current thread" in frames:
                 return f"it hung in {found[3]} ({found[1]}, line {found[2]})"
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines
-              if re.match(r"(error: |(\w+\.)*\w*(Error|Exception|Interrupt)\b)", line)]
+    # Of several processes each line begins with its rank, and torchrun adds an error of its own.
+    lines = [re.sub(r"^\[rank\d+\]:", "", line).strip() for line in output.splitlines()]
+    lines = [line for line in lines if line]
+    errors = [line for line in lines if "ChildFailedError" not in line
+              and re.match(r"(error: |(\w+\.)*\w*(Error|Exception|Interrupt)\b)", line)]
     return (errors or lines or ["it printed nothing"])[-1]
 
 

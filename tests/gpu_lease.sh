@@ -70,7 +70,7 @@ fi
 end=$((SECONDS + 60 * minutes - 15))  # what is left is for the last part to end, and to pack
 work=$root/data/lease_work
 out=${out:-$root/records/gpu_lease}
-mkdir -p "$out" "$work/tmp"
+mkdir -p "$out" "$work/tmp" "$work/forty"
 # All that torch, Triton and CUDA keep from start to start lies in the work folder. Processes of one
 # machine find each other without a network. If one is ended because it hangs, it prints where.
 export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-lo} GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} \
@@ -101,7 +101,7 @@ line() {  # TEXT: to the console and to the summary
 
 # part NAME SECONDS COMMAND...: runs a command, but not for longer than this and than is left.
 part() {
-    local name=$1 limit=$2 began=$SECONDS status=0 left=$((end - SECONDS)) size log ended figure
+    local name=$1 limit=$2 began=$SECONDS status=0 left=$((end - SECONDS)) size ended figure
     shift 2
     [[ $name =~ $only ]] || return 0
     [ "$minutes" -ge 9 ] || limit=$((limit * minutes / 9))
@@ -129,7 +129,7 @@ part() {
 }
 
 keep() {  # packs the logs, and keeps to the limits on what is brought back
-    find "$work" -maxdepth 2 -newer "$work/started" \( -name '*.log' -o -path '*/logs/*.txt' \) \
+    find "$work" -maxdepth 3 -newer "$work/started" \( -name '*.log' -o -path '*/logs/*.txt' \) \
             -printf '%P\0' |
         tar -czf "$work/logs.tar.gz" -C "$work" --null --files-from=- 2> /dev/null
     mv "$work/logs.tar.gz" "$out/"
@@ -210,7 +210,7 @@ beside_the_record() {
     if [ -n "$record" ] && [ "$gpus" -gt 0 ]; then
         part "the record's script" 20 "${lease[@]}" record "$record" "$work/record.py" \
             "${ours[@]}" "${steps[@]}"
-        part "40 of the record's script" 240 env -C "$work" RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 \
+        part "40 of the record's script" 240 env -C "$work/forty" RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 \
             MASTER_ADDR=127.0.0.1 MASTER_PORT=29517 "$python" "$work/record.py"
     fi
     if [ -z "$cpu" ]; then
@@ -239,6 +239,8 @@ whole_runs() {
         line "whole runs need data/fineweb10B"
         return
     fi
+    rm -rf "$work/whole"  # runs of an earlier call
+    mkdir -p "$work/whole"
     signal=
     if [ -n "$record" ]; then
         part "the record's script" 20 "${lease[@]}" record "$record" "$work/record.py" \
@@ -249,19 +251,20 @@ whole_runs() {
             break
         fi
         began=$SECONDS
-        on "$ranks" train_gpt.py --preset=speedrun --records="$work/ours" --save_every=0 "${run[@]}"
+        on "$ranks" train_gpt.py --preset=speedrun --records="$work/whole" --save_every=0 \
+            "${run[@]}"
         part "whole run $n" 5400 "${launch[@]}"
         if [ -n "$record" ] && [ "$gpus" -gt 0 ]; then
             on "$ranks" "$work/record.py"
             [ "$ranks" -gt 1 ] || launch=(RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1
                                           MASTER_PORT=29517 "${launch[@]}")
-            part "record's whole run $n" 5400 env -C "$work" "${launch[@]}"
+            part "record's whole run $n" 5400 env -C "$work/whole" "${launch[@]}"
         fi
         pair=$((SECONDS - began))
     done
-    if compgen -G "$work/logs/*.txt" > /dev/null; then
+    if compgen -G "$work/whole/logs/*.txt" > /dev/null; then
         signal=
-        part "verdict" 60 "$python" records/compare.py "$work/ours" --vs "$work/logs"
+        part "verdict" 60 "$python" records/compare.py "$work"/whole/*.log --vs "$work/whole/logs"
     fi
 }
 

@@ -182,6 +182,8 @@ def test_what_a_user_can_fix_is_one_line(words, message):
      "step:1/9 train_time:9ms step_avg:9.00ms\n"
      "step:9/9 val_loss:7.5 train_time:8012ms step_avg:801.20ms\npeak memory: 1 MiB\n", 0,
      "801.20 ms a step, val_loss 10.8258 7.5000"),
+    ("[rank1]: Traceback\n[rank1]: RuntimeError: NCCL\ntorch.distributed.ChildFailedError: \n", 1,
+     "RuntimeError: NCCL"),
     ("", 1, "it printed nothing"),
     ("=== FAILURES ===\nE AssertionError\nFAILED tests/a.py::b - no\n1 failed, 2 passed in 3.21s\n",
      1, "1 failed, 2 passed in 3.21s\n    FAILED tests/a.py::b - no"),
