@@ -222,6 +222,9 @@ def main(argv=None):
             f"--repeat={own.repeat}: takes a number above 0, and neither --seed nor --resume")
     require(own.text is None or command.preset == "demo" and not own_data,
             f"--text={own.text}: trains the demo, and takes neither --train_files nor --val_files")
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    require(tasks == "1", f"srun has started {tasks} run.sh, which do not know of each other: let "
+            "it start torchrun, once on each node, as records/cluster.md shows")
     prepare_machine(gpus)
     require(gpus or command.preset != "speedrun" or command.check
             or "num_iterations" in command.named,

@@ -11,11 +11,15 @@ go to train_gpt.py.
 
 First it measures the GPU's ceilings: the rate of matrix products in bfloat16 and FP8, and of
 copies. Then it takes train_gpt.py's own model, loader, optimizers and step, compiled as the script
-compiles them, and measures: steps at three long windows, weighted over the schedule; the time of
+compiles them, and measures: steps at five long windows, weighted over the schedule; the time of
 each part of a step, from the profiler's kernel times; peak memory, beside the estimate that could
 be made in advance; and what the FP8 casts lose. Times are medians after a warmup. "Share of the
 floor" is the time that the step's FLOPs would take at full rate, divided by the time that the step
 took: at the rates of the data sheet, and at the measured ones.
+
+--predicted FILE is JSON, {"part": milliseconds}, of one process's share of a step, which has one
+micro-batch: that of eight GPUs. It is shown beside what was measured, divided by the number of
+micro-batches. --trace FILE takes three steps as a trace for https://ui.perfetto.dev.
 
 Progress goes to stderr, the table to stdout; --json PATH is written anew after every stage. Exit
 status: 0 when done, 2 for wrong usage or where there is no CUDA GPU. --cpu runs without one, as a
@@ -57,19 +61,25 @@ PEAK_TFLOPS = {
     "L40S": (362, 733),
     "RTX 4090": (165, 330),
 }
-MATMUL = r"gemm|gemv|nvjet|cutlass|splitk|_scaled_mm|aten::(mm|bmm|addmm|baddbmm)$"
+MATMUL = r"^(?!triton).*(gemm|gemv|nvjet|cutlass|splitk|::_scaled_mm)|aten::(mm|bmm|addmm|baddbmm)$"
 # (what was run, pattern of a kernel's name, the part of the step that it belongs to); the first row
-# that fits counts.
+# that fits counts. Inductor's kernels are named by the operators that they fuse.
 RULES = [
-    ("", r"memcpy|memset", "data and copies"),
-    ("data", r"", "data and copies"),
+    ("", r"memcpy|memset", "other: data and copies"),
+    ("", r"nccl", "exchange"),
+    ("data", r"", "other: data and copies"),
     # Without autotuning, Inductor uses templates for FlexAttention only.
     ("model", r"flex_attention|triton_tem", "attention"),
-    ("model", MATMUL, "block matmuls"),
-    ("model", r"", "norms, embeddings, elementwise"),
-    ("optimizer", r"adam", "Adam"),
-    ("optimizer", MATMUL, "Newton-Schulz matmuls"),
-    ("optimizer", r"", "Muon's elementwise"),
+    ("model", MATMUL, "products"),
+    ("model", r"embedding|cumsum|sort|index_put", "embeddings and masks"),
+    ("model", r"softmax|nll_loss|sigmoid", "loss and softcap"),  # and the cast of its gradient
+    ("model", r"scaled_mm(?!.*rsqrt)", "head"),  # casts; its products are found by `split`
+    ("model", r"relu|threshold", "ReLU^2"),
+    ("model", r"rms_norm|pow|rsqrt|cat|neg", "norms and rotary"),
+    ("model", r"", "other"),
+    ("optimizer", r"adam", "optimizer: Adam"),
+    ("optimizer", MATMUL, "optimizer: Newton-Schulz products"),
+    ("optimizer", r"", "optimizer: Muon's elementwise"),
 ]
 # The profiler lists these among the kernels.
 NO_KERNEL = re.compile(r"(Context|Device|Stream|Event|Unknown) Sync|Stream Wait Event")
@@ -93,17 +103,34 @@ def by_part(region: str, kernels: list[tuple[str, float]]) -> Counter:
     return parts
 
 
-def split(wall: float, model: Counter, head: Counter, optimizer: Counter, data: Counter) -> dict:
-    """Seconds of a step by part, from the kernels' seconds by part. The head was measured alone and
-    is subtracted from the model, whose kernels it repeats. The gaps are the wall time without the
-    kernels."""
+def split(wall: float, model: Counter, head_products: float, optimizer: Counter,
+          data: Counter) -> dict:
+    """Seconds of a step by part, from the kernels' seconds by part. The head's products cannot be
+    told from others by their names, so they were measured alone. The gaps are the wall time without
+    the kernels."""
     parts = Counter({part: 0.0 for _, _, part in RULES})
     for kernels in (model, optimizer, data):
         parts.update(kernels)
-    parts.subtract(head)
-    parts["head and loss"] = sum(head.values())
-    parts["gaps between kernels"] = wall - sum(parts.values())
+    parts["products"] -= head_products
+    parts["head"] += head_products
+    parts["other: gaps between kernels"] = wall - sum(parts.values())
     return dict(parts)
+
+
+def compared(parts: dict, micro_batches: int, predicted: dict) -> str:
+    """A table of the milliseconds that were predicted and measured for each part, of one
+    micro-batch and its share of the optimizers' work."""
+    measured = Counter()
+    for part, seconds in parts.items():
+        measured[part.partition(":")[0]] += 1000 * seconds / micro_batches
+    parts = dict.fromkeys([*sorted(measured, key="other".__eq__), *predicted])
+    rows = [(part, predicted.get(part), measured.get(part)) for part in parts]
+    rows.append(("sum", sum(predicted.values()) if predicted else None, sum(measured.values())))
+    lines = [f"| {'ms per micro-batch':<22} | predicted | measured |", "|---|---|---|"]
+    for part, *numbers in rows:
+        cells = ["" if x is None else f"{x:.2f}" for x in numbers]
+        lines.append(f"| {part:<22} | {cells[0]:>9} | {cells[1]:>8} |")
+    return "\n".join(lines)
 
 
 def weighted(windows: list[int], seconds: list[float], hp: Hyperparameters) -> float:
@@ -167,6 +194,7 @@ class Report:
         self.path = path
         self.about = about
         self.figures = {}
+        self.comparison = ""  # with what was predicted
         self.began = time.perf_counter()
 
     def add(self, name: str, value: float, unit: str):
@@ -183,7 +211,15 @@ class Report:
         lines.append("")
         for name, figure in self.figures.items():
             lines.append(f"{name:<66} {figure['value']:>14,.6g} {figure['unit']}")
-        return "\n".join(lines)
+        return "\n".join([*lines, "", self.comparison])
+
+    def summary(self) -> str:
+        """The figures that matter most, of those that there are."""
+        names = ["step, mean of the schedule", "share of the floor at the data sheet, mean of the "
+                 "schedule", "peak memory allocated, training", "compile and warmup, with a cache"]
+        words = [f"{name} {figure['value']:.4g} {figure['unit']}"
+                 for name in names if (figure := self.figures.get(name))]
+        return "; ".join(words)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -420,9 +456,9 @@ def measure_steps(training: Training, windows: list[int], repeat: int,
     report.add("a step's data, on the host", 1000 * host, "ms")
 
 
-def measure_parts(training: Training, window: int, repeat: int, report: Report):
-    """Measures a step's time by part, at one window; and, without the profiler, how long its
-    regions take when they run alone."""
+def measure_parts(training: Training, window: int, repeat: int, predicted: dict, report: Report):
+    """Measures a step's time by part, at one window, and shows it beside what was predicted; and,
+    without the profiler, how long the regions of a step take when they run alone."""
     hp, device = training.hp, training.device
     tokens = hp.micro_batches * hp.train_seq_len
     training.set_window(window)
@@ -441,20 +477,34 @@ def measure_parts(training: Training, window: int, repeat: int, report: Report):
     if not model or not optimizer:
         report.save("the profiler saw no kernels on this machine: no time by part")
         return
-    parts = split(wall, by_part("model", model), by_part("model", head * hp.micro_batches),
-                  by_part("optimizer", optimizer), by_part("data", data))
+    head_products = hp.micro_batches * by_part("model", head)["products"]
+    parts = split(wall, by_part("model", model), head_products, by_part("optimizer", optimizer),
+                  by_part("data", data))
+    report.comparison = compared(parts, hp.micro_batches, predicted)
     for part, seconds in sorted(parts.items(), key=lambda item: -item[1]):
         report.add(f"part: {part}", 1000 * seconds, "ms")
     report.add("kernels in a step", len(data + model + optimizer), "launches")
     in_blocks, in_head = train_flops(training.model, at_window(hp, window))
     in_matrices = 6 * matrix_elements(training.model)
-    flops = {"block matmuls": in_matrices, "attention": in_blocks - in_matrices,
-             "head and loss": in_head}
+    flops = {"products": in_matrices, "attention": in_blocks - in_matrices, "head": in_head}
     for part, flops_a_token in flops.items():
         if parts[part] > 0:
             rate = flops_a_token * tokens / parts[part]
             report.add(f"rate in {part}", rate / 1e12, "TFLOP/s")
     report.save(f"parts of a step at window {window}")
+
+
+def trace_steps(training: Training, window: int, path: Path, report: Report):
+    """Writes a Chrome trace of three steps, gzipped if the path ends so."""
+    training.set_window(window)
+    activities = torch.profiler.supported_activities()
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(3):
+            training.run_step()
+        if training.device.type == "cuda":
+            torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(path))
+    report.save(f"trace of three steps: {path}")
 
 
 def measure_validation(training: Training, shards: list[Shard], repeat: int, report: Report):
@@ -538,27 +588,32 @@ def report_estimates(training: Training, report: Report):
 
 def measure(hp: Hyperparameters, world: World, real: bool, folder: str, args, report: Report):
     device, repeat = world.device, args.repeat
-    # 128, 896 and 1792 in the speedrun
-    middle = -(-(hp.window_end // 2) // BLOCK) * BLOCK
-    windows = sorted({hp.window_start, middle, hp.window_end})
+    # 128, 640, 1024, 1408 and 1792 in the speedrun
+    even = np.linspace(hp.window_start, hp.window_end, 5)
+    windows = sorted({int(-(-window // BLOCK) * BLOCK) for window in even})
     rates = ceilings(hp, device, repeat, report)
 
-    steps = (len(windows) + 2) * (repeat + 1) + 2  # run_data is called so often below
+    steps = (len(windows) + 2) * (repeat + 1) + 5  # run_data is called so often below
     shards, hp = find_data(hp, real, folder, steps)
     began = time.perf_counter()
     training = Training(hp, world, shards)
-    report.add("compile and warmup, without a cache", time.perf_counter() - began, "s")
+    cache = "with" if args.use_cache else "without"
+    report.add(f"compile and warmup, {cache} a cache", time.perf_counter() - began, "s")
     report_estimates(training, report)
     report.save("compiled")
 
     measure_memory("training", device,
                    lambda: measure_steps(training, windows, repeat, rates, report), report)
     report.save("steps")
+    window = args.profile_window or windows[len(windows) // 2]
+    predicted = json.loads(args.predicted.read_text()) if args.predicted else {}
+    measure_parts(training, window, repeat, predicted, report)
+    if args.trace:
+        trace_steps(training, window, args.trace, report)
     measure_memory(f"validation on {hp.val_seq_len} tokens", device,
                    lambda: measure_validation(training, shards, repeat, report), report)
     report.save("validation")
     measure_casts(training, report)
-    measure_parts(training, args.profile_window or windows[len(windows) // 2], repeat, report)
 
 
 def main():
@@ -567,7 +622,11 @@ def main():
     parser.add_argument("--repeat", type=int, default=5,
                         help="timed calls of each kind; their median counts (5)")
     parser.add_argument("--profile_window", type=int, metavar="TOKENS",
-                        help="long window of the time by part (the middle one of the three)")
+                        help="long window of the time by part (the middle one)")
+    parser.add_argument("--predicted", type=Path, metavar="FILE", help="JSON, {part: milliseconds}")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="for a trace, as trace.json.gz")
+    parser.add_argument("--use_cache", action="store_true",
+                        help="take what the compiler finds in its cache, without memory estimates")
     parser.add_argument("--cpu", action="store_true", help="go on without a CUDA GPU")
     args, more = parser.parse_known_args()
     hp, command = parse_flags(["--preset=speedrun", *more])  # a preset in `more` comes later
@@ -583,7 +642,7 @@ def main():
     hp = dataclasses.replace(resolve(hp, world.device), seed=0)
     torch.manual_seed(0)
     # The compiler estimates the memory of what it compiles, and not of what it finds in its cache.
-    torch.compiler.config.force_disable_caches = True
+    torch.compiler.config.force_disable_caches = not args.use_cache
     real = "train_files" in command.named
     cuda = world.device.type == "cuda"
     report = Report(args.json, dict(
@@ -597,6 +656,7 @@ def main():
             measure(hp, world, real, folder, args, report)
     finally:  # after an error, too
         print(report.table())
+        print("figure:", report.summary())
 
 
 if __name__ == "__main__":

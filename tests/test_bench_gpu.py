@@ -9,8 +9,9 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from bench_gpu import (NO_KERNEL, at_window, by_part, cast_shares, find_data, floor_seconds,
-                       fp8_scales, main, peak_rates, split, train_flops, weighted, write_documents)
+from bench_gpu import (NO_KERNEL, at_window, by_part, cast_shares, compared, find_data,
+                       floor_seconds, fp8_scales, main, peak_rates, split, train_flops, weighted,
+                       write_documents)
 from conftest import ROOT, launch
 
 from memory_plan import kept_bytes
@@ -29,22 +30,40 @@ SCRIPT = ROOT / "tests" / "bench_gpu.py"
 @pytest.mark.parametrize("region, name, part", [
     ("model", "triton_tem_fused__to_copy_add_arange_flex_attention_mul_3", "attention"),
     ("model", "triton_tem_fused_flex_attention_backward_select_backward_view_17", "attention"),
-    ("model", "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTN", "block matmuls"),
-    ("model", "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<...>>",
-     "block matmuls"),
-    ("model", "void cublasLt::splitKreduce_kernel<32, 16, int, float>", "block matmuls"),
-    ("model", "triton_per_fused__fused_rms_norm_add_mul_select_unbind_2",
-     "norms, embeddings, elementwise"),
-    ("model", "Memcpy DtoD (Device -> Device)", "data and copies"),
+    ("model", "triton_per_fused_flex_attention_backward_transpose_unsqueeze_view_9", "attention"),
+    ("model", "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTN", "products"),
+    ("model", "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<...>>", "products"),
+    ("model", "void cublasLt::splitKreduce_kernel<32, 16, int, float>", "products"),
+    ("model", "triton_per_fused__fused_rms_norm_add_mul_select_unbind_2", "norms and rotary"),
+    ("model", "triton_per_fused__to_copy_add_mean_mul_pow_rsqrt_select_16", "norms and rotary"),
+    ("model", "triton_red_fused__to_copy_add_cat_div_expand_mul_neg_pow_slice_sum_transpose_14",
+     "norms and rotary"),
+    ("model", "triton_per_fused__scaled_mm__to_copy_add_clamp_full_mean_mul_pow_rsqrt_24",
+     "norms and rotary"),
+    ("model", "triton_poi_fused__scaled_mm__to_copy_clamp_full_mul_permute_25", "head"),
+    ("model", "triton_poi_fused_pow_relu_15", "ReLU^2"),
+    ("model", "triton_poi_fused_mul_pow_relu_threshold_backward_6", "ReLU^2"),
+    ("model", "triton_red_fused__log_softmax__to_copy_mul_nll_loss_forward_sigmoid_sub_29",
+     "loss and softcap"),
+    ("model", "triton_poi_fused__scaled_mm__to_copy_clamp_clone_mul_sigmoid_sigmoid_backward_1",
+     "loss and softcap"),
+    ("model", "triton_poi_fused_embedding_dense_backward_37", "embeddings and masks"),
+    ("model", "triton_poi_fused__to_copy_add_embedding_dense_backward_mul_nll_loss_forward_pow_33",
+     "embeddings and masks"),
+    ("model", "triton_spl_fused_cumsum_eq_0", "embeddings and masks"),
+    ("model", "triton_poi_fused__to_copy_8", "other"),
+    ("model", "Memcpy DtoD (Device -> Device)", "other: data and copies"),
+    ("model", "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", "exchange"),
     ("optimizer", "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64",
-     "Newton-Schulz matmuls"),
+     "optimizer: Newton-Schulz products"),
     ("optimizer", "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>",
-     "Adam"),
-    ("optimizer", "triton_poi_fused_lerp_0", "Muon's elementwise"),
-    ("optimizer", "void at::native::CatArrayBatchedCopy_contig<float>", "Muon's elementwise"),
-    ("optimizer", "Memset (Device)", "data and copies"),
+     "optimizer: Adam"),
+    ("optimizer", "triton_poi_fused_lerp_0", "optimizer: Muon's elementwise"),
+    ("optimizer", "void at::native::CatArrayBatchedCopy_contig<float>",
+     "optimizer: Muon's elementwise"),
+    ("optimizer", "Memset (Device)", "other: data and copies"),
     ("data", "void at::native::vectorized_elementwise_kernel<4, BitwiseAnd>",
-     "data and copies"),
+     "other: data and copies"),
 ])
 def test_every_kernel_has_its_part(region, name, part):
     assert by_part(region, [(name, 0.25), (name, 0.5)]) == {part: 0.75}
@@ -56,19 +75,26 @@ def test_waiting_is_no_kernel():
         assert NO_KERNEL.fullmatch(name)
 
 
-def test_the_head_is_taken_out_of_the_model_and_the_parts_sum_to_the_wall_time():
-    loss = "triton_red_fused_log_softmax"
+def test_the_heads_products_are_moved_and_the_parts_sum_to_the_wall_time():
     model = by_part("model", [("triton_tem_fused_flex_attention_0", 2.0), ("nvjet_a", 5.0),
-                              (loss, 4.0)])
-    head = by_part("model", 2 * [("nvjet_a", 1.0), (loss, 1.5)])
+                              ("triton_red_fused_log_softmax", 3.0)])
     optimizer = by_part("optimizer", [("nvjet_b", 0.5), ("FusedAdam", 0.25)])
     data = by_part("data", [("Memcpy HtoD (Pinned -> Device)", 0.125)])
-    parts = split(14.0, model, head, optimizer, data)
+    parts = split(14.0, model, 2.0, optimizer, data)
     assert {part: seconds for part, seconds in parts.items() if seconds} == {
-        "attention": 2.0, "block matmuls": 3.0, "norms, embeddings, elementwise": 1.0,
-        "head and loss": 5.0, "Newton-Schulz matmuls": 0.5, "Adam": 0.25, "data and copies": 0.125,
-        "gaps between kernels": 2.125}
+        "attention": 2.0, "products": 3.0, "head": 2.0, "loss and softcap": 3.0,
+        "optimizer: Newton-Schulz products": 0.5, "optimizer: Adam": 0.25,
+        "other: data and copies": 0.125, "other: gaps between kernels": 3.125}
     assert sum(parts.values()) == 14.0
+
+
+def test_predicted_and_measured_stand_in_one_table():
+    parts = {"attention": 0.008, "optimizer: Adam": 0.002, "optimizer: Muon": 0.004, "other": 0.0}
+    rows = compared(parts, 8, {"attention": 1.5, "exchange": 0.25}).splitlines()
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    assert cells[2:] == [["attention", "1.50", "1.00"], ["optimizer", "", "0.75"],
+                         ["other", "", "0.00"], ["exchange", "0.25", ""], ["sum", "1.75", "1.75"]]
+    assert compared(parts, 8, {}).count("|           |") == 4, "nothing was predicted"
 
 
 def test_floor_and_schedule_by_hand():
@@ -181,7 +207,7 @@ def test_figures_agree_with_each_other(tmp_path, dtype):
     assert all(name in done.stdout for name in figures) and content["about"]["device"] == "CPU"
 
     for what in ("step", "micro-batch"):
-        measured = [value[f"{what}, window {window}"] for window in (128, 256, 512)]
+        measured = [value[f"{what}, window {window}"] for window in (128, 256, 384, 512)]
         assert min(measured) <= value[f"{what}, mean of the schedule"] <= max(measured)
     mean = value["step, mean of the schedule"]
     assert value["20 steps at that mean"] == pytest.approx(20 * mean / 1000)
@@ -199,9 +225,11 @@ def test_figures_agree_with_each_other(tmp_path, dtype):
         6 * (3 * 4 + 4 * 8) * 32**2 + 6 * 320 * 32 + 12 * 32 * 3 * 64.5)
 
     parts = {name: v for name, v in value.items() if name.startswith("part: ")}
-    assert sum(parts.values()) == pytest.approx(value["parts: step, window 256"])
-    assert parts["part: Newton-Schulz matmuls"] > 0 and parts["part: Adam"] > 0
-    assert parts["part: head and loss"] > 0 and value["kernels in a step"] > 1000
+    assert sum(parts.values()) == pytest.approx(value["parts: step, window 384"])
+    assert min(parts[f"part: {part}"] for part in (
+        "products", "norms and rotary", "ReLU^2", "loss and softcap", "head",
+        "optimizer: Newton-Schulz products", "optimizer: Adam")) > 0
+    assert value["kernels in a step"] > 1000 and "| attention " in done.stdout
     assert value["FP8 head's weight: flushed to zero"] < 100
     assert 4 < value["training loss at the last step"] < 6
     assert value["a step's data, on the host"] > 0

@@ -108,6 +108,18 @@ def test_what_a_user_can_fix_is_one_line_before_anything_starts(words, message, 
     assert not started
 
 
+def test_several_of_srun_are_refused(started, monkeypatch):
+    """In a shell of salloc, there are tasks to start, but this is one process."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(launch, "prepare_machine", lambda gpus: None)
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    launch.main(["demo", "--check"])
+    assert started.pop()[:2] == ("train_gpt.py", "--check")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    with pytest.raises(UserError, match="srun has started 8 run.sh"):
+        launch.main(["demo", "--check"])
+
+
 # ---- The data ------------------------------------------------------------------------------------
 
 def test_the_presets_get_the_data_that_they_need(started, tmp_path, monkeypatch):

@@ -22,8 +22,8 @@ import train_gpt
 from records import compare, launch, logs, race
 
 FOLDERS = sorted(path.parent for path in ROOT.glob("records/*/README.md"))
-PAGES = [ROOT / "README.md", *(ROOT / name / "README.md" for name in ("records", "data", "tests")),
-         *(folder / "README.md" for folder in FOLDERS)]
+PAGES = [ROOT / "README.md", *sorted(path for pattern in ("*/*.md", "records/*/README.md")
+                                     for path in ROOT.glob(pattern))]
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PAGES}
 README = TEXTS["README.md"]
 SCRIPT = (ROOT / "train_gpt.py").read_text()
@@ -175,7 +175,7 @@ def test_commands_for_when_something_goes_wrong(copy, text):
 def started(script: str) -> list[list[str]]:
     """The words of each program that a shell script starts, as the shell sees them."""
     shell = "set -fu\n"  # f: patterns stay as they are
-    for name in ("./run.sh", "python", "torchrun", "tests/gpu_day.sh",
+    for name in ("./run.sh", "python", "torchrun", "tests/gpu_lease.sh",
                  "tests/torch_versions.sh", "cp", "cd", "git", "diff", "patch"):
         shell += f"{name}() {{ printf '%s\\n' '{name}' \"$@\" ''; }}\n"
     done = subprocess.run(["bash", "-c", shell + script], capture_output=True, text=True,
@@ -477,7 +477,7 @@ def test_the_volume_table_is_what_the_optimizers_exchange(world_size):
     milliseconds = [1e3 * volume / rate for rate in (450e9, 50e9, 12.5e9)]
     row = (f"| {world_size} | {volume / 1e9:.2f} GB | {milliseconds[0]:.1f} ms | "
            f"{milliseconds[1]:.0f} ms | {milliseconds[2]:.0f} ms |")
-    assert row in blocks(TEXTS["tests/README.md"], "volume")[0].splitlines(), row
+    assert row in blocks(TEXTS["records/cluster.md"], "volume")[0].splitlines(), row
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,0 +1,163 @@
+"""Training on two hosts by the script of records/cluster.md: two network namespaces of this machine
+with a cable (veth) between them, each with a name and an address of its own. They share nothing but
+the files, as the nodes of a cluster do."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import (ENVIRONMENT, ROOT, SCRIPT, TINY, launch, load_checkpoint, log_of, losses,
+                      newest_checkpoint, planted)
+
+RUN = [*TINY, "--num_iterations=9", "--val_loss_every=3", "--save_every=3", "--micro_batches=2"]
+PAGE = (ROOT / "records" / "cluster.md").read_text()
+
+
+def ip(*words):
+    return subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+
+
+class Hosts:
+    """Two namespaces, and what a job script finds on a cluster: `srun`, which starts its command on
+    both of them, `scontrol`, and an environment. Skips the test where the kernel refuses."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.names = [f"speedrun{os.getpid()}{side}" for side in "ab"]
+        a, b = self.names
+        self.etc = [Path("/etc/netns", name) for name in self.names]
+        words = [f"netns add {a}", f"netns add {b}",
+                 f"-n {a} link add wire type veth peer name wire netns {b}"]
+        for number, name in enumerate(self.names, 1):
+            words += [f"-n {name} addr add 10.77.0.{number}/24 dev wire",
+                      f"-n {name} link set lo up", f"-n {name} link set wire up"]
+        for command in words:
+            done = ip(*command.split())
+            if done.returncode:
+                self.remove()
+                pytest.skip(f"ip {command}: {done.stderr.strip()}")
+        for etc in self.etc:
+            etc.mkdir(parents=True)
+            (etc / "hosts").write_text(f"127.0.0.1 localhost\n10.77.0.1 {a}\n10.77.0.2 {b}\n")
+        (folder / ".venv" / "bin").mkdir(parents=True)
+        (folder / ".venv" / "bin" / "activate").touch()
+        python = f'exec {sys.executable} -m torch.distributed.run "$@"'
+        enter = f'unshare --uts {folder}/.venv/bin/enter'
+        for name, text in dict(
+                torchrun=python, scontrol=f"echo {a}; echo {b}",
+                enter='echo "$1" > /proc/sys/kernel/hostname; shift; exec "$@"',
+                srun="export SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2\n"
+                     f'ip netns exec {a} {enter} {a} "$@" & first=$!\n'
+                     f'ip netns exec {b} {enter} {b} "$@"; second=$?\n'
+                     'wait $first && exit $second').items():
+            path = folder / ".venv" / "bin" / name
+            path.write_text(f"#!/bin/sh\n{text}\n")
+            path.chmod(0o755)
+
+    def start(self, script, *flags) -> subprocess.Popen:
+        """Hands the page's job to the scheduler, with one process on each host and small
+        settings."""
+        job = PAGE.split("<!-- two nodes -->\n```\n")[1].split("```")[0]
+        assert len(job.splitlines()) <= 10 and job.count("nproc_per_node=8") == 1
+        job, count = re.subn(r"train_gpt\.py --preset=.*", " ".join([str(script), *flags]),
+                             job.replace("nproc_per_node=8", "nproc_per_node=1"))
+        assert count == 1
+        (self.folder / "job.sh").write_text(job)
+        environment = {name: value for name, value in ENVIRONMENT.items()
+                       if name != "GLOO_SOCKET_IFNAME"}
+        path = f"{self.folder}/.venv/bin:{os.environ['PATH']}"
+        return subprocess.Popen(
+            ["bash", "-eu", "job.sh"], cwd=self.folder, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True,
+            env=environment | {"PATH": path, "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2",
+                               "SLURM_JOB_NODELIST": "speedrun[a-b]"})
+
+    def processes(self, number: int) -> list[int]:
+        return [int(pid) for pid in ip("netns", "pids", self.names[number]).stdout.split()]
+
+    def lose_power(self, number: int):
+        """Nobody tells the other host that the connections are closed."""
+        ip("-n", self.names[number], "link", "set", "wire", "down")
+        for pid in self.processes(number):
+            os.kill(pid, 9)
+
+    def remove(self):
+        for number, name in enumerate(self.names):
+            for pid in self.processes(number):
+                os.kill(pid, 9)
+            ip("netns", "del", name)
+        for etc in self.etc:
+            if etc.exists():
+                (etc / "hosts").unlink()
+                etc.rmdir()
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    if not Path("/proc/sys/user/max_net_namespaces").exists() or os.geteuid():
+        pytest.skip("network namespaces need Linux and root")
+    try:
+        found = Hosts(tmp_path)
+    except FileNotFoundError:
+        pytest.skip("there is no program `ip`")
+    yield found
+    found.remove()
+
+
+@pytest.fixture(scope="module")
+def one_host(tmp_path_factory, shards) -> Path:
+    """The records of a run on two processes of one host."""
+    folder = tmp_path_factory.mktemp("one_host")
+    launch(*RUN, *shards, f"--records={folder}", ranks=2)
+    return folder
+
+
+def assert_same_end(folder: Path, other: Path):
+    assert losses(log_of(folder))[-1] == losses(log_of(other))[-1]
+    states = [load_checkpoint(each)["state"] for each in (folder, other)]
+    for kind, tensors in states[0].items():
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, states[1][kind][name]), (kind, name)
+
+
+def test_two_hosts_train_what_one_trains(hosts, one_host, shards):
+    records = hosts.folder / "records"
+    job = hosts.start(SCRIPT, *RUN, *shards, f"--records={records}")
+    output, _ = job.communicate(timeout=200)
+    assert job.returncode == 0 and output.count("step:9/9 val_loss") == 1, output
+    for kind in ("val_loss", "train_loss"):
+        assert losses(log_of(records), kind) == losses(log_of(one_host), kind)
+    assert_same_end(records, one_host)
+
+
+def test_a_host_that_dies_ends_the_other_and_one_resumes(hosts, one_host, shards):
+    """The second process stops before step 7, and then its host loses its power. The first one
+    gives up after the script's timeout, which this copy has shorter."""
+    text = SCRIPT.read_text()
+    long, short = "TIMEOUT = timedelta(minutes=10)", "TIMEOUT = timedelta(seconds=20)"
+    assert text.count(long) == 1
+    script = hosts.folder / "short.py"
+    script.write_text(text.replace(long, short))
+    script = planted(hosts.folder, "if step == 7 and world.rank == 1: time.sleep(1000)", script)
+    records = hosts.folder / "records"
+    job = hosts.start(script, *RUN, *shards, f"--records={records}")
+    lines = []
+    for line in job.stdout:
+        lines.append(line)
+        if line.startswith("checkpoint: ") and "step00000006.pt" in line:
+            break
+    began = time.monotonic()
+    hosts.lose_power(1)
+    output = "".join(lines) + job.communicate(timeout=60)[0]
+    assert job.returncode and time.monotonic() - began < 20 + 15, output
+    assert not hosts.processes(0) and "step:9/9" not in output
+    assert newest_checkpoint(records).name == "step00000006.pt"
+
+    resumed = hosts.folder / "resumed"
+    launch(f"--resume={newest_checkpoint(records)}", f"--records={resumed}", ranks=2)
+    assert_same_end(resumed, one_host)
