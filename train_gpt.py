@@ -944,8 +944,8 @@ def world_of_this_process() -> World:
     if not torch.cuda.is_available():
         return World(rank, size, torch.device("cpu"))
     require(local_rank < torch.cuda.device_count(), "start at most one process per GPU")
-    # torch reads this when it first allocates memory on a GPU. It has an older and a newer name; all
-    # versions read the older one, and let it win.
+    # torch reads this when it first allocates memory on a GPU. It has an older and a newer name;
+    # all versions read the older one, and let it win.
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     torch.cuda.set_device(local_rank)
