@@ -125,7 +125,7 @@ def test_a_race_in_turn_with_the_same_seeds(place, capsys):
     assert f"(p = {p:.2g}) by the t-test of 3 pairs" in verdict and verdict in " ".join(out.split())
     assert "below 4 at p < 0.01: record" in verdict
     assert "after 1 pair: record " in out and f"lower in 3 of 3, paired p = {p:.2g}" in out
-    assert re.search(r"one run takes about \d+ s, so that 6 runs take about \d+ s\n", out)
+    assert re.search(r"race: 5 runs are left, about 00:\d\d\n", out)
     patch = (folder / "record.patch").read_text()
     assert "-OFFSET = 0.0\n+OFFSET = -0.1\n" in patch
     again = subprocess.run(["patch", "-o", "-", str(place / "base.py")], input=patch, text=True,
