@@ -12,7 +12,7 @@ newest one. jsonl and csv go to stdout, or to --out, a new file.
 tensorboard writes a folder for each run into --out (default: runs), where a second export replaces
 the first. It has the settings as hyperparameters, and at each step train_loss, val_loss and what
 else the log says; where a step was trained and validated, the rest is the training's. Its relative
-time is the training time. `wandb sync FOLDER` takes it to Weights & Biases.
+time is the training time.
 
 --follow looks every second for new lines, of one run, until its last validation or Ctrl+C. A run
 that is resumed goes on in another log: follow that one.
