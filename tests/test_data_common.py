@@ -7,19 +7,18 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from conftest import ROOT
+
 from data import common
 from data.common import ShardWriter, UserError, check_shard, publish, run, shard_header, staging
 from data.vocab import BytesTokenizer
 
-ROOT = Path(__file__).resolve().parent.parent
 EOT = BytesTokenizer.eot
 
 
@@ -62,12 +61,11 @@ def test_the_format_is_the_scripts():
 
 
 def test_the_programs_need_neither_the_script_nor_torch(tmp_path):
-    """A broken tweak of the script breaks no tool, and tokenizing starts without torch's seconds.
-    fcntl is what Windows lacks."""
+    """A broken tweak of the script breaks no tool, and tokenizing starts without torch's seconds."""
     (tmp_path / "a.txt").write_text("hello\n" * 100)
     code = f"""
 import sys
-for name in ("train_gpt", "torch", "fcntl"):
+for name in ("train_gpt", "torch"):
     sys.modules[name] = None
 sys.path.insert(0, {str(ROOT)!r})
 from data import fineweb, inspect_shards, tokenize_text
@@ -217,7 +215,7 @@ def test_a_name_that_is_no_utf8_can_be_printed(tmp_path):
 
 def test_what_a_killed_run_left_is_cleared(tmp_path):
     folder = tmp_path / "unfinished"
-    (folder / "cache").mkdir(parents=True)
+    folder.mkdir()
     (folder / "t_train_000001.bin").touch()
     with staging(folder):
         assert [path.name for path in folder.iterdir()] == ["lock"]
