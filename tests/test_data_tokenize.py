@@ -2,7 +2,6 @@
 failure leaves nothing."""
 
 import bz2
-import errno
 import gzip
 import hashlib
 import json
@@ -110,53 +109,17 @@ def test_of_a_single_file_validation_is_the_end(tmp_path):
     assert counts == [[1, 9001, 9000], [1, 1001, 1000]]
 
 
-def test_a_few_long_documents_are_split_at_the_end_of_the_corpus(tmp_path):
-    for name in "abc":
-        (tmp_path / f"{name}.txt").write_text(name * 1000)
-    sidecar = tokenize(tmp_path / "out", tmp_path, "--val_tokens=400")
-    assert documents(read(tmp_path / "out", "train")) == [b"a" * 1000, b"b" * 1000, b"c" * 600]
-    assert documents(read(tmp_path / "out", "val")) == [b"c" * 400]
-    assert (sidecar["train"]["documents"], sidecar["val"]["documents"],
-            sidecar["val"]["tokens"]) == (3, 1, 401)
-
-
-def test_a_cut_between_documents_adds_no_end_of_text(tmp_path, monkeypatch):
-    for name in "abc":
-        (tmp_path / f"{name}.txt").write_text(name * 1000)
-    monkeypatch.setattr(tokenize_text, "HEAD_BATCHES", 1)
-    sidecar = tokenize(tmp_path / "out", tmp_path, "--val_tokens=1001")
-    assert documents(read(tmp_path / "out", "val")) == [b"c" * 1000]
-    assert (sidecar["validation"], sidecar["val"]["tokens"]) == ("last tokens", 1001)
-
-
-@pytest.mark.parametrize("fraction", [0.02, 0.1, 0.5])
-def test_validation_takes_whole_documents_spread_over_the_corpus(tmp_path, corpus, fraction):
-    sidecar = tokenize(tmp_path / "out", corpus, f"--val_fraction={fraction}")
+def test_validation_takes_whole_documents_spread_over_the_corpus(tmp_path, corpus):
+    sidecar = tokenize(tmp_path / "out", corpus, "--val_fraction=0.1")
     texts = [text.encode() for text in some_documents()]
     train, val = (documents(read(tmp_path / "out", side)) for side in ("train", "val"))
     assert sidecar["validation"] == "documents by hash"
     total = sum(len(text) + 1 for text in texts)
-    assert abs(sidecar["val"]["tokens"] / total / fraction - 1) < 0.02
+    assert abs(sidecar["val"]["tokens"] / total / 0.1 - 1) < 0.02
     assert sorted(train + val) == sorted(texts) and not set(train) & set(val)
-    for side in (train, val):  # in the order of the corpus
-        assert side == [text for text in texts if text in set(side)]
     places = [texts.index(text) for text in val]
     assert min(places) < 100 and max(places) >= 200  # not bunched
     assert (len(train), len(val)) == (sidecar["train"]["documents"], sidecar["val"]["documents"])
-
-
-def test_which_documents_validate_does_not_depend_on_their_place_and_copies_stay_together(tmp_path):
-    texts = some_documents(200)
-    twice = texts + texts[:100]
-    random.Random(1).shuffle(twice)
-    sides = []
-    for number, order in enumerate((sorted(twice), twice)):
-        tokenize(tmp_path / f"out{number}", write_jsonl(tmp_path / f"{number}.jsonl", order),
-                 "--val_fraction=0.2")
-        val = documents(read(tmp_path / f"out{number}", "val"))
-        assert val and not set(val) & set(documents(read(tmp_path / f"out{number}", "train")))
-        sides.append(sorted(val))
-    assert sides[0] == sides[1]
 
 
 def test_copies_of_a_long_document_stay_together(tmp_path, monkeypatch):
@@ -200,16 +163,16 @@ def test_however_few_the_documents_validation_gets_its_share(tmp_path_factory, l
         assert train + val == texts or is_cut
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_of_a_larger_corpus_each_document_goes_to_its_side_as_it_is_read(tmp_path, monkeypatch,
-                                                                         workers):
+@pytest.mark.parametrize("head, workers", [(1000, 1), (8, 1), (8, 2)])
+def test_copies_of_a_document_go_to_one_side_wherever_they_stand(tmp_path, monkeypatch, head,
+                                                                 workers):
+    """Of a small corpus, and of one whose later documents go to their side as they are read."""
     monkeypatch.setattr(tokenize_text, "BATCH_BYTES", 5000)
-    monkeypatch.setattr(tokenize_text, "HEAD_BATCHES", 8)
+    monkeypatch.setattr(tokenize_text, "HEAD_BATCHES", head)
     texts = some_documents(900)
     texts += texts[:200]
-    orders = [texts, sorted(texts)]
     sides = []
-    for number, order in enumerate(orders):
+    for number, order in enumerate((texts, sorted(texts))):
         path = write_jsonl(tmp_path / f"{number}.jsonl", order)
         out = tmp_path / f"out{number}"
         sidecar = tokenize(out, path, "--val_fraction=0.2", "--shard_size=9999", workers=workers)
@@ -222,7 +185,7 @@ def test_of_a_larger_corpus_each_document_goes_to_its_side_as_it_is_read(tmp_pat
         for side in (train, val):  # in the order of the corpus
             assert side == [t.encode() for t in order if t.encode() in set(side)]
         sides.append(sorted(val))
-    assert sides[0] == sides[1]  # wherever a document stands
+    assert sides[0] == sides[1]
 
 
 @pytest.mark.parametrize("option, wanted", [
@@ -241,34 +204,6 @@ def test_of_a_larger_corpus_of_one_document_validation_is_the_end(tmp_path, monk
     assert sidecar["validation"] == "last tokens" and sidecar["val"]["tokens"] == wanted + 1
     assert [shard["tokens"] for shard in sidecar["train"]["shards"][:-1]] == \
         [3000] * ((50_000 - wanted - 1) // 3000)
-
-
-def test_nothing_but_the_head_is_held_in_memory():
-    """What keeps memory flat: the batches after the head are written one by one."""
-    taken = []
-    written = []
-
-    def batches():
-        for number in range(40):
-            taken.append(number)
-            yield np.full(10, number, dtype=np.uint16), [10], [number]
-
-    class Writer:
-        tokens = 0
-
-        def write(self, tokens):
-            self.tokens += len(tokens)
-            written.extend(set(tokens.tolist()))
-            assert len(taken) - 1 <= max(tokenize_text.HEAD_BATCHES, *written, 0)
-    argv = ["f", "--out=o", "--name=t", "--tokenizer=bytes", "--val_fraction=0.2"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenize_text, "HEAD_BATCHES", 16)
-        patch.setattr(tokenize_text, "BUCKETS", 40)
-        train = Writer()
-        val = Writer()
-        chosen = tokenize_text.split(batches(), train, val, tokenize_text.parse(argv), EOT)
-    assert chosen == "documents by hash" and val.tokens == 80 and train.tokens == 320
-    assert written[:8] == list(range(8)) and sorted(written) == list(range(40))
 
 
 def test_shards_have_their_size_and_the_sidecar_tells_the_truth(tmp_path, corpus):
@@ -308,13 +243,12 @@ def test_the_number_of_workers_changes_nothing(tmp_path, monkeypatch):
     (folder / "c.txt").write_text("c")
     (folder / "d.txt").write_text("d" * 4096)
     out = {}
-    for workers in (1, 2, 3):
-        monkeypatch.chdir(tmp_path)
-        Path(f"w{workers}").mkdir()
-        monkeypatch.chdir(f"w{workers}")
+    for workers in (1, 3):
+        (tmp_path / f"w{workers}").mkdir()
+        monkeypatch.chdir(tmp_path / f"w{workers}")
         tokenize("out", "../in", "--shard_size=9999", "--val_fraction=0.1", workers=workers)
         out[workers] = {p.name: p.read_bytes() for p in Path("out").iterdir()}
-    assert out[1] == out[2] == out[3] and len(out[1]) > 8
+    assert out[1] == out[3] and len(out[1]) > 8
     got = sorted(documents(read("out", "train")) + documents(read("out", "val")))
     assert got == sorted([b"a long file " * 5000, b"c", b"d" * 4096,
                           *(t.encode() for t in some_documents(100, seed=1))])
@@ -490,14 +424,13 @@ def test_it_never_overwrites(tmp_path, corpus, capsys):
     tokenize(tmp_path / "out", corpus)
     capsys.readouterr()
     before = {p: p.read_bytes() for p in (tmp_path / "out").iterdir()}
-    argv = [corpus, "--out", tmp_path / "out", "--tokenizer=bytes", "--workers=1",
-            "--val_fraction=0.2"]
+    argv = [corpus, "--out", tmp_path / "out", "--tokenizer=bytes", "--val_fraction=0.2"]
     assert "t.json: already there, nothing was changed" in fails(capsys, *argv, "--name=t")
-    (tmp_path / "out/t.json").unlink()
-    assert "t_train_000001.bin: already there" in fails(capsys, *argv, "--name=t")
     tokenize_text.main([*map(str, argv), "--name=u"])  # another name is welcome next to them
     capsys.readouterr()
-    assert all(p.read_bytes() == held for p, held in before.items() if p.name != "t.json")
+    assert all(p.read_bytes() == held for p, held in before.items())
+    (tmp_path / "out/t.json").unlink()
+    assert "t_train_000001.bin: already there" in fails(capsys, *argv, "--name=t")
     said = fails(capsys, corpus, "--out", corpus, "--name=t", "--tokenizer=bytes")
     assert said == f"error: {corpus}/.t.unfinished: Not a directory"
 
@@ -509,21 +442,15 @@ def test_a_disk_that_cannot_be_read_is_not_called_a_damaged_file(tmp_path, capsy
     assert said == "error: /proc/self/mem: Input/output error"
 
 
-@pytest.mark.parametrize("full", ["t_train_000001.bin", "t_val_000000.bin", "t.json"])
+@pytest.mark.parametrize("full", ["t_train_000001.bin", "t_val_000000.bin"])
 def test_a_full_disk(tmp_path, corpus, capsys, monkeypatch, full):
     # /dev/full is a disk without room: the error is the kernel's own.
     def open_on_a_full_disk(path, mode):
         return open("/dev/full" if Path(path).name == full and mode == "ab" else path, mode)
     monkeypatch.setattr(common, "open", open_on_a_full_disk, raising=False)
-    if full == "t.json":
-        def write_text(self, text):
-            with open("/dev/full", "w") as f:
-                f.write(text * 10_000)
-        monkeypatch.setattr(Path, "write_text", write_text)
     said = fails(capsys, corpus, "--out", tmp_path / "out", "--name=t", "--tokenizer=bytes",
                  "--workers=1")
-    assert "no space left on device" in said and os.strerror(errno.ENOSPC).lower() in said
-    assert list((tmp_path / "out").iterdir()) == []
+    assert "no space left on device" in said and list((tmp_path / "out").iterdir()) == []
 
 
 def run_and_die(argv, signum, after):
@@ -538,13 +465,10 @@ def run_and_die(argv, signum, after):
     ShardWriter.write = write_and_die
     tokenize_text.BATCH_BYTES = 2000
     tokenize_text.HEAD_BATCHES = 3
-    # A suite that was started in the background inherits it ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     os._exit(run(lambda: tokenize_text.main(argv)))
 
 
-@pytest.mark.parametrize("signum, status",
-                         [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("signum, status", [(signal.SIGKILL, -9), (signal.SIGTERM, 143)])
 def test_an_interrupted_run_leaves_nothing_in_the_way(tmp_path, corpus, signum, status):
     out = tmp_path / "out"
     argv = [str(corpus), "--out", str(out), "--name=t", "--tokenizer=bytes", "--workers=2",
@@ -561,22 +485,32 @@ def test_an_interrupted_run_leaves_nothing_in_the_way(tmp_path, corpus, signum, 
     assert not (out / ".t.unfinished").exists()
 
 
-def test_few_batches_are_under_way_at_a_time(tmp_path):
-    """What keeps memory flat however large the corpus and however slow the disk."""
-    taken = 0
+def test_memory_stays_flat(monkeypatch):
+    """However large the corpus and however slow the disk: beyond the head, a few batches at most
+    are read that are not written yet."""
+    monkeypatch.setattr(tokenize_text, "HEAD_BATCHES", 16)
+    args = tokenize_text.parse(["f", "--out=o", "--name=t", "--tokenizer=bytes", "--workers=2",
+                                "--val_fraction=0.2"])
+    taken = []
+    written = []
 
     def batches():
-        nonlocal taken
         for i in range(200):
-            taken += 1
-            yield [(b"%d" % i, True, i)]
-    args = tokenize_text.parse(["f", "--out=o", "--name=t", "--tokenizer=bytes", "--workers=2"])
-    for number, encoded in enumerate(tokenize_text.encode_all(batches(), args)):
-        tokens, lengths, buckets = encoded
-        assert bytes(tokens[1:].astype(np.uint8)) == b"%d" % number
-        assert lengths == [len(tokens)] and buckets == [number]
-        assert taken - number <= 2 * args.workers + 1
-    assert number == 199
+            taken.append(i)
+            yield [(bytes([i]), True, i * tokenize_text.BUCKETS // 200)]
+
+    class Writer:
+        tokens = 0
+
+        def write(self, tokens):
+            self.tokens += len(tokens)
+            written.extend(tokens[1::2].tolist())
+            assert len(taken) <= max(len(written), 16) + 2 * args.workers + 1
+
+    encoded = tokenize_text.encode_all(batches(), args)
+    train, val = Writer(), Writer()
+    assert tokenize_text.split(encoded, train, val, args, EOT) == "documents by hash"
+    assert written == taken == list(range(200)) and (train.tokens, val.tokens) == (320, 80)
 
 
 def test_the_demos_text_from_the_command_line(tmp_path):
