@@ -23,6 +23,7 @@ from collections import namedtuple
 from itertools import pairwise
 from pathlib import Path
 
+
 class BadInput(Exception):
     """An error that the user can fix: the message is one line."""
 

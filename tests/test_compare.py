@@ -5,11 +5,9 @@ import hashlib
 import io
 import json
 import math
-import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -68,9 +66,9 @@ def test_stopped_and_diverged_runs_are_named_and_left_out(tmp_path):
     (folder / "nan_early.log").write_text(log_text((10.8, math.nan), seed=52, total=250))
     side = side_of("A", folder)
     assert side.loss["n"] == 4 and side.loss["mean"] == pytest.approx(np.mean(GOOD))
-    assert side.warnings == ["2 of the runs of A had a loss that is not finite",
-                             "1 of the runs of A stopped before a last loss (--at=STEP takes those "
-                             "at a step)"]
+    diverged, stopped = side.warnings
+    assert diverged == "2 of the runs of A had a loss that is not finite"
+    assert stopped.startswith("1 of the runs of A stopped before a last loss (--at=STEP takes")
     said = verdict_of(folder, write(tmp_path / "b", SAME, first_seed=30))
     assert said.endswith("But mind the warnings about A.")
 
@@ -236,18 +234,14 @@ def test_claims_are_as_strong_as_their_p_value(p, words):
     ({"env": {"data": "d/val_0.bin 7 tokens"}}, "losses do not compare"),
     ({"hyper": {"vocab_size": 257}}, "losses do not compare"),
     ({"hyper": {"val_tokens": 99}}, "losses do not compare"),
+    ({"env": {"data": "moved/val_0.bin 9 tokens"}}, None),
 ])
 def test_what_does_not_compare_is_not_compared(tmp_path, more, words):
-    said = verdict_of(write(tmp_path / "a", GOOD, ms=(50.0, 51.0), **more),
-                      write(tmp_path / "b", SAME, ms=(99.0, 100.0)))
-    assert words in said.lower()
-    assert ("faster" if "times" in words else "better") not in said
-
-
-def test_moved_data_is_still_the_same_data(tmp_path):
-    a = write(tmp_path / "a", GOOD, env={"data": "here/val_0.bin 7 tokens"})
-    b = write(tmp_path / "b", SAME, env={"data": "elsewhere/val_0.bin 7 tokens"})
-    assert "do not compare" not in verdict_of(a, b)
+    data = {"data": "d/val_0.bin 9 tokens"}
+    a = write(tmp_path / "a", GOOD, ms=(50.0, 51.0), **{**more, "env": data | more.get("env", {})})
+    said = verdict_of(a, write(tmp_path / "b", SAME, ms=(99.0, 100.0), env=data))
+    assert (words or "A is faster") in (said.lower() if words else said)
+    assert words is None or ("faster" if "times" in words else "better") not in said
 
 
 def test_runs_that_went_on_elsewhere_are_no_clock(tmp_path):
@@ -295,17 +289,6 @@ def test_a_change_without_effect_is_called_so(tmp_path):
     text = (a / "run2.log").read_text()
     (a / "run2.log").write_text(text.replace("train_loss:4.003", "train_loss:4.004", 1))
     assert "no effect" not in verdict_of(a, b)  # a single digit of a single step
-
-
-def test_hopeless_runs_are_called_so(tmp_path):
-    spread = [3.20, 3.24, 3.28, 3.22]
-    a = write(tmp_path / "a", spread)
-    b = write(tmp_path / "b", [x + d for x, d in zip(spread, (0.02, -0.02, 0.02, -0.018))])
-    found = compared(a, b)
-    power = found["power"]
-    assert (f"4 such pairs would detect a difference of {power['detectable']:.2g} in 4 cases of 5; "
-            f"to detect the one seen would take some {power['needed']} pairs.") in found["verdict"]
-    assert power["detectable"] > 0.05 and power["needed"] > 1000
 
 
 def test_the_time_to_the_target_is_tested_where_all_reach_it(tmp_path):
@@ -481,10 +464,9 @@ def test_what_is_no_log_costs_one_line_and_the_rest_goes_on(tmp_path, capsys):
         "no log (no line of a step in it)", "cannot be read (No such file or directory)"]
 
 
-@pytest.mark.parametrize("arguments", [(), ("--vs", "x.log"), ("x.log", "--plot", "x.jpg"),
+@pytest.mark.parametrize("arguments", [(), ("x.log", "--plot", "x.jpg"),
                                        ("x.log", "--target", "nan"), ("x.log", "--nonsense"),
-                                       ("x.log", "--at=x"), ("x.log", "--loss=a b"),
-                                       ("x.log", "--at=1,2,3")])
+                                       ("x.log", "--loss=a b"), ("x.log", "--at=1,2,3")])
 def test_wrong_usage_is_status_2(arguments, capsys):
     status, out, err = run_main(capsys, *arguments)
     assert status == 2 and out == "" and "error:" in err.splitlines()[-1]

@@ -10,10 +10,9 @@ import sys
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from conftest import ROOT
 
 from data import common
 from data.common import ShardWriter, UserError, check_shard, run, shard_header, staging

@@ -18,10 +18,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-from conftest import ROOT
 
 from data import common, tokenize_text
 from data.common import SHARD_HEADER_BYTES, ShardWriter, UserError, check_shard, run

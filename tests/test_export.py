@@ -87,9 +87,11 @@ def expected(path):
 
 def test_json_lines_hold_the_whole_log(run, tmp_path):
     path = write(tmp_path)
-    status, out, err = run(path, "--to", "jsonl")
-    head, *rows = rows_of(out)
-    assert (status, err) == (0, "")
+    path.with_suffix("").mkdir()
+    for name in (path, f"{path.with_suffix('')}/"):  # a run is named by its folder, too
+        status, out, err = run(name, "--to", "jsonl")
+        head, *rows = rows_of(out)
+        assert (status, err) == (0, "")
     assert (head["kind"], head["version"], head["run"], head["path"]) == ("run", 1, "x", str(path))
     assert head["hyperparameters"] == {"name": "x", "seed": 1, "vocab_size": 50257, "muon_lr": 0.05}
     assert head["environment"]["gpus"] == "8 x NVIDIA H100" and head["changed"] == []
@@ -134,13 +136,6 @@ def test_a_published_log(run):
     lines = logs.read_run(LOGS / name, "x").lines
     assert head["hyperparameters"] == {} and head["run"] == Path(name).stem
     assert rows == [{"run": head["run"]} | line._asdict() for line in lines] and len(rows) > 4
-
-
-def test_a_run_is_named_by_its_folder_too(run, tmp_path):
-    write(tmp_path, name="2026_x.v2.log")
-    (tmp_path / "2026_x.v2").mkdir()
-    status, out, _ = run(f"{tmp_path / '2026_x.v2'}/", "--to", "jsonl")
-    assert status == 0 and {row["run"] for row in rows_of(out)} == {"2026_x.v2"}
 
 
 # --------------------------------------------------------------------------------------------------
