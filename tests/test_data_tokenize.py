@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import common, tokenize_text
@@ -307,32 +307,22 @@ def test_files_are_taken_in_the_order_of_their_paths_and_once(tmp_path, monkeypa
 
 def test_odd_files_do_not_stop_a_run(tmp_path, capsys):
     folder = tmp_path / "in"
-    folder.mkdir()
+    (folder / "below").mkdir(parents=True)
     (folder / "__init__.py").touch()
     (folder / "latin1.py").write_bytes("# Größe".encode("latin-1"))
     (folder / "mark.py").write_bytes(b"\xef\xbb\xbfmark")
     (folder / "plain.py").write_text("plain\r\n")
     (folder / "long.py").write_bytes(b"\xff" * 600_000)  # several pieces, one document
+    (folder / "below" / "b.py").symlink_to(tmp_path / "nowhere.py")
+    os.mkfifo(folder / "c.py")
     tokenize(tmp_path / "out", folder, "--glob=*.py", "--val_fraction=0")
     assert documents(read(tmp_path / "out", "train")) == [
         "# Größe".encode("latin-1"), b"\xff" * 600_000, b"mark", b"plain\r\n"]
     said = capsys.readouterr().err
     assert "1 document(s) with no text, left out" in said and "__init__.py" in said
     assert "2 document(s) with invalid UTF-8, kept as it is" in said and "latin1.py" in said
-
-
-def test_a_link_to_nothing_and_a_fifo_are_left_out_with_a_note(tmp_path, capsys):
-    folder = tmp_path / "in"
-    (folder / "below").mkdir(parents=True)
-    for name in ("a.txt", "z.txt"):
-        (folder / name).write_text(f"{name} " * 40)
-    (folder / "below" / "b.txt").symlink_to(tmp_path / "nowhere.txt")
-    os.mkfifo(folder / "c.txt")
-    tokenize(tmp_path / "out", folder, "--val_fraction=0")
-    assert documents(read(tmp_path / "out", "train")) == [b"a.txt " * 40, b"z.txt " * 40]
-    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
-    assert len(notes) == 2 and all("is left out" in note for note in notes)
-    assert f"{folder}/below/b.txt" in "".join(notes) and f"{folder}/c.txt" in "".join(notes)
+    for name in ("below/b.py", "c.py"):
+        assert f"note: {folder}/{name} is left out: it is no file, or a link to a file" in said
 
 
 def test_odd_lines_of_json(tmp_path, capsys):
@@ -381,9 +371,7 @@ def abc(path):
 
 @pytest.mark.parametrize("name, make, options, expected", [
     ("a.jsonl", jsonl_of(b"{"), [], "a.jsonl, line 2: not JSON"),
-    ("a.jsonl", jsonl_of(b"[1]"), [], "line 2: no text in a field 'text' of [1]; --text_field"),
     ("a.jsonl", jsonl_of(b'{"body": "x"}'), [], "line 2: no text in a field 'text' of {'body': "),
-    ("a.jsonl", jsonl_of(b'"text"'), [], "line 2: no text in a field 'text' of 'text';"),
     ("a.jsonl", jsonl_of(b'{"\\u001b\\n": 1}'), [], r"a field 'text' of {'\x1b\n': 1}"),
     ("a.jsonl", jsonl_of(b'{"text": "\xff"}'), ["--strict"], "line 2: not valid UTF-8"),
     ("a.jsonl", jsonl_of(b"[" * 100_000), [], "line 2: not JSON (maximum recursion depth"),
@@ -392,9 +380,7 @@ def abc(path):
     ("a.txt", lambda path: path.write_text("text", encoding="utf-16"), [],
      "a.txt: holds zero bytes"),
     ("a.txt.gz", cut_gzip, [], "a.txt.gz: damaged or cut off"),
-    ("a.txt.xz", lambda path: path.write_text("not xz"), [], "a.txt.xz: damaged or cut off"),
     ("a.jsonl.gz", lambda path: path.write_text("not gzip"), [], "a.jsonl.gz: damaged or cut off"),
-    ("a.parquet", lambda path: path.write_text("no parquet"), [], "a.parquet: no parquet file"),
     ("a.parquet", parquet_of_numbers, [],
      "no parquet file with text in 'text' (ArrowNotImplementedError('Unsupp"),
     ("a.parquet", lambda path: path.write_bytes(b"PAR1\x0f\0\0\0\1\0\0\0PAR1"), [],
@@ -405,7 +391,6 @@ def abc(path):
     ("a.txt", abc, ["--val_tokens=4"], "hold 4 tokens in all, of which validation would get 4;"),
     ("a.txt", abc, [], "hold 4 tokens in all, of which validation would get 0; change"),
     ("a.txt", abc, ["--val_fraction=nan"], "--val_fraction nan: must be 0 to 0.99"),
-    ("a.txt", abc, ["--val_tokens=-1"], "--val_tokens -1: must be 0"),
     ("a.txt", abc, ["--shard_size=0"], "--shard_size 0: must be 1 to 2147483647"),
     ("a.txt", abc, ["--workers=0"], "--workers 0: must be 1"),
     ("a.txt", abc, ["--name=a/b"], "--name 'a/b'"),
@@ -538,42 +523,3 @@ def test_shuffle_is_an_order_of_its_own_that_does_not_change(tmp_path):
     assert shuffled == again != plain and sorted(shuffled) == sorted(plain) and len(plain) == 40
     by_hash = sorted(range(40), key=lambda i: hashlib.sha512(b"%d/%02d.txt" % (i % 4, i)).digest())
     assert shuffled == [b"document %02d" % i for i in by_hash]
-
-
-# --------------------------------------------------------------------------------------------------
-# Hostile inputs: whatever a file holds, it is tokens that hold it, or one line.
-
-JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
-                    lambda inner: st.lists(inner, max_size=3) |
-                    st.dictionaries(st.sampled_from(["text", "body", "\n\x1b"]), inner, max_size=3),
-                    max_leaves=6)
-LINE = JSON.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=30) | \
-    st.text(max_size=9).map(lambda text: json.dumps({"text": text}).encode())
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-@given(content=st.lists(LINE, max_size=4).map(b"\n".join) | st.binary(max_size=200),
-       name=st.sampled_from(["a.txt", "a.jsonl", "a.parquet", "a.txt.gz", "a.jsonl.xz", "a.bz2",
-                             "a.parquet.gz"]),
-       pack=st.booleans(), options=st.sampled_from([[], ["--strict"], ["--val_fraction=0"],
-                                                    ["--val_tokens=3"], ["--text_field=body"]]))
-def test_hostile_files_are_tokens_or_one_line(tmp_path_factory, capsys, content, name, pack,
-                                              options):
-    folder = tmp_path_factory.mktemp("hostile")
-    packer = {"gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress}
-    if pack and name.split(".")[-1] in packer:
-        content = packer[name.split(".")[-1]](content)
-    (folder / name).write_bytes(content)
-    argv = [str(folder / name), f"--out={folder / 'out'}", "--name=t", "--tokenizer=bytes",
-            "--workers=1", *options]
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        status = run(lambda: tokenize_text.main(argv))
-    finally:
-        signal.signal(signal.SIGTERM, handler)
-    said = capsys.readouterr().err
-    if status == 0:
-        assert len(read(folder / "out", "train")) > 0 and "error" not in said
-    else:
-        assert status == 2 and said.startswith("error: ") and said.count("\n") == 1, said
-        assert not (folder / "out").exists() or not list((folder / "out").iterdir())

