@@ -27,6 +27,15 @@ def write_shard(path, tokens, header=None):
     return path
 
 
+def status_of(main, **options):
+    """What run() returns; the tests keep their handler of SIGTERM."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        return run(main, **options)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
 def hold(folder, connection):
     with staging(folder):
         connection.send("held")
@@ -163,16 +172,12 @@ class ScriptsError(Exception):
 def test_errors_are_one_line_with_a_status_and_a_defect_is_a_traceback(capsys, error, status, said):
     def main():
         raise error
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        if status is None:
-            with pytest.raises(ZeroDivisionError):
-                run(main, errors=(ScriptsError,))
-        else:
-            assert run(main, errors=(ScriptsError,)) == status
-            assert capsys.readouterr().err == f"{said}\n"
-    finally:
-        signal.signal(signal.SIGTERM, handler)
+    if status is None:
+        with pytest.raises(ZeroDivisionError):
+            status_of(main, errors=(ScriptsError,))
+    else:
+        assert status_of(main, errors=(ScriptsError,)) == status
+        assert capsys.readouterr().err == f"{said}\n"
 
 
 def test_a_name_that_is_no_utf8_can_be_printed(tmp_path):

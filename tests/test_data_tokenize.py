@@ -21,6 +21,7 @@ import pytest
 from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_data_common import status_of
 
 from data import common, tokenize_text
 from data.common import SHARD_HEADER_BYTES, ShardWriter, UserError, check_shard, run
@@ -54,11 +55,7 @@ def tokenize(out, *argv, workers=1, tokenizer="bytes"):
 
 def fails(capsys, *argv):
     """The one line a failing run prints."""
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        status = run(lambda: tokenize_text.main([*map(str, argv)]))
-    finally:
-        signal.signal(signal.SIGTERM, handler)
+    status = status_of(lambda: tokenize_text.main([*map(str, argv)]))
     captured = capsys.readouterr()
     lines = captured.err.splitlines()
     assert status == 2 and captured.out == "" and len(lines) == 1, captured

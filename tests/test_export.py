@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from test_data_common import status_of
 from test_logs import LOGS, log_text
 
-from data import common
 from records import export, logs
 
 PROGRAM = str(ROOT / "records" / "export.py")
@@ -33,13 +33,10 @@ def run(monkeypatch, capsys):
     """Runs the program in this process: its status, output and errors."""
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["export.py", *map(str, arguments)])
-        handler = signal.getsignal(signal.SIGTERM)
         try:
-            status = common.run(export.main, errors=(logs.BadInput,))
+            status = status_of(export.main, errors=(logs.BadInput,))
         except SystemExit as e:
             status = e.code
-        finally:
-            signal.signal(signal.SIGTERM, handler)
         captured = capsys.readouterr()
         return status, captured.out, captured.err
     return run

@@ -1,7 +1,6 @@
 """records/race.py: what it starts, in which order, what it counts, and how it goes on. Most races
 here are of a stand-in for the script, which writes logs of the same form in no time."""
 
-import json
 import os
 import re
 import signal
@@ -11,11 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY
+from conftest import ROOT
 from scipy import stats
+from test_data_common import status_of
 from test_logs import log_text
 
-from data import common
 from records import logs, race
 
 STAND_IN = '''
@@ -82,15 +81,10 @@ def run_race(place, *flags, script="record.py"):
     """The exit status of a race in this process."""
     argv = [str(place / script), f"--vs={place / 'base.py'}", f"--records={place / 'records'}",
             *flags]
-    before = sys.argv
-    handler = signal.getsignal(signal.SIGTERM)
-    sys.argv = ["race.py", *argv]
-    try:
-        return common.run(race.main, errors=(logs.BadInput,))
-    finally:
-        sys.argv = before
-        signal.signal(signal.SIGTERM, handler)
-        os.chdir(ROOT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["race.py", *argv])
+        patch.chdir(ROOT)
+        return status_of(race.main, errors=(logs.BadInput,))
 
 
 def starts(place):
@@ -317,22 +311,3 @@ def test_which_runs_count(place, more, resumed, counts):
     found = race.counted(one, one.ours)
     assert {seed: Path(run.path).stem for seed, run in found.items()} == (
         {1: "a" if resumed is None else "b"} if counts else {})
-
-
-def test_run_sh_races_the_script_itself(tmp_path, shards):
-    """From the shell, with the real script."""
-    copy = tmp_path / "record.py"
-    copy.write_text((ROOT / "train_gpt.py").read_text() + "# a remark\n")
-    flags = [flag for flag in TINY[1:] if not flag.startswith(("--seed", "--num_iter"))]
-    done = subprocess.run([str(ROOT / "run.sh"), "race", str(copy), "demo", "--repeat=1", *flags,
-                           *shards, "--num_iterations=2", "--micro_batches=1",
-                           f"--records={tmp_path}"], capture_output=True, text=True, check=False,
-                          env=os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""})
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "The change had no effect on the losses" in done.stdout
-    assert "source, B -> A: 1 place, -0 +1 lines" in done.stdout
-    for side in ("record", "train_gpt"):
-        (path,) = Path(tmp_path, "race_record", side).glob("*.log")
-        run = logs.read_run(path, "x")
-        assert run.seed == "1" and run.steps == 2 and "threads" in run.environment
-        assert json.loads((tmp_path / "race_record" / "race.json").read_text())["first_seed"] == 1

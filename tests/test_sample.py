@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, TINY, launch
+from test_data_common import status_of
 from test_data_vocab import write_vocabulary
 from test_logs import log_text
 
@@ -74,8 +75,7 @@ def run_sample(capsys, monkeypatch):
     def run(*args, program=sample):
         """stdout, stderr and status of the program with these arguments."""
         monkeypatch.setattr(sys, "argv", ["program", *map(str, args), "--device=cpu"])
-        # the tests keep their own handlers
-        monkeypatch.setattr("data.common.signal.signal", lambda *args: None)
+        monkeypatch.setattr(sample.common, "run", status_of)
         capsys.readouterr()
         status = sample.start(program.main)
         out, err = capsys.readouterr()
@@ -214,26 +214,17 @@ def test_an_end_of_text_ends_the_text_and_is_said(trained, run_sample, monkeypat
     assert done.out == "xAB\n" and done.err == "note: end of text after 2 tokens\n"
 
 
-def test_a_long_prompt_counts_from_its_first_token(tmp_path, run_sample, monkeypatch):
+def test_a_long_prompt_counts_from_its_first_token(tmp_path, runs_here):
     """With a prompt longer than any sequence in training (512 tokens) a model gives what the same
     weights give in a model that was built for longer ones, and the first token reaches the last."""
     flags = ["--window_end=2048", "--num_iterations=1"]  # windows of 2048 and 1024 tokens
-    prompt = "".join(chr(97 + i * i % 23) for i in range(700))
-    heads = []
-    plain_features = sample.features
-
-    def watch(run, tokens):
-        x_TD = plain_features(run, tokens)
-        heads.append(x_TD[len(tokens) - 1])
-        return x_TD
-
-    monkeypatch.setattr(sample, "features", watch)
-    for name, *more in [("short",), ("long", "--val_seq_len=2048")]:
-        folder = save_random_model(tmp_path / name, *flags, *more)
-        assert run_sample(folder, "--prompt", prompt, "--tokens=1").out.startswith(prompt)
-    other = run_sample(tmp_path / "short", "--prompt", "X" + prompt[1:], "--tokens=1")
-    assert other.status == 0 and len(heads) == 3
-    assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
+    tokens = [97 + i * i % 23 for i in range(700)]
+    short, long = (sample.load_model(save_random_model(tmp_path / name, *flags, *more))
+                   for name, more in (("short", []), ("long", ["--val_seq_len=2048"])))
+    with torch.no_grad():
+        last = sample.features(short, tokens)[699]
+        assert torch.equal(last, sample.features(long, tokens)[699])
+        assert not torch.equal(last, sample.features(short, [0, *tokens[1:]])[699])
 
 
 def test_gpt2_text(gpt2_run, vocab_dir, run_sample):
@@ -306,26 +297,13 @@ def test_models_that_cannot_be_used_are_one_line(tmp_path, trained, run_sample):
 
 
 @pytest.fixture
-def tweak(tmp_path, shards, monkeypatch):
-    """The folder of a run by my_record.py, which lies beside it and whose model no other script
-    has."""
+def tweak(tmp_path, monkeypatch):
+    """The folder of a run by my_record.py, which lies beside it."""
     monkeypatch.chdir(tmp_path)
-    text = SCRIPT.read_text()
-    assert text.count("        return norm(x_TD)\n") == 1
-    text = text.replace("        return norm(x_TD)\n", "        return norm(x_TD) * self.tweak\n")
-    before = "        self.lm_head = "
-    assert text.count(before) == 1
-    text = text.replace(before, f"        self.tweak = nn.Parameter(torch.ones(1))\n{before}")
+    text = SCRIPT.read_text() + "MINE = 1\n"
     (tmp_path / "my_record.py").write_text(text)
-    folder = tmp_path / "2026-01-01T00-00-00Z_mine"
-    script = sample.load_script(tmp_path / "my_record.py")
-    hp, _ = script.parse_flags(TINY)
-    hp = script.resolve(hp, torch.device("cpu"))
-    model = script.GPT(hp, torch.float32, flex=False)
-    script.draw_weights(model, 1)
-    torch.nn.init.normal_(model.lm_head.weight)
-    return save_random_model(folder, script=hashlib.sha256(text.encode()).hexdigest(),
-                             state={"model": model.state_dict()})
+    return save_random_model(tmp_path / "2026-01-01T00-00-00Z_mine",
+                             script=hashlib.sha256(text.encode()).hexdigest())
 
 
 def test_a_run_of_another_script_is_refused_with_the_flag_to_give(tweak, run_sample):
@@ -350,18 +328,10 @@ def test_a_run_of_another_script_with_that_script(tweak, run_sample):
     assert done.status == 0 and done.err in ("", "note: end of text after 0 tokens\n")
     shutil.copy("my_record.py", "a copy of any name")
     assert run_sample(tweak, "--script", "a copy of any name", "--tokens=5").out == done.out
-    assert sample.load_model(tweak, "cpu", tweak.parent / "my_record.py").model.tweak == 1
-
-
-def test_a_script_that_is_asked_for_is_tried(tweak, trained, run_sample):
-    done = run_sample(tweak, "--script", SCRIPT)
-    assert done.status == 2 and done.err.startswith("note: ") and done.out == ""
-    assert f"step00000000.pt: does not fit {SCRIPT}" in done.err and "tweak" in done.err
-    same_model = tweak.parent / "other.py"
-    same_model.write_text(SCRIPT.read_text() + "# the same in other words\n")
-    done = run_sample(trained, "--script", same_model, "--tokens=5")
-    assert done.status == 0 and done.out == run_sample(trained, "--tokens=5").out
-    assert f"was trained by another script than {same_model} as it is now\n" in done.err
+    assert sample.load_model(tweak, "cpu", tweak.parent / "my_record.py").script.MINE == 1
+    other = run_sample(tweak, "--script", SCRIPT, "--tokens=5")  # is tried, if it is asked for
+    assert other.status == 0 and other.out == done.out
+    assert f"was trained by another script than {SCRIPT} as it is now\n" in other.err
 
 
 def test_a_script_that_was_edited_since_is_another_one(trained, tmp_path, run_sample, monkeypatch):
