@@ -1,7 +1,6 @@
 """data/inspect_shards.py: its numbers, and that a bad shard is named."""
 
 import json
-import random
 from pathlib import Path
 
 import pytest
@@ -76,25 +75,6 @@ def test_the_tokenizer_comes_from_the_sidecar_or_the_flag(tmp_path, capsys):
             inspect_shards.main([path])
     inspect_shards.main([path, "--tokenizer=bytes"])
     assert "it begins: 'A'" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("seq_len", [1, 3, 7, 16, 1000])
-def test_documents_that_the_borders_of_sequences_cut(tmp_path, capsys, seq_len):
-    """Against a count by hand: a document is cut where two of its tokens are in two sequences."""
-    with_sidecar(tmp_path)
-    rng = random.Random(seq_len)
-    tokens = [65] * 5 + [token for _ in range(60) for token in [256] + [66] * rng.randrange(12)]
-    document = -1
-    sequences = {}
-    for at, token in enumerate(tokens):
-        document += token == 256
-        if document >= 0:
-            sequences.setdefault(document, set()).add(at // seq_len)
-    cut = sum(len(spanned) > 1 for spanned in sequences.values())
-    path = write_shard(tmp_path / "t_train_000001.bin", tokens)
-    inspect_shards.main([path, f"--seq_len={seq_len}"])
-    said = capsys.readouterr().out
-    assert f"  {cut} documents ({cut / 60:.1%}) are cut by the borders of sequences " in said
 
 
 def test_shards_of_another_tokenizer_are_told(tmp_path, capsys):

@@ -93,18 +93,6 @@ def test_the_shard_is_the_fields_format_byte_for_byte(tmp_path):
     assert sorted(os.listdir(tmp_path / "out")) == ["t.json", "t_train_000001.bin"]
 
 
-def test_of_a_single_file_validation_is_the_end(tmp_path):
-    text = bytes(random.Random(0).choices(b"abc \n", k=10_000))
-    (tmp_path / "a.txt").write_bytes(text)
-    sidecar = tokenize(tmp_path / "out", tmp_path / "a.txt", "--val_fraction=0.1")
-    assert documents(read(tmp_path / "out", "train")) == [text[:9000]]
-    assert documents(read(tmp_path / "out", "val")) == [text[9000:]]
-    assert sidecar["validation"] == "last tokens"
-    counts = [[sidecar[side][what] for what in ("documents", "tokens", "bytes")]
-              for side in ("train", "val")]
-    assert counts == [[1, 9001, 9000], [1, 1001, 1000]]
-
-
 def test_validation_takes_whole_documents_spread_over_the_corpus(tmp_path, corpus):
     sidecar = tokenize(tmp_path / "out", corpus, "--val_fraction=0.1")
     texts = [text.encode() for text in some_documents()]
@@ -333,16 +321,6 @@ def test_odd_lines_of_json(tmp_path, capsys):
     said = capsys.readouterr().err
     assert "2 document(s) with no text, left out; the first: " in said and "line 3" in said
     assert "2 document(s) with invalid UTF-8" in said and "a.jsonl, line 5" in said
-
-
-def test_line_numbers_hold_beyond_the_first_batch(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tokenize_text, "BATCH_BYTES", 1000)
-    write_jsonl(tmp_path / "a.jsonl", ["x" * 90] * 50 + ["y" * 5000])
-    with open(tmp_path / "a.jsonl", "a") as f:
-        f.write('{"text": "z"')
-    said = fails(capsys, tmp_path / "a.jsonl", "--out", tmp_path / "out", "--name=t",
-                 "--tokenizer=bytes", "--workers=2")
-    assert "a.jsonl, line 52: not JSON" in said
 
 
 # --------------------------------------------------------------------------------------------------

@@ -235,11 +235,3 @@ def test_what_is_no_log_is_named_and_the_rest_exported(run, tmp_path):
     assert err == f"{LOGS / 'not_a_log.txt'}: no log (no line of a step in it)\n"
     status, out, err = run(tmp_path / "absent.log", "--to", "jsonl")
     assert (status, out) == (2, "") and err.splitlines()[1] == "error: no run to export"
-
-
-def test_a_log_that_vanishes_while_it_is_followed(run, monkeypatch, tmp_path):
-    path = write(tmp_path, WHOLE[:WHOLE.index("step:249/")])
-    monkeypatch.setattr(export.time, "sleep", lambda seconds: path.unlink())
-    status, out, err = run(path, "--to", "jsonl", "--follow")
-    assert status == 2 and len(rows_of(out)) == 5
-    assert err == f"error: {path}: cannot be read (No such file or directory)\n"

@@ -15,13 +15,15 @@ import pytest
 import torch
 from conftest import ROOT, TINY, launch
 from test_data_common import status_of
-from test_data_vocab import write_vocabulary
+from test_data_vocab import vocab_dir
 from test_logs import log_text
 
 import train_gpt
 from data import vocab
 from data.common import UserError
 from records import sample
+
+__all__ = ["vocab_dir"]  # a fixture
 
 SCRIPT = ROOT / "train_gpt.py"
 
@@ -57,17 +59,6 @@ def save_random_model(folder, *flags, step=0, seed=3, **facts):
 def gpt2_run(tmp_path_factory):
     return save_random_model(tmp_path_factory.mktemp("gpt2_run"), "--vocab_size=50257",
                              "--model_dim=16", "--head_dim=8", "--value_embeds=....")
-
-
-@pytest.fixture
-def vocab_dir(tmp_path, monkeypatch):
-    """A folder for --vocab_dir with a vocabulary in GPT-2's form, taken for GPT-2's."""
-    folder = write_vocabulary(tmp_path)
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
-    checksums = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest()
-                 for name in vocab.GPT2_SHA256}
-    monkeypatch.setattr(vocab, "GPT2_SHA256", checksums)
-    return folder
 
 
 @pytest.fixture
