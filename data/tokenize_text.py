@@ -82,8 +82,8 @@ def find_files(inputs, globs, exclude, shuffle=False) -> list[Path]:
                 if (top / path).is_file():
                     found.append(path)
                 else:
-                    print(f"note: {top / path} is left out: it is no file, or a link to a file that "
-                          "does not exist", file=sys.stderr)
+                    print(f"note: {top / path} is left out: it is no file, or a link to a file "
+                          "that does not exist", file=sys.stderr)
         require(top.exists(), f"{top}: no such file or folder")
         require(found, f"{top}: no file there matches "
                 f"{' or '.join(globs) or '.txt .md .jsonl .parquet'}; --glob chooses others")

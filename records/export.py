@@ -1,4 +1,4 @@
-"""Write the log of a run as JSON lines, CSV or TensorBoard's events: afterwards, or while it trains.
+"""Write the log of a run as JSON lines, CSV or TensorBoard's events, afterwards or while it trains.
 
     python records/export.py records/demo --to csv --out demo.csv
     python records/export.py records/demo --to tensorboard --out runs

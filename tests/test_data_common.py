@@ -69,7 +69,7 @@ def test_the_format_is_the_scripts():
 
 
 def test_the_programs_need_neither_the_script_nor_torch(tmp_path):
-    """A broken tweak of the script breaks no tool, and tokenizing starts without torch's seconds."""
+    """A broken tweak of the script breaks no tool, and tokenizing starts without torch."""
     (tmp_path / "a.txt").write_text("hello\n" * 100)
     code = f"""
 import sys
@@ -167,7 +167,8 @@ class ScriptsError(Exception):
     (UserError("wrong; do this"), 2, "error: wrong; do this"),
     (ScriptsError("of the script"), 2, "error: of the script"),
     (FileNotFoundError(2, "No such file", "a.txt"), 2, "error: a.txt: No such file"),
-    (KeyboardInterrupt(signal.SIGTERM), 143, "interrupted"), (KeyboardInterrupt(), 130, "interrupted"),
+    (KeyboardInterrupt(signal.SIGTERM), 143, "interrupted"),
+    (KeyboardInterrupt(), 130, "interrupted"),
     (ZeroDivisionError("a defect"), None, None)])
 def test_errors_are_one_line_with_a_status_and_a_defect_is_a_traceback(capsys, error, status, said):
     def main():

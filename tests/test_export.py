@@ -1,5 +1,5 @@
-"""records/export.py: JSON lines and CSV against the log, growing logs, chains of logs, TensorBoard by
-what it reads (where it is installed), errors."""
+"""records/export.py: JSON lines and CSV against the log, growing logs, chains of logs, TensorBoard
+by what it reads (where it is installed), errors."""
 
 import csv
 import io

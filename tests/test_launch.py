@@ -162,7 +162,8 @@ def test_a_text_is_tokenized_once_and_again_when_it_has_changed(tmp_path, monkey
 def test_what_is_started_is_passed_on_and_its_failure_ends_this(tmp_path, capfd):
     program = tmp_path / "program.py"
     program.write_text("import os, sys\nprint('log: a')\nprint(b'\\xff'.decode('latin1'))\n"
-                       "print('log: ' + os.environ['WHERE'], flush=True)\nsys.exit(len(sys.argv) - 1)")
+                       "print('log: ' + os.environ['WHERE'], flush=True)\n"
+                       "sys.exit(len(sys.argv) - 1)")
     assert launch.start(str(program), read=True, WHERE="here")[-1] == "log: here\n"
     printed = capfd.readouterr().out
     assert printed.startswith(f"run.sh: python {program}\nlog: a\n") and "log: here\n" in printed

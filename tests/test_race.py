@@ -191,7 +191,8 @@ def test_a_run_that_fails_ends_the_race_and_is_run_again(place, capsys):
 
 
 @pytest.mark.parametrize("change, words", [
-    ("record", "ours.sha256 was "), ("flags", "ours.flags was ['--muon_lr=1'] and is ['--muon_lr=2']"),
+    ("record", "ours.sha256 was "),
+    ("flags", "ours.flags was ['--muon_lr=1'] and is ['--muon_lr=2']"),
     ("seed", "first_seed was 1 and is 2"), ("NPROC", "NPROC was None and is 2")])
 def test_a_race_that_goes_on_refuses_what_has_changed(change, words, place, capsys, monkeypatch):
     assert run_race(place, "--repeat=1", "--muon_lr=1") == 0
@@ -303,7 +304,8 @@ def test_which_runs_count(place, more, resumed, counts):
     folder = one.folder / "record"
     folder.mkdir(parents=True)
     usual = {"source": (place / "record.py").read_text()}
-    (folder / "a.log").write_text(log_text(**usual | more | ({} if resumed is None else {"total": 500})))
+    killed = {} if resumed is None else {"total": 500}
+    (folder / "a.log").write_text(log_text(**usual | killed | more))
     if resumed is not None:
         text = log_text((3.3, 3.2), first=250, parent="gone/a", **usual | resumed)
         (folder / "b.log").write_text(text)
