@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, log_path, losses, planted, train
+from conftest import ROOT, TINY, log_path, losses, train
 
 import train_gpt
 from data import tokenize_text
