@@ -200,6 +200,10 @@ def test_tensorboard(follow, run, tmp_path):
             found[event.step][name] = pytest.approx(event.value)
     assert found == expected(tmp_path / "x.log")
     assert [event.wall_time for event in events.Scalars("val_loss")] == [0, 12.5, 25]
+    assert run(write(tmp_path / "nan", log_text((9.0, math.nan))), "--to", "tensorboard", "--out",
+               tmp_path / "nan")[0] == 0
+    event = EventAccumulator(str(tmp_path / "nan" / "x")).Reload().Scalars("val_loss")[-1]
+    assert event.step == 125 and math.isnan(event.value)
     content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     settings = HParamsPluginData.FromString(content).session_start_info.hparams
     assert settings["hyperparameters.muon_lr"].number_value == 0.02

@@ -81,6 +81,12 @@ def test_few_validations_come_with_smoothed_training_losses(tmp_path):
     for panel in drawn(a, b).axes:
         dotted = [line for line in panel.get_lines() if line.get_linestyle() == ":"]
         assert len(dotted) == 2 and "training loss, smoothed" in dotted[0].get_label()
+        assert not panel.yaxis.get_major_formatter().get_useOffset()
+    (tmp_path / "x.log").write_text(log_text(range(30, 0, -1), every=1))  # a loss a step
+    _, losses = plot.training_curve(logs.read_run(tmp_path / "x.log", "x"), "step")
+    shown = [loss for loss in range(15, 0, -1) for _ in (0, 1)]
+    width = len(shown) - len(losses) + 1
+    assert width > 2 and losses[-1] == pytest.approx(sum(shown[-width:]) / width)
 
 
 def test_the_range_is_the_end_of_the_runs(tmp_path):
