@@ -7,6 +7,7 @@ them little-endian. train_gpt.py, which runs without this folder, has the same c
 import argparse
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import shutil
@@ -15,11 +16,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 SHARD_MAGIC = 20240520
 SHARD_VERSION = 1
@@ -184,7 +180,7 @@ def run(main, errors: tuple = ()) -> int:
         status = 2
     except BrokenPipeError:  # the reader of our output, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # as of SIGPIPE, which Windows lacks
+        return 128 + signal.SIGPIPE
     except OSError as e:
         where = f"{e.filename}: " if e.filename else ""
         message = f"error: {where}{e.strerror or e}"
@@ -210,21 +206,17 @@ def sha256(path) -> str:
 
 @contextlib.contextmanager
 def staging(folder: Path):
-    """A folder for unfinished files: locked against a second run (except on Windows), emptied of
-    what a killed run left, and removed at the end whatever happens. A full disk is a UserError."""
+    """A folder for unfinished files: locked against a second run, emptied of what a killed run
+    left, and removed at the end whatever happens. A full disk is a UserError."""
     folder.mkdir(parents=True, exist_ok=True)
-    # Windows removes no open file, so that there a lock would stay behind.
-    with open(folder / "lock", "w") if fcntl else contextlib.nullcontext() as lock:
+    with open(folder / "lock", "w") as lock:
         try:
-            if fcntl:  # lockf: workers that outlive a killed run for a moment do not hold it
-                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             raise UserError(f"{folder}: another run is writing there; wait for it, or choose "
                             "another name") from None
         for leftover in folder.iterdir():
-            if leftover.is_dir():
-                shutil.rmtree(leftover)
-            elif leftover.name != "lock":
+            if leftover.name != "lock":
                 leftover.unlink()
         try:
             yield folder
@@ -245,7 +237,6 @@ def publish(staged: list[Path], folder: Path):
             os.fsync(f.fileno())
     for path in staged:
         os.replace(path, folder / path.name)
-    if os.name == "posix":  # elsewhere a folder cannot be opened
-        handle = os.open(folder, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
+    handle = os.open(folder, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)

@@ -4,25 +4,22 @@
     python data/fineweb.py --num_chunks 103   # all of FineWeb10B: chunks of 100M tokens, 20 GB
     python data/fineweb.py --verify           # check again what is there, without a network
 
-Safe to run again at any time: it keeps the sound files and fetches the missing and the damaged
-ones. A file is checked before it gets its name, and its SHA-256 goes into SHA256SUMS next to it
-(`sha256sum -c` reads it too). The hub's own variables hold: HF_ENDPOINT for a mirror, HF_TOKEN,
-HF_HUB_OFFLINE.
+Safe to run again at any time: it keeps the sound files, fetches the missing and the damaged ones,
+and goes on with a download that was cut off. Every token of a new file is checked, and its SHA-256
+is compared with the hub's and goes into SHA256SUMS next to it (`sha256sum -c` reads it too). The
+hub's own variables hold: HF_ENDPOINT for a mirror, HF_TOKEN, HF_HUB_OFFLINE.
 """
 
 import os
-import queue
 import re
 import shutil
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from data.common import ArgumentParser, UserError, check_shard, publish, run, sha256, staging
+from data.common import ArgumentParser, UserError, check_shard, require, run, sha256
 from data.vocab import GPT2Tokenizer
 
 CHUNKS = {"fineweb10B": 103, "fineweb100B": 1030}  # of 100M training tokens each
@@ -50,82 +47,42 @@ def check(path: Path, digest: str | None) -> int:
 # --------------------------------------------------------------------------------------------------
 # The hub.
 
-def ask_hub(request, what: str):
-    """request(), its failures as one line. They come from the hub's library and whichever HTTP
-    library it uses, and have no common ancestor but Exception."""
+def ask_hub(request, dataset: str, name: str, **options):
+    """The answer of one of the hub library's functions about a file; its failure is one line. They
+    have no common ancestor but Exception."""
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     try:
-        return request()
+        return request(f"kjj0/{dataset}-gpt2", name, repo_type="dataset", endpoint=endpoint,
+                       **options)
     except Exception as e:
         if isinstance(e, OSError) and e.errno and not isinstance(e, ConnectionError):
             raise  # this machine's: a full disk, say
-        status = getattr(getattr(e, "response", None), "status_code", None)
-        if status == 404:
-            raise UserError(f"{what}: {endpoint()} does not have it") from None
         reason = f"{type(e).__name__}: {' '.join(str(e).split())[:160]}"
-        if status:
-            reason = f"HTTP status {status}"
-        raise UserError(f"{what}: could not be fetched from {endpoint()} ({reason}); HF_ENDPOINT "
-                        "can name a mirror, and files fetched on another machine can be copied "
+        raise UserError(f"{name}: could not be fetched from {endpoint} ({reason}); HF_ENDPOINT can "
+                        "name a mirror, and files fetched on another machine can be copied "
                         "here") from None
 
 
-def endpoint() -> str:
-    return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-
-
-def describe(dataset: str, name: str) -> tuple[int, str | None]:
+def describe(repo: str, name: str, repo_type: str, endpoint: str) -> tuple[int, str | None]:
     """A file's size on the hub, and its SHA-256 where the hub tells it."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
-    url = hf_hub_url(f"kjj0/{dataset}-gpt2", name, repo_type="dataset", endpoint=endpoint())
-    found = ask_hub(lambda: get_hf_file_metadata(url, endpoint=endpoint()), name)
+    url = hf_hub_url(repo, name, repo_type=repo_type, endpoint=endpoint)
+    found = get_hf_file_metadata(url, endpoint=endpoint)
     etag = found.etag or ""
     return found.size or 0, etag if re.fullmatch("[0-9a-f]{64}", etag) else None
 
 
-def fetch(dataset: str, name: str, digest: str | None, folder: Path, lock: threading.Lock):
+def fetch(dataset: str, name: str, digest: str | None, folder: Path):
+    """A bad file does not stay. One that was damaged later is replaced."""
     from huggingface_hub import hf_hub_download
-    unfinished = folder / f".{dataset}.unfinished"
-
-    def download():
-        return hf_hub_download(f"kjj0/{dataset}-gpt2", name, repo_type="dataset",
-                               local_dir=unfinished, endpoint=endpoint())
-
-    path = Path(ask_hub(download, name))
-    check(path, digest)
-    digest = digest or sha256(path)
-    with lock:
-        publish([path], folder)
-        sums = sorted({**read_sums(folder), name: digest}.items())
-        path = unfinished / SUMS
-        path.write_text("".join(f"{sum_of_file}  {file}\n" for file, sum_of_file in sums))
-        publish([path], folder)
-
-
-def fetch_all(dataset: str, wanted: list[tuple[str, str | None]], folder: Path, workers: int):
-    """In daemon threads, so that an interruption need not wait for them."""
-    jobs = queue.SimpleQueue()
-    done = queue.SimpleQueue()
-    lock = threading.Lock()
-    for job in wanted:
-        jobs.put(job)
-
-    def work():
-        while True:
-            try:
-                name, digest = jobs.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                fetch(dataset, name, digest, folder, lock)
-                done.put(None)
-            except BaseException as e:  # noqa: BLE001 - it is raised below
-                done.put(e)
-
-    for _ in range(workers):
-        threading.Thread(target=work, daemon=True).start()
-    for _ in tqdm(wanted, desc="files", disable=None):
-        if error := done.get():
-            raise error
+    path = Path(ask_hub(hf_hub_download, dataset, name, local_dir=folder))
+    try:
+        check(path, digest)
+    except UserError:
+        path.unlink()
+        raise
+    sums = sorted({**read_sums(folder), name: digest or sha256(path)}.items())
+    (folder / SUMS).write_text("".join(f"{digest}  {file}\n" for file, digest in sums))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -134,8 +91,7 @@ def verify(folder: Path):
     paths = sorted(folder.glob("fineweb_*.bin"))
     sums = read_sums(folder)
     bad = 0
-    if not paths:
-        raise UserError(f"{folder}: holds no fineweb_*.bin")
+    require(paths, f"{folder}: holds no fineweb_*.bin")
     for path in tqdm(paths, disable=None):
         try:
             num_tokens = check(path, sums.get(path.name))
@@ -144,21 +100,22 @@ def verify(folder: Path):
         except UserError as e:
             bad += 1
             tqdm.write(f"error: {e}", file=sys.stderr)
-    if bad:
-        raise UserError(f"{bad} of {len(paths)} files are bad; run again without --verify to fetch "
-                        "them again")
+    require(not bad, f"{bad} of {len(paths)} files are bad; run again without --verify to fetch "
+            "them again")
 
 
 def missing(folder: Path, names: list[str]) -> list[str]:
-    """The names without a sound file."""
+    """The names without a sound file. What is damaged is removed."""
     wanted = []
     for name in names:
-        if (folder / name).exists():
+        path = folder / name
+        if path.exists():
             try:
-                check_shard(folder / name, GPT2Tokenizer.vocab_size)
+                check(path, None)
                 continue
             except UserError as e:
                 print(f"fetching it again: {e}", file=sys.stderr)
+                path.unlink()
         wanted.append(name)
     return wanted
 
@@ -170,7 +127,6 @@ def main(argv=None):
     p.add_argument("--dataset", choices=CHUNKS, default="fineweb10B", help="(fineweb10B)")
     p.add_argument("--out", type=Path, metavar="DIR",
                    help="destination (a folder of the dataset's name, in data/)")
-    p.add_argument("--workers", type=int, default=4, metavar="N", help="files at a time (4)")
     p.add_argument("--verify", action="store_true",
                    help="check the files that are there, fetch nothing")
     args = p.parse_args(argv)
@@ -178,29 +134,20 @@ def main(argv=None):
     if args.verify:
         verify(folder)
         return
-    if not 0 <= args.num_chunks <= CHUNKS[args.dataset]:
-        raise UserError(f"--num_chunks {args.num_chunks}: {args.dataset} has "
-                        f"{CHUNKS[args.dataset]}")
-    if args.workers < 1:
-        raise UserError(f"--workers {args.workers}: must be 1 or more")
+    require(0 <= args.num_chunks <= CHUNKS[args.dataset],
+            f"--num_chunks {args.num_chunks}: {args.dataset} has {CHUNKS[args.dataset]}")
 
     names = ["fineweb_val_000000.bin"]
     names += [f"fineweb_train_{i:06d}.bin" for i in range(1, args.num_chunks + 1)]
     wanted = missing(folder, names)
-    if wanted:
-        describe(args.dataset, wanted[0])  # without a network this fails at once, and once
-        with ThreadPoolExecutor(args.workers) as pool:
-            described = list(pool.map(lambda name: describe(args.dataset, name), wanted))
-        size = sum(size for size, _ in described)
-        folder.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(folder).free
-        if size > free:
-            raise UserError(f"{folder}: {len(wanted)} files of {size / 1e9:.1f} GB in all do not "
-                            f"fit, {free / 1e9:.1f} GB are free; fetch fewer --num_chunks, or "
-                            "choose another --out")
-        with staging(folder / f".{args.dataset}.unfinished"):
-            digests = [digest for _, digest in described]
-            fetch_all(args.dataset, list(zip(wanted, digests)), folder, args.workers)
+    described = [ask_hub(describe, args.dataset, name) for name in wanted]
+    size = sum(size for size, _ in described)
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    require(size <= free, f"{folder}: {len(wanted)} files of {size / 1e9:.1f} GB in all do not "
+            f"fit, {free / 1e9:.1f} GB are free; fetch fewer --num_chunks, or choose another --out")
+    for name, (_, digest) in zip(tqdm(wanted, desc="files", disable=None), described):
+        fetch(args.dataset, name, digest, folder)
     print(f"{folder}: {args.num_chunks} training chunks and validation, all sound ({len(wanted)} "
           "fetched now)")
 

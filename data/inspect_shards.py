@@ -1,12 +1,11 @@
 """What token shards hold, and whether they are sound.
 
     python data/inspect_shards.py data/fineweb10B/*.bin
-    python data/inspect_shards.py data/demo/*.bin --seq_len 8192
+    python data/inspect_shards.py data/mine/*.bin --tokenizer bytes
 
-Reads every token. Prints for each file: tokens, range of ids, documents and their lengths, how many
-of these a border between sequences of --seq_len tokens cuts, and how the first document begins. The
-tokenizer is the one named by NAME.json next to the shards, else GPT-2's. Exits with 2 where a shard
-is bad, and names the defect and the byte.
+Reads every token. Prints for each file: tokens, range of ids, documents and their lengths, and how
+the first document begins. The tokenizer is the one named by NAME.json next to the shards, else
+GPT-2's. Exits with 2 where a shard is bad, and names the defect and the byte.
 """
 
 import json
@@ -37,13 +36,7 @@ def tokenizer_of(path: Path) -> str:
     return name
 
 
-def count_cut(starts: np.ndarray, ends: np.ndarray, seq_len: int) -> int:
-    """How many documents, from token `starts` up to token `ends`, a border between sequences of
-    seq_len tokens cuts. The first sequence begins with the shard, as in training's first pass."""
-    return int((starts // seq_len != (ends - 1) // seq_len).sum())
-
-
-def inspect(path: Path, tokenizer_name: str, vocab_dir=None, seq_len=None) -> list[str]:
+def inspect(path: Path, tokenizer_name: str, vocab_dir=None) -> list[str]:
     """The report on one shard, line by line. Raises UserError where it is bad."""
     vocab_size = TOKENIZERS[tokenizer_name].vocab_size
     num_tokens = check_shard(path, vocab_size)
@@ -68,10 +61,6 @@ def inspect(path: Path, tokenizer_name: str, vocab_dir=None, seq_len=None) -> li
         lines.append(f"  tokens per document: median {np.median(lengths):.0f}, mean "
                      f"{lengths.mean():.0f}, 90 % up to {np.percentile(lengths, 90):.0f}, longest "
                      f"{lengths.max()}")
-        if seq_len:
-            cut = count_cut(starts, ends, seq_len)
-            lines.append(f"  {cut} documents ({cut / len(starts):.1%}) are cut by the borders of "
-                         f"sequences of {seq_len} tokens")
         if starts[0]:
             lines.append(f"  the first {starts[0]} tokens continue a document of the shard before")
     begin = int(starts[0]) + 1 if len(starts) else 0
@@ -91,16 +80,12 @@ def main(argv=None):
     p.add_argument("--tokenizer", choices=TOKENIZERS, help="of the shards (see above)")
     p.add_argument("--vocab_dir", metavar="DIR",
                    help="folder with GPT-2's encoder.json and vocab.bpe (downloaded)")
-    p.add_argument("--seq_len", type=int, metavar="TOKENS",
-                   help="count the documents that borders between sequences of this length cut")
     args = p.parse_args(argv)
-    require(args.seq_len is None or args.seq_len > 0,
-            f"--seq_len {args.seq_len}: must be 1 or more")
     bad = []
     for path in args.files:
         try:
             tokenizer_name = args.tokenizer or tokenizer_of(path)
-            lines = inspect(path, tokenizer_name, args.vocab_dir, args.seq_len)
+            lines = inspect(path, tokenizer_name, args.vocab_dir)
             print("\n".join(lines))
         except UserError as e:
             bad.append(e)

@@ -24,14 +24,11 @@ import hashlib
 import itertools
 import json
 import lzma
-import multiprocessing
 import os
 import re
-import signal
 import sys
-import threading
 import zlib
-from concurrent.futures import ProcessPoolExecutor, process
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -85,8 +82,8 @@ def find_files(inputs, globs, exclude, shuffle=False) -> list[Path]:
                 if (top / path).is_file():
                     found.append(path)
                 else:
-                    print(f"note: {top / path} is left out: it is no file, or a link to a file that "
-                          "does not exist", file=sys.stderr)
+                    print(f"note: {top / path} is left out: it is no file, or a link to a file "
+                          "that does not exist", file=sys.stderr)
         require(top.exists(), f"{top}: no such file or folder")
         require(found, f"{top}: no file there matches "
                 f"{' or '.join(globs) or '.txt .md .jsonl .parquet'}; --glob chooses others")
@@ -202,7 +199,7 @@ def read_batches(files, args, notes: dict[str, list]):
         yield batch
 
 
-# ---- Tokenizing, in the workers ------------------------------------------------------------------
+# ---- Tokenizing ----------------------------------------------------------------------------------
 
 def encode(batch, tokenizer_name: str, vocab_dir):
     """(tokens, how many each text of the batch became, its document's bucket)"""
@@ -213,49 +210,17 @@ def encode(batch, tokenizer_name: str, vocab_dir):
     return np.concatenate(parts), list(map(len, parts)), [bucket for _, _, bucket in batch]
 
 
-def hold_signals(held: bool):
-    """Have signals wait, or no longer; processes that are started meanwhile have them wait too. One
-    that came right after a fork would unwind a copy of this whole program."""
-    if hasattr(signal, "pthread_sigmask"):  # Windows lacks it, and does not fork
-        how = signal.SIG_BLOCK if held else signal.SIG_UNBLOCK
-        signal.pthread_sigmask(how, {signal.SIGINT, signal.SIGTERM})
-
-
-def start_worker():
-    """The main process decides when to stop, and a worker outlives it in no case."""
-    def end_with_parent():
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    hold_signals(False)
-    threading.Thread(target=end_with_parent, daemon=True).start()
-
-
 def encode_all(batches, args):
-    """The batches encoded, in their order. Few are under way at a time: memory stays flat."""
-    how = (args.tokenizer, args.vocab_dir)
-    if args.workers == 1:
-        yield from (encode(batch, *how) for batch in batches)
-        return
-    # Processes, since tiktoken is a quarter slower in a thread and waits there for the reading.
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    """The batches encoded, in their order, by threads, for tiktoken leaves Python's lock to others.
+    Few batches are under way at a time: memory stays flat."""
     pending = collections.deque()
-    try:
-        with ProcessPoolExecutor(args.workers, context, start_worker) as pool:
-            for batch in batches:
-                hold_signals(True)
-                try:  # the first one starts the workers
-                    pending.append(pool.submit(encode, batch, *how))
-                finally:
-                    hold_signals(False)
-                if len(pending) > 2 * args.workers:
-                    yield pending.popleft().result()
-            while pending:
+    with ThreadPoolExecutor(args.workers) as pool:
+        for batch in batches:
+            pending.append(pool.submit(encode, batch, args.tokenizer, args.vocab_dir))
+            if len(pending) > 2 * args.workers:
                 yield pending.popleft().result()
-    except process.BrokenProcessPool:
-        raise UserError("a worker process died; if out of memory, take fewer --workers") from None
+        while pending:
+            yield pending.popleft().result()
 
 
 # ---- Splitting -----------------------------------------------------------------------------------
@@ -322,13 +287,11 @@ def parse(argv):
     add("--val_tokens", type=int, metavar="N", help="in place of a fraction")
     add("--strict", action="store_true", help="stop at invalid UTF-8")
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    most = 61 if sys.platform == "win32" else 1000  # that a ProcessPoolExecutor takes there
-    add("--workers", type=int, default=min(cores, most), metavar="N",
-        help="processes (one per core)")
+    add("--workers", type=int, default=cores, metavar="N", help="threads (one per core)")
     args = p.parse_args(argv)
     require(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", args.name),
             f"--name {args.name!r}: letters, digits, and . _ - only")
-    for name, low, high in (("shard_size", 1, (1 << 31) - 1), ("workers", 1, most),
+    for name, low, high in (("shard_size", 1, (1 << 31) - 1), ("workers", 1, 1000),
                             ("val_tokens", 0, 1 << 62), ("val_fraction", 0, 0.99)):
         value = getattr(args, name)
         require(value is None or low <= value <= high, f"--{name} {value}: must be {low} to {high}")
@@ -346,10 +309,10 @@ def main(argv=None):
     args = parse(argv)
     tokenizer = load_tokenizer(args.tokenizer, args.vocab_dir)
     files = find_files(args.inputs, args.glob, args.exclude, args.shuffle)
-    refuse_to_overwrite(args)
     notes = {}
     batches = encode_all(read_batches(files, args, notes), args)
     with staging(args.out / f".{args.name}.unfinished") as folder, contextlib.closing(batches):
+        refuse_to_overwrite(args)
         train = ShardWriter(folder, f"{args.name}_train", 1, args.shard_size)
         val = ShardWriter(folder, f"{args.name}_val", 0, args.shard_size)
         chosen = split(batches, train, val, args, tokenizer.eot)
@@ -363,7 +326,6 @@ def main(argv=None):
                    "validation": chosen, **sides, "sha256": checksum, "arguments": arguments}
         path = folder / f"{args.name}.json"
         path.write_text(json.dumps(sidecar, indent=1, default=str) + "\n")
-        refuse_to_overwrite(args)
         publish([*train.paths, *val.paths, path], args.out)
     for what, (number, first, _) in notes.items():
         print(f"{number} document(s) with {what}; the first: {first}", file=sys.stderr)

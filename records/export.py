@@ -1,21 +1,18 @@
-"""Write the log of a run into a tracker, or as JSON lines or CSV: afterwards, or while it trains.
+"""Write the log of a run as JSON lines, CSV or TensorBoard's events, afterwards or while it trains.
 
     python records/export.py records/demo --to csv --out demo.csv
     python records/export.py records/demo --to tensorboard --out runs
-    python records/export.py RUN --to wandb --project speedrun --follow
+    python records/export.py RUN --to tensorboard --follow
 
 RUN is a run's log, its folder, or a folder of logs, of this project or published by the speedrun
 (see compare.py); of a run that was killed, or is alive, what the log holds so far is written. A
 resumed run is written whole, with the steps of the logs that it continues, under the name of the
-newest one. jsonl and csv go to stdout, or to --out, a new file. A tracker gets a run of that name,
-with hyperparameters and environment as its configuration, and at each step train_loss, val_loss and
-what else the log says. Where a step was trained and validated, the rest is the training's.
+newest one. jsonl and csv go to stdout, or to --out, a new file.
 
-  tensorboard  a folder for each log in --out (default: runs), where a second export replaces the
-               first; its relative time is the training time
-  trackio      into --project, in --out (default: where trackio keeps all)
-  wandb        into --project; files in --out (default: ./wandb), until `wandb sync` with
-               WANDB_MODE=offline
+tensorboard writes a folder for each run into --out (default: runs), where a second export replaces
+the first. It has the settings as hyperparameters, and at each step train_loss, val_loss and what
+else the log says; where a step was trained and validated, the rest is the training's. Its relative
+time is the training time.
 
 --follow looks every second for new lines, of one run, until its last validation or Ctrl+C. A run
 that is resumed goes on in another log: follow that one.
@@ -36,7 +33,6 @@ import ast
 import csv
 import json
 import math
-import os
 import sys
 import time
 from pathlib import Path
@@ -70,10 +66,10 @@ def flat_settings(run) -> dict:
 # What runs are written to, one after the other: start, add for each line, finish.
 
 class JsonLines:
-    def __init__(self, args, runs):
+    def __init__(self, out, runs):
         self.file = sys.stdout
-        if args.out:
-            self.file = open(args.out, "x", 1, encoding="utf-8", errors="backslashreplace")
+        if out:
+            self.file = open(out, "x", 1, encoding="utf-8", errors="backslashreplace")
 
     def start(self, run):
         self.write({"kind": "run", "version": 1, "run": run.name, "path": run.path}
@@ -89,8 +85,8 @@ class JsonLines:
         pass
 
 class Csv(JsonLines):
-    def __init__(self, args, runs):
-        super().__init__(args, runs)
+    def __init__(self, out, runs):
+        super().__init__(out, runs)
         columns = dict.fromkeys(name for run in runs for name in flat_settings(run))
         self.writer = csv.DictWriter(self.file, ["run", *logs.Line._fields, *columns],
                                      lineterminator="\n")
@@ -102,83 +98,40 @@ class Csv(JsonLines):
     def write(self, row: dict):
         self.writer.writerow(row | self.settings)
 
-class Tracker:
-    def __init__(self, args, runs):
-        self.args = args
+class TensorBoard:
+    def __init__(self, out, runs):
+        try:
+            from torch.utils.tensorboard import SummaryWriter, summary
+        except ImportError as e:
+            raise UserError(f"--to tensorboard: pip install tensorboard ({e})") from None
+        self.new_writer = SummaryWriter
+        self.hparams = summary.hparams
+        self.out = out or Path("runs")
 
     def start(self, run):
         self.step = None  # the last one
-        if self.args.out:
-            self.args.out.mkdir(parents=True, exist_ok=True)
-        try:
-            self.run = self.begin(run)
-        except ImportError as e:
-            raise UserError(f"--to {self.args.to}: pip install {self.args.to} ({e})") from None
-        except Exception as e:  # no account, no network, a name that it does not take
-            raise UserError(f"{type(e).__name__}: {e}".splitlines()[0]) from None
+        # With purge_step=0 TensorBoard forgets what it has of this run.
+        self.writer = self.new_writer(str(self.out / run.name), purge_step=0, flush_secs=1)
+        settings = {name: value if isinstance(value, (int, float, str)) else str(value)
+                    for name, value in flat_settings(run).items()}
+        for part in self.hparams(settings, {}):  # add_hparams() would open a file of its own
+            self.writer.file_writer.add_summary(part)
 
     def add(self, run, line):
         values = {}
         if line.kind:
             values[f"{line.kind}_loss"] = math.nan if line.loss is None else line.loss
         if line.step != self.step:
-            measured = zip(line._fields[4:], line[4:])
-            values |= {name: value for name, value in measured if value is not None}
+            values |= dict(zip(line._fields[4:], line[4:]))
         self.step = line.step
-        self.log(values, line)
-
-    def log(self, values: dict, line):
-        self.run.log(values, step=line.step)
-
-    def finish(self):
-        self.run.finish()
-
-    def named(self, run) -> dict:
-        """What wandb and trackio, which has its interface, are told of a run."""
-        settings = settings_of(run)
-        config = settings.pop("hyperparameters") | settings
-        return {"project": self.args.project, "name": run.name, "config": config}
-
-class Trackio(Tracker):
-    def begin(self, run):
-        if self.args.out:
-            os.environ["TRACKIO_DIR"] = str(self.args.out)  # which the import reads
-        import trackio
-        return trackio.init(auto_log_gpu=False, auto_log_cpu=False, **self.named(run))
-
-class Wandb(Tracker):
-    def begin(self, run):
-        import wandb
-        # No measurements, packages or git state of here, where the run need not have been.
-        settings = wandb.Settings(console="off", disable_git=True, disable_code=True,
-                                  x_disable_stats=True, x_disable_meta=True,
-                                  x_save_requirements=False)
-        return wandb.init(dir=self.args.out, settings=settings, **self.named(run))
-
-class TensorBoard(Tracker):
-    def begin(self, run):
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.plugins.hparams.summary_v2 import hparams_pb
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-        self.event = Event
-        writer = EventFileWriter(str((self.args.out or Path("runs")) / run.name), flush_secs=1)
-        # At a START TensorBoard forgets what it has of this run from that step on.
-        writer.add_event(Event(step=0, session_log={"status": "START"}))
-        settings = {name: value if isinstance(value, (int, float, str)) else str(value)
-                    for name, value in flat_settings(run).items()}
-        writer.add_event(Event(step=0, summary=hparams_pb(settings, trial_id=run.name)))
-        return writer
-
-    def log(self, values: dict, line):
-        scalars = [{"tag": name, "simple_value": value} for name, value in values.items()]
-        self.run.add_event(self.event(step=line.step, wall_time=line.seconds,
-                                      summary={"value": scalars}))
+        for name, value in values.items():
+            if value is not None:
+                self.writer.add_scalar(name, value, line.step, walltime=line.seconds)
 
     def finish(self):
-        self.run.close()
+        self.writer.close()
 
-TARGETS = {"jsonl": JsonLines, "csv": Csv, "tensorboard": TensorBoard, "trackio": Trackio,
-           "wandb": Wandb}
+TARGETS = {"jsonl": JsonLines, "csv": Csv, "tensorboard": TensorBoard}
 
 def export(run, target, follow: bool):
     """Write what the log of a run holds; with follow, until the run has ended."""
@@ -201,8 +154,6 @@ def main():
     parser.add_argument("runs", metavar="RUN", nargs="+", help="a log, or a folder")
     parser.add_argument("--to", required=True, choices=TARGETS)
     parser.add_argument("--out", type=Path, metavar="PATH", help="file or folder, see above")
-    parser.add_argument("--project", default="nanogpt-speedrun",
-                        help="of wandb or trackio; default: nanogpt-speedrun")
     parser.add_argument("--follow", action="store_true", help="go on until the run's end or Ctrl+C")
     args = parser.parse_args()
     beside = {run: Path(f"{Path(run)}.log") for run in args.runs}  # of a run's folder, its log
@@ -212,7 +163,7 @@ def main():
     require(runs, "no run to export")
     require(not args.follow or len(runs) == 1, f"--follow takes one run, not {len(runs)}")
     sys.stdout.reconfigure(line_buffering=True)
-    target = TARGETS[args.to](args, runs)
+    target = TARGETS[args.to](args.out, runs)
     for run in runs:
         export(run, target, args.follow)
     if unread:

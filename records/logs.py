@@ -1,5 +1,5 @@
 """Reads the logs of NanoGPT speedruns: this project's, those that the speedrun has published since
-October 2024, and captured consoles. compare.py judges the runs that are found here.
+October 2024, and captured consoles. The other programs here take the runs that it finds.
 
 What a run did stands in its step lines. The source in a log may hold any text, also whole logs in
 its strings, and none of that is ever read as a result: this project's logs give the SHA-256 and
@@ -23,6 +23,7 @@ from collections import namedtuple
 from itertools import pairwise
 from pathlib import Path
 
+
 class BadInput(Exception):
     """An error that the user can fix: the message is one line."""
 
@@ -36,59 +37,44 @@ def installed():
               "(source .venv/bin/activate), or use ./run.sh", file=sys.stderr)
         sys.exit(2)
 
+def printable(text):
+    """Without what would steer a terminal: such characters as escapes."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode()
+                   for c in text)
+
 # ---- The sections of a log -----------------------------------------------------------------------
 
 SEPARATOR = "=" * 100
 OWN_HEAD = re.compile(rf"((?:\w+ = .*\n)+){SEPARATOR}\n((?:\w+:.*\n)+){SEPARATOR}\n")
-SETTING = re.compile(r"\w+ = ")
 SCRIPT = re.compile(r"(?m)^script: sha256 ([0-9a-f]{64}) ([0-9]{1,9}) lines$")
 VERSION = re.compile(r"(?i)\b(?:py)?(python|torch|triton|cuda|driver)(?: version)?:? (\d[\w.+]*)")
 NVIDIA_SMI_ROW = re.compile(r"(?m)^\| +\d+ +(NVIDIA(?: \S+)*) +(?:On|Off) +\|")
 PYTHON_LINE = re.compile(r"(?m)^Running [Pp]y")
-JOINED = "no log (logs of different scripts in one file: split it, one file for each script)"
 
 Sections = namedtuple("Sections", "hyperparameters environment source steps")
 
 def own_sections(text):
-    """The Sections of each of this project's logs that a file joins; empty where it holds none."""
-    found = []
-    while head := OWN_HEAD.match(text):
-        hyperparameters = dict(re.findall(r"(\w+) = (.*)\n", head[1]))
-        source, steps = source_and_steps(text[head.end():], SCRIPT.search(head[2]))
-        steps, text = split_at_head(steps)
-        found.append(Sections(hyperparameters, environment_of(head[2]), source, steps))
-    if found and text:
-        raise BadInput("no log (a line of 100 '=' among its steps begins no other log)")
-    return found
+    """The Sections of a log of this project; None where it is none."""
+    head = OWN_HEAD.match(text)
+    if not head:
+        return None
+    hyperparameters = dict(re.findall(r"(\w+) = (.*)\n", head[1]))
+    source, steps = source_and_steps(text[head.end():], SCRIPT.search(head[2]))
+    if f"\n{SEPARATOR}\n" in steps:
+        raise BadInput("no log (a line of 100 '=' stands among its steps: one log a file)")
+    return Sections(hyperparameters, environment_of(head[2]), source, steps)
 
 def source_and_steps(text, script):
     """A source may quote a whole log, so it ends where its hash and number of newlines say."""
-    if script:
-        lines = text.split("\n")
-        count = int(script[2])
-        for end, last in ((count, "\n"), (count + 1, ""), (count, "")):  # or no last newline
-            source = "\n".join(lines[:end]) + last
-            same = hashlib.sha256(source.encode()).hexdigest() == script[1]
-            if same and lines[end:end + 1] == [SEPARATOR]:
-                return source, "\n".join([*lines[end + 1:-1], ""])  # without half a line
-        raise BadInput("no log (its source is cut or changed: the SHA-256 is another)")
-    parts = text.split(f"\n{SEPARATOR}\n")
-    if len(parts) != 2:
+    if not script:
         raise BadInput("no log (it does not say where its source ends)")
-    return f"{parts[0]}\n", parts[1].partition("\nsample:\n")[0]  # old logs end in a model's text
-
-def split_at_head(steps):
-    """The steps of one log, and what follows from the head of the next log on, which begins with
-    the settings above the first separator."""
-    before, separator, _ = steps.partition(f"\n{SEPARATOR}\n")
-    if not separator:
-        return steps, ""
-    lines = before.split("\n")
-    first = len(lines)
-    while first and SETTING.match(lines[first - 1]):
-        first -= 1
-    own = "".join(f"{line}\n" for line in lines[:first])
-    return own, steps[len(own):]
+    lines = text.split("\n")
+    count = int(script[2])
+    for end, last in ((count, "\n"), (count + 1, "")):  # with and without a last newline
+        source = "\n".join(lines[:end]) + last
+        if hashlib.sha256(source.encode()).hexdigest() == script[1]:
+            return source, "\n".join([*lines[end + 1:-1], ""])  # without half a line
+    raise BadInput("no log (its source is cut or changed: the SHA-256 is another)")
 
 def environment_of(text):
     """key -> value of `key: value` lines; the values of a key that comes several times, joined."""
@@ -103,18 +89,14 @@ def environment_of(text):
     return {key: "; ".join(values) for key, values in found.items()}
 
 def published_sections(text):
-    """The Sections of each log that a file joins, of the speedrun's or a captured console's, as
-    far as it has them: the source, the versions, nvidia-smi's table, the steps."""
+    """The Sections of a log of the speedrun's or of a captured console, as far as it has them: the
+    source, the versions, nvidia-smi's table, the steps."""
     running = PYTHON_LINE.search(text)
     if not running:
         source, _, steps = text.rpartition(f"{SEPARATOR}\n")
-        return [Sections({}, {}, source.strip("=\n"), steps)]
-    source = text[:running.start()].strip("=\n")
-    body = text[running.start():]
-    bodies = body.split(source) if source else [body]  # the source stands once, or for each run
-    if len(bodies) > 1:
-        require_program(source)
-    return [Sections({}, versions_of(part), source, part) for part in bodies]
+        return Sections({}, {}, source.strip("=\n"), steps)
+    steps = text[running.start():]
+    return Sections({}, versions_of(steps), text[:running.start()].strip("=\n"), steps)
 
 def versions_of(body):
     top = body.partition("\nstep:")[0]
@@ -410,23 +392,21 @@ def read(arguments, loss_name=VAL_LOSS):
     return runs, unread
 
 def runs_in(text, path, loss_name):
-    runs = []
     own = own_sections(text)
-    for sections in own or published_sections(text):
-        groups = split_runs(step_lines(sections.steps, loss_name))
-        if own and len(groups) > 1:
-            raise BadInput("no log (its steps begin anew: two runs have written it)")
-        if len(groups) > 1 and sections.source:
-            require_program(sections.source)
-            first = STEP.search(sections.steps).start()
-            if PYTHON_LINE.search(sections.steps, first):
-                raise BadInput(JOINED)
-        if own and not groups:
-            groups = [[]]  # it is alive, before its first step
-        runs += [Run("", path, sections, group) for group in groups]
-    if not runs:
+    sections = own or published_sections(text)
+    groups = split_runs(step_lines(sections.steps, loss_name))
+    if own and len(groups) > 1:
+        raise BadInput("no log (its steps begin anew: two runs have written it)")
+    if len(groups) > 1 and sections.source:
+        require_program(sections.source)
+        first = STEP.search(sections.steps).start()
+        if PYTHON_LINE.search(sections.steps, first):
+            raise BadInput("no log (several logs in one file: split it, one file for each)")
+    if own and not groups:
+        groups = [[]]  # it is alive, before its first step
+    if not groups:
         raise BadInput("no log (no line of a step in it)")
-    return runs
+    return [Run("", path, sections, group) for group in groups]
 
 def read_run(path, name, others=()):
     """The run in a file that holds one; `others` are files among which its parents may be."""

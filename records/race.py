@@ -35,14 +35,17 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = ROOT / "records" / "launch.py"
 sys.path.insert(0, str(ROOT))
-from records import compare, logs
+from records import compare, logs, stats
 
 with logs.installed():
+    from tqdm import tqdm
+
     from data.common import ArgumentParser, UserError, require, run
 
 STEP = re.compile(r"step:(\d+)/(\d+) (?:.*?val_loss:(\S+))?")
@@ -116,8 +119,9 @@ def script_hash(script: str) -> str:
 
 def definition(race: Race) -> dict:
     """What must not change while a race goes on; pairs may be added."""
-    return {"version": 1, "ours": asdict(race.ours), "theirs": asdict(race.theirs),
-            "first_seed": race.seeds[0], "NPROC": os.environ.get("NPROC")}
+    sides = {f"{side}.{key}": value for side in ("ours", "theirs")
+             for key, value in asdict(getattr(race, side)).items()}
+    return {"version": 2, **sides, "first_seed": race.seeds[0], "NPROC": os.environ.get("NPROC")}
 
 def begin_or_go_on(race: Race):
     """Write down what is raced; or refuse if a race of this name is of something else."""
@@ -125,29 +129,16 @@ def begin_or_go_on(race: Race):
     path = race.folder / "race.json"
     now = definition(race)
     if not path.exists():
-        unfinished = path.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(now, indent=1))
-        os.replace(unfinished, path)
+        path.write_text(json.dumps(now, indent=1))
     try:
         before = json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{path}: cannot be read as JSON ({error}); remove {race.folder} to begin "
+        changed = [f"{key} was {before.get(key)} and is {now.get(key)}"
+                   for key in now | before if before.get(key) != now.get(key)]
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); remove {race.folder} to begin "
                         "anew") from None
-    old = flat(before)
-    new = flat(now)
-    changed = [f"{key} was {old.get(key)} and is {new.get(key)}"
-               for key in dict.fromkeys([*new, *old]) if old.get(key) != new.get(key)]
     require(not changed, f"{race.folder} was begun with other scripts or flags: "
             f"{'; '.join(changed)}. Go back to them, or give this race a --name of its own")
-
-def flat(table, path="") -> dict:
-    """{"ours.script": ...} of nested tables."""
-    if not isinstance(table, dict):
-        return {path: table}
-    found = {}
-    for key, value in table.items():
-        found |= flat(value, f"{path}.{key}" if path else key)
-    return found
 
 # ---- The runs ------------------------------------------------------------------------------------
 
@@ -162,7 +153,7 @@ def counted(race: Race, racer: Racer) -> dict:
     return found
 
 def say(text: str, end: str = "\n"):
-    print(f"race: {compare.printable(text)}", end=end, flush=True)
+    print(f"race: {logs.printable(text)}", end=end, flush=True)
 
 def start(racer: Racer, seed: int, records: Path, watch, more=(), **variables):
     """Train; (the log that the run names or None, its output). Each line of the output goes to
@@ -199,7 +190,7 @@ def one_step(race: Race, racer: Racer):
         if path or "num_iterations" not in last:
             break
     if not path:
-        print(compare.printable(output[-20_000:]), file=sys.stderr)
+        print(logs.printable(output[-20_000:]), file=sys.stderr)
         raise UserError(f"{racer.script} fails in a run of {steps} step{'s' * (steps > 1)}, whose "
                         "output is above; mend it and start the race again")
     one = logs.read_run(path, path.stem)
@@ -208,51 +199,14 @@ def one_step(race: Race, racer: Racer):
             f"seed = {one.seed} at step {one.steps}, expected --seed={race.seeds[0]} and a "
             "validation after the last step; a race needs both")
 
-class Progress:
-    """What is said of a run while it trains, and first of all how long the race will take."""
-
-    def __init__(self, what: str, runs_left: int, estimate: bool):
-        self.what = what
-        self.runs_left = runs_left
-        self.estimate = estimate
-        self.began = time.monotonic()
-        self.first = None  # (time, step) when the first step was seen
-        self.loss = "-"
-
-    def watch(self, line: str):
-        found = STEP.match(line)
-        if not found:
-            return
-        now = time.monotonic()
-        step = int(found[1])
-        total = int(found[2])
-        self.loss = found[3] or self.loss
-        if step and not self.first:
-            self.first = (now, step)
-        if not self.first or step == self.first[1]:
-            return
-        seconds = (now - self.first[0]) / (step - self.first[1]) * (total - step)
-        if now - self.first[0] > 10 or 10 * step >= total:
-            self.say_estimate(now - self.began + seconds)
-        if sys.stdout.isatty():
-            print(f"\r{self.what}: step {step}/{total}, val loss {self.loss}, about "
-                  f"{duration(seconds)} left for this run   ", end="\r", flush=True)
-
-    def say_estimate(self, seconds: float):
-        if self.estimate:
-            say(f"one run takes about {duration(seconds)}, so that {self.runs_left} runs take "
-                f"about {duration(seconds * self.runs_left)}")
-        self.estimate = False
-
-    def end(self):
-        self.say_estimate(time.monotonic() - self.began)  # where it was too short to say it before
-
-def duration(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    if seconds < 6000:
-        return f"{seconds / 60:.0f} minutes"
-    return f"{seconds / 3600:.1f} hours"
+def show(line: str, bar: tqdm):
+    """Moves the progress bar to the step that a line of output tells."""
+    found = STEP.match(line)
+    if found:
+        bar.total = int(found[2])
+        if found[3]:
+            bar.set_postfix(val_loss=found[3], refresh=False)
+        bar.update(int(found[1]) - bar.n)
 
 # ---- The race ------------------------------------------------------------------------------------
 
@@ -274,7 +228,7 @@ def pairs_done(race: Race):
 def standing(race: Race) -> str:
     pairs = pairs_done(race)
     losses = [[pair[side].loss for pair in pairs] for side in (0, 1)]
-    test = compare.paired(*losses)
+    test = stats.paired(*losses)
     lower = sum(a < b for a, b in zip(*losses))
     text = (f"after {len(pairs)} pair{'s' * (len(pairs) != 1)}: {race.ours.name} "
             f"{sum(losses[0]) / len(pairs):.4f}, {race.theirs.name} "
@@ -288,26 +242,20 @@ def run_all(race: Race):
     """Train what is missing. A run that fails ends the race, with its output."""
     missing = missing_runs(race)
     total = 2 * len(race.seeds)
-    estimate = True
     if len(missing) < total:
-        seconds = [one.seconds for racer in race.racers() for one in counted(race, racer).values()]
-        left = duration(len(missing) * sum(seconds) / len(seconds))
-        say(f"{total - len(missing)} of {total} runs are done; the others train for about {left}, "
-            "without their start and validations")
-        estimate = False
-    elif missing:
+        say(f"{total - len(missing)} of {total} runs are done")
+    else:
         say("one step of each script, which does not count, to see whether it runs")
         for racer in race.racers():
             one_step(race, racer)
+    began = time.monotonic()
     for i, (pair, racer, seed) in enumerate(missing):
         what = f"pair {pair} of {len(race.seeds)}, {racer.name}, seed {seed}"
         say(what)
-        progress = Progress(what, len(missing) - i, estimate)
-        path, output = start(racer, seed, race.folder / racer.name, progress.watch)
-        progress.end()
-        estimate = False
+        with tqdm(desc=racer.name, unit="step", disable=None, leave=False) as bar:
+            path, output = start(racer, seed, race.folder / racer.name, partial(show, bar=bar))
         if not path:
-            print(compare.printable(output[-20_000:]), file=sys.stderr)
+            print(logs.printable(output[-20_000:]), file=sys.stderr)
             raise UserError(f"{racer.script} failed with seed {seed}, see its output above; the "
                             "same command goes on with this run")
         one = counted(race, racer).get(seed)
@@ -315,6 +263,10 @@ def run_all(race: Race):
                 "it does not count, start the race again")
         say(f"{what}: val loss {one.loss:.4f} after {one.steps} steps, {one.seconds:.1f} s of "
             "training")
+        runs_left = len(missing) - i - 1
+        if runs_left:
+            seconds = (time.monotonic() - began) / (i + 1) * runs_left
+            say(f"{runs_left} runs are left, about {tqdm.format_interval(seconds)}")
         if len(counted(race, race.ours)) == len(counted(race, race.theirs)):
             say(standing(race))
 

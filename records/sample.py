@@ -230,8 +230,8 @@ def features(trained: Trained, tokens: list[int]) -> Tensor:
 @torch.no_grad()
 def generate(trained: Trained, tokens: list[int], temperature: float = 0.8, top_k: int = 50,
              generator: torch.Generator | None = None):
-    """Yields the tokens that continue `tokens`, up to an end of text. Each takes a forward pass over
-    all tokens before it, and is drawn from the top_k likeliest ones, or from all if top_k is 0."""
+    """Yields the tokens that continue `tokens`, without end. Each takes a forward pass over all
+    tokens before it, and is drawn from the top_k likeliest ones, or from all if top_k is 0."""
     vocab_size = trained.hp.vocab_size
     tokens = list(tokens)
     while True:
@@ -241,8 +241,6 @@ def generate(trained: Trained, tokens: list[int], temperature: float = 0.8, top_
         chosen = torch.multinomial(values.softmax(-1), 1, generator=generator)
         tokens.append(int(ids[chosen]))
         yield tokens[-1]
-        if tokens[-1] == vocab_size - 1:
-            return
 
 
 def start(main) -> int:

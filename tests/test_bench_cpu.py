@@ -72,10 +72,8 @@ def test_the_script_may_be_the_original_or_a_copy(tmp_path):
       "--windows=SSS", "--value_embeds=0..", "--attention=xxx"], 1,
      "error: 0.001 was not reached in 1 of 1 run(s)"),
     (["--model_dim=512"], 2, "parameters, more than 850000; --any_size allows that"),
-    (["--recipe=high"], 2, "error: argument --recipe: invalid choice"),
     (["--processes=0"], 2,
      "error: --repeat, --processes, --threads and --fragment must be at least 1"),
-    (["--no_such=1"], 2, "unrecognized arguments: --no_such=1"),
     (["--script=train_gpt.py", "--script=train_gpt.py"], 2,
      "error: --script: give the scripts names that differ"),
 ])

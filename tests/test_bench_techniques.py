@@ -24,7 +24,8 @@ def test_the_table_has_differences_and_p_values():
 
 
 def test_it_makes_the_runs_that_are_missing_and_no_others(tmp_path, shards, monkeypatch, capsys):
-    some = {name: bench_techniques.WITHOUT[name] for name in ("nothing", "short windows", "value embeddings")}
+    some = {name: bench_techniques.WITHOUT[name]
+            for name in ("nothing", "short windows", "value embeddings")}
     monkeypatch.setattr(bench_techniques, "WITHOUT", some)
     out = tmp_path / "losses.csv"
     out.write_text("without,seed,val_loss\nshort windows,1,9.5\n")

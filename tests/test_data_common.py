@@ -1,5 +1,5 @@
-"""What the data programs share: the format is the script's, nothing of it is imported, errors are
-one line, and what is unfinished never gets a final name."""
+"""data/common.py: the format is the script's, nothing of it is imported, errors are one line, and
+what is unfinished never gets a final name."""
 
 import contextlib
 import multiprocessing
@@ -7,19 +7,17 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from data import common
-from data.common import ShardWriter, UserError, check_shard, publish, run, shard_header, staging
+from data.common import ShardWriter, UserError, check_shard, run, shard_header, staging
 from data.vocab import BytesTokenizer
 
-ROOT = Path(__file__).resolve().parent.parent
 EOT = BytesTokenizer.eot
 
 
@@ -27,6 +25,15 @@ def write_shard(path, tokens, header=None):
     header = shard_header(len(tokens)) if header is None else header
     path.write_bytes(header + np.asarray(tokens, dtype="<u2").tobytes())
     return path
+
+
+def status_of(main, **options):
+    """What run() returns; the tests keep their handler of SIGTERM."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        return run(main, **options)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def hold(folder, connection):
@@ -62,12 +69,11 @@ def test_the_format_is_the_scripts():
 
 
 def test_the_programs_need_neither_the_script_nor_torch(tmp_path):
-    """A broken tweak of the script breaks no tool, and tokenizing starts without torch's seconds.
-    fcntl is what Windows lacks."""
+    """A broken tweak of the script breaks no tool, and tokenizing starts without torch."""
     (tmp_path / "a.txt").write_text("hello\n" * 100)
     code = f"""
 import sys
-for name in ("train_gpt", "torch", "fcntl"):
+for name in ("train_gpt", "torch"):
     sys.modules[name] = None
 sys.path.insert(0, {str(ROOT)!r})
 from data import fineweb, inspect_shards, tokenize_text
@@ -116,12 +122,6 @@ def test_a_damaged_header_or_size_is_named(tmp_path, change, words):
     assert str(error.value).startswith(f"{path}: ") and words in str(error.value)
 
 
-def test_what_is_no_file_cannot_be_read(tmp_path):
-    for path in (tmp_path / "none.bin", tmp_path):
-        with pytest.raises(UserError, match="cannot be read"):
-            check_shard(path, 257)
-
-
 @settings(max_examples=200, deadline=None)
 @given(writes=st.lists(st.integers(0, 40), max_size=8), shard_size=st.integers(1, 25),
        moved=st.integers(0, 60), documents=st.integers(1, 12))
@@ -159,53 +159,31 @@ def test_a_writer_cuts_shards_and_moves_its_end(tmp_path_factory, writes, shard_
 # --------------------------------------------------------------------------------------------------
 # Errors.
 
-@pytest.fixture
-def status_of(capsys):
-    """What run() returns for a function that raises an error, and what it prints."""
-    handler = signal.getsignal(signal.SIGTERM)
-
-    def call(error, **options):
-        def main():
-            raise error
-        status = run(main, **options)
-        return status, capsys.readouterr().err
-    yield call
-    signal.signal(signal.SIGTERM, handler)
-
-
 class ScriptsError(Exception):
     """Stands for train_gpt.UserError."""
 
 
-def test_errors_are_one_line_with_a_status(status_of):
-    assert status_of(UserError("wrong; do this")) == (2, "error: wrong; do this\n")
-    also = (ScriptsError,)
-    assert status_of(ScriptsError("of the script"), errors=also) == (2, "error: of the script\n")
-    assert status_of(UserError("of the tools"), errors=also) == (2, "error: of the tools\n")
-    assert status_of(FileNotFoundError(2, "No such file", "a.txt")) == \
-        (2, "error: a.txt: No such file\n")
-    assert status_of(KeyboardInterrupt(signal.SIGTERM)) == (143, "interrupted\n")
-    assert status_of(KeyboardInterrupt()) == (130, "interrupted\n")
-
-
-def test_a_defect_keeps_its_traceback(status_of):
-    with pytest.raises(ScriptsError):
-        status_of(ScriptsError("of the script"))
-    with pytest.raises(ZeroDivisionError):
-        status_of(ZeroDivisionError())
-
-
-def test_a_wrong_option_is_a_line(status_of):
-    parser = common.ArgumentParser()
-    parser.add_argument("--number", type=int)
-    with pytest.raises(UserError, match="--number: invalid int value: 'x' .--help lists"):
-        parser.parse_args(["--number=x"])
+@pytest.mark.parametrize("error, status, said", [
+    (UserError("wrong; do this"), 2, "error: wrong; do this"),
+    (ScriptsError("of the script"), 2, "error: of the script"),
+    (FileNotFoundError(2, "No such file", "a.txt"), 2, "error: a.txt: No such file"),
+    (KeyboardInterrupt(signal.SIGTERM), 143, "interrupted"),
+    (KeyboardInterrupt(), 130, "interrupted"),
+    (ZeroDivisionError("a defect"), None, None)])
+def test_errors_are_one_line_with_a_status_and_a_defect_is_a_traceback(capsys, error, status, said):
+    def main():
+        raise error
+    if status is None:
+        with pytest.raises(ZeroDivisionError):
+            status_of(main, errors=(ScriptsError,))
+    else:
+        assert status_of(main, errors=(ScriptsError,)) == status
+        assert capsys.readouterr().err == f"{said}\n"
 
 
 def test_a_name_that_is_no_utf8_can_be_printed(tmp_path):
     """On a terminal of UTF-8, where Python would end with a traceback."""
-    name = b"\xff_train_000001.bin"
-    path = tmp_path / os.fsdecode(name)
+    path = tmp_path / os.fsdecode(b"\xff_train_000001.bin")
     write_shard(path, [256, 65])
     done = subprocess.run([sys.executable, ROOT / "data/inspect_shards.py", "--tokenizer=bytes",
                            bytes(path)], capture_output=True, text=True, check=False)
@@ -215,31 +193,16 @@ def test_a_name_that_is_no_utf8_can_be_printed(tmp_path):
 # --------------------------------------------------------------------------------------------------
 # Files.
 
-def test_what_a_killed_run_left_is_cleared(tmp_path):
-    folder = tmp_path / "unfinished"
-    (folder / "cache").mkdir(parents=True)
-    (folder / "t_train_000001.bin").touch()
-    with staging(folder):
-        assert [path.name for path in folder.iterdir()] == ["lock"]
-    assert not folder.exists()
-
-
 def test_a_folder_is_of_one_run_at_a_time(tmp_path):
+    """What a killed run has left is cleared."""
     folder = tmp_path / "unfinished"
     with another_run(folder):
         (folder / "precious").touch()
         with pytest.raises(UserError, match="another run is writing there"), staging(folder):
             pass
         assert (folder / "precious").exists()
+    folder.mkdir(exist_ok=True)
+    (folder / "left").touch()
     with staging(folder):
-        pass
-
-
-def test_publishing_replaces_files_of_the_name(tmp_path):
-    (tmp_path / "new").mkdir()
-    for name in "ab":
-        (tmp_path / name).write_text("old")
-        (tmp_path / "new" / name).write_text("new")
-    publish([tmp_path / "new/a", tmp_path / "new/b"], tmp_path)
-    assert [(tmp_path / name).read_text() for name in "ab"] == ["new", "new"]
-    assert list((tmp_path / "new").iterdir()) == []
+        assert [path.name for path in folder.iterdir()] == ["lock"]
+    assert not folder.exists()

@@ -1,16 +1,9 @@
-"""The inspector: its numbers, and that a bad shard is named in the words training uses."""
+"""data/inspect_shards.py: its numbers, and that a bad shard is named."""
 
 import json
-import random
-import signal
-import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from conftest import write_shard
 
 from data import common, inspect_shards
@@ -52,23 +45,20 @@ def test_without_a_vocabulary_all_but_the_text_is_told(tmp_path, monkeypatch, ca
     assert "not decoded: no vocabulary" in said
 
 
-@pytest.mark.parametrize("change, where", [
-    ({"magic": 1}, "magic number 1 at byte 0"), ({"version": 2}, "version 2 at byte 4"),
-    ({"count": 9}, "at byte 8"), ({"tokens": [256, 1, 300]}, "token 300 at byte 1028"),
-    ({"tokens": []}, "token count 0 at byte 8")])
-def test_a_bad_shard_is_named_in_the_words_of_training(tmp_path, capsys, change, where):
+def test_a_bad_shard_is_named_and_the_others_are_still_reported(tmp_path, capsys):
     with_sidecar(tmp_path)
     good = write_shard(tmp_path / "t_val_000000.bin", [256, 65])
-    bad = write_shard(tmp_path / "t_train_000001.bin", **{"tokens": [256, 65], **change})
-    with pytest.raises(UserError) as training:
+    bad = write_shard(tmp_path / "t_train_000001.bin", [256, 1, 300])
+    with pytest.raises(UserError) as expected:
         check_shard(bad, 257)
-    assert where in str(training.value)
     assert run(lambda: inspect_shards.main([str(bad)])) == 2
-    assert capsys.readouterr() == ("", f"error: {training.value}\n")
+    assert capsys.readouterr() == ("", f"error: {expected.value}\n")
     assert run(lambda: inspect_shards.main([str(bad), str(good)])) == 2
     captured = capsys.readouterr()
-    assert f"{good}: 2 tokens" in captured.out  # the others are still reported
-    assert captured.err.splitlines() == [f"error: {training.value}", "error: 1 of 2 shards are bad"]
+    assert f"{good}: 2 tokens" in captured.out
+    assert captured.err.splitlines() == [f"error: {expected.value}", "error: 1 of 2 shards are bad"]
+    with pytest.raises(UserError, match="none.bin: cannot be read"):
+        inspect_shards.main([str(tmp_path / "none.bin"), "--tokenizer=bytes"])
 
 
 def test_the_tokenizer_comes_from_the_sidecar_or_the_flag(tmp_path, capsys):
@@ -77,45 +67,14 @@ def test_the_tokenizer_comes_from_the_sidecar_or_the_flag(tmp_path, capsys):
     with_sidecar(tmp_path)
     assert inspect_shards.tokenizer_of(Path(path)) == "bytes"
     with_sidecar(tmp_path, "other")
-    assert run(lambda: inspect_shards.main([str(path)])) == 2
-    assert "unknown tokenizer 'other'" in capsys.readouterr().err
-    (tmp_path / "t.json").write_text("{")
-    assert run(lambda: inspect_shards.main([str(path)])) == 2
-    assert "t.json: damaged" in capsys.readouterr().err
-    for damaged in ("{}", "[]", '{"tokenizer": []}', "\xff", "[" * 100_000):
-        (tmp_path / "t.json").write_text(damaged, encoding="latin-1")
-        assert run(lambda: inspect_shards.main([str(path)])) == 2
-        said = capsys.readouterr().err
-        assert said.startswith("error: ") and "t.json: " in said and said.count("\n") == 1
-    inspect_shards.main([str(path), "--tokenizer=bytes"])
+    with pytest.raises(UserError, match="unknown tokenizer 'other'"):
+        inspect_shards.main([path])
+    for damaged in ("{", "{}", "[]", "[" * 100_000):
+        (tmp_path / "t.json").write_text(damaged)
+        with pytest.raises(UserError, match="t.json: damaged, names no tokenizer; --tokenizer"):
+            inspect_shards.main([path])
+    inspect_shards.main([path, "--tokenizer=bytes"])
     assert "it begins: 'A'" in capsys.readouterr().out
-    assert run(lambda: inspect_shards.main([str(tmp_path / "none.bin")])) == 2
-    assert "cannot be read" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("seq_len", [1, 3, 7, 16, 1000])
-def test_documents_that_the_borders_of_sequences_cut(tmp_path, capsys, seq_len):
-    """Against a count by hand: a document is cut where two of its tokens are in two sequences."""
-    with_sidecar(tmp_path)
-    rng = random.Random(seq_len)
-    tokens = [65] * 5 + [token for _ in range(60) for token in [256] + [66] * rng.randrange(12)]
-    document = -1
-    sequences = {}
-    for at, token in enumerate(tokens):
-        document += token == 256
-        if document >= 0:
-            sequences.setdefault(document, set()).add(at // seq_len)
-    cut = sum(len(spanned) > 1 for spanned in sequences.values())
-    path = write_shard(tmp_path / "t_train_000001.bin", tokens)
-    inspect_shards.main([path, f"--seq_len={seq_len}"])
-    said = capsys.readouterr().out
-    assert f"  {cut} documents ({cut / 60:.1%}) are cut by the borders of sequences " in said
-
-
-def test_a_sequence_has_a_token(tmp_path, capsys):
-    path = write_shard(tmp_path / "t_train_000001.bin", [256])
-    assert run(lambda: inspect_shards.main([path, "--seq_len=0", "--tokenizer=bytes"])) == 2
-    assert "--seq_len 0: must be 1 or more" in capsys.readouterr().err
 
 
 def test_shards_of_another_tokenizer_are_told(tmp_path, capsys):
@@ -123,26 +82,3 @@ def test_shards_of_another_tokenizer_are_told(tmp_path, capsys):
     path = write_shard(tmp_path / "t_train_000001.bin", [256, 65, 66, 256, 67])
     inspect_shards.main([path, "--tokenizer=gpt2"])
     assert "no end-of-text token (50256): made by another tokenizer" in capsys.readouterr().out
-
-
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-@given(content=st.binary(max_size=1100) | st.lists(st.integers(0, 65535), max_size=9),
-       seq_len=st.integers(1, 9))
-def test_hostile_shards_are_a_report_or_one_line(tmp_path_factory, capsys, content, seq_len):
-    path = tmp_path_factory.mktemp("hostile") / "t_train_000001.bin"
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    else:
-        write_shard(path, content)
-    argv = [str(path), "--tokenizer=bytes", f"--seq_len={seq_len}"]
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        status = run(lambda: inspect_shards.main(argv))
-    finally:
-        signal.signal(signal.SIGTERM, handler)
-    captured = capsys.readouterr()
-    if status == 0:
-        assert captured.err == "" and captured.out.startswith(f"{path}: {len(content)} tokens")
-    else:
-        assert status == 2 and captured.out == "" and captured.err.count("\n") == 1
-        assert captured.err.startswith("error: ")

@@ -1,23 +1,20 @@
-"""records/export.py: JSON lines and CSV against the log, growing logs, chains of logs, the trackers by
-what they have stored (where they are installed), errors."""
+"""records/export.py: JSON lines and CSV against the log, growing logs, chains of logs, TensorBoard
+by what it reads (where it is installed), errors."""
 
-import contextlib
 import csv
 import io
 import json
 import math
 import signal
-import sqlite3
-import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from test_data_common import status_of
 from test_logs import LOGS, log_text
 
-from data import common
 from records import export, logs
 
 PROGRAM = str(ROOT / "records" / "export.py")
@@ -36,13 +33,10 @@ def run(monkeypatch, capsys):
     """Runs the program in this process: its status, output and errors."""
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["export.py", *map(str, arguments)])
-        handler = signal.getsignal(signal.SIGTERM)
         try:
-            status = common.run(export.main, errors=(logs.BadInput,))
+            status = status_of(export.main, errors=(logs.BadInput,))
         except SystemExit as e:
             status = e.code
-        finally:
-            signal.signal(signal.SIGTERM, handler)
         captured = capsys.readouterr()
         return status, captured.out, captured.err
     return run
@@ -90,9 +84,11 @@ def expected(path):
 
 def test_json_lines_hold_the_whole_log(run, tmp_path):
     path = write(tmp_path)
-    status, out, err = run(path, "--to", "jsonl")
-    head, *rows = rows_of(out)
-    assert (status, err) == (0, "")
+    path.with_suffix("").mkdir()
+    for name in (path, f"{path.with_suffix('')}/"):  # a run is named by its folder, too
+        status, out, err = run(name, "--to", "jsonl")
+        head, *rows = rows_of(out)
+        assert (status, err) == (0, "")
     assert (head["kind"], head["version"], head["run"], head["path"]) == ("run", 1, "x", str(path))
     assert head["hyperparameters"] == {"name": "x", "seed": 1, "vocab_size": 50257, "muon_lr": 0.05}
     assert head["environment"]["gpus"] == "8 x NVIDIA H100" and head["changed"] == []
@@ -102,12 +98,11 @@ def test_json_lines_hold_the_whole_log(run, tmp_path):
         (124, "train", 4), (125, "train", 4), (125, "val", 4), (249, "train", 3.279),
         (250, "train", 3.279), (250, "val", 3.279)]
     assert (rows[-1]["seconds"], rows[-1]["tokens"]) == (25, 250_000)
-
-
-def test_every_field_is_documented(run, tmp_path):
     fields = export.__doc__.partition("JSON lines, version 1")[2]
-    for row in rows_of(run(write(tmp_path), "--to", "jsonl")[1]):
-        assert [name for name in row if name not in fields] == []
+    assert [name for name in {*head, *rows[0]} if name not in fields] == []
+    path.write_text(log_text((9.0, math.nan)))
+    rows = rows_of(run(path, "--to", "jsonl")[1])
+    assert [row["loss"] for row in rows[1:]] == [9, None, None, None]
 
 
 @pytest.mark.parametrize("text, value", [
@@ -132,31 +127,12 @@ def test_csv_has_a_row_a_line_and_a_column_a_setting(run, tmp_path):
     assert rows[0]["environment.torch"] == "2.11.0, Python 3.12.7" and rows[0]["changed"] == ""
 
 
-def test_a_loss_that_is_not_finite_is_null(run, tmp_path):
-    rows = rows_of(run(write(tmp_path, log_text((9.0, math.nan))), "--to", "jsonl")[1])
-    assert [row["loss"] for row in rows[1:]] == [9, None, None, None]
-
-
-@pytest.mark.parametrize("name", ["2024-10_train_loss.txt", "2024-12_no_train_loss.txt",
-                                  "2026_seconds.txt", "console_only.log", "stopped_early.txt"])
-def test_a_published_log(run, name):
+def test_a_published_log(run):
+    name = "2024-10_train_loss.txt"
     head, *rows = rows_of(run(LOGS / name, "--to", "jsonl")[1])
     lines = logs.read_run(LOGS / name, "x").lines
     assert head["hyperparameters"] == {} and head["run"] == Path(name).stem
     assert rows == [{"run": head["run"]} | line._asdict() for line in lines] and len(rows) > 4
-
-
-def test_a_run_is_named_by_its_folder_too(run, tmp_path):
-    write(tmp_path, name="2026_x.v2.log")
-    (tmp_path / "2026_x.v2").mkdir()
-    status, out, _ = run(f"{tmp_path / '2026_x.v2'}/", "--to", "jsonl")
-    assert status == 0 and {row["run"] for row in rows_of(out)} == {"2026_x.v2"}
-
-
-@pytest.mark.parametrize("end, rows", [("step:0/", 0), ("step:125/250 val", 3), ("step:249/", 4)])
-def test_a_run_that_is_alive_or_was_killed(run, tmp_path, end, rows):
-    status, out, err = run(write(tmp_path, WHOLE[:WHOLE.index(end) + 30]), "--to", "jsonl")
-    assert (status, err, len(rows_of(out))) == (0, "", 1 + rows)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -208,7 +184,7 @@ def test_ctrl_c_ends_following_in_one_line(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
-# Trackers, read with their own means
+# TensorBoard, read with its own means
 
 def test_tensorboard(follow, run, tmp_path):
     pytest.importorskip("tensorboard")
@@ -224,88 +200,25 @@ def test_tensorboard(follow, run, tmp_path):
             found[event.step][name] = pytest.approx(event.value)
     assert found == expected(tmp_path / "x.log")
     assert [event.wall_time for event in events.Scalars("val_loss")] == [0, 12.5, 25]
+    assert run(write(tmp_path / "nan", log_text((9.0, math.nan))), "--to", "tensorboard", "--out",
+               tmp_path / "nan")[0] == 0
+    event = EventAccumulator(str(tmp_path / "nan" / "x")).Reload().Scalars("val_loss")[-1]
+    assert event.step == 125 and math.isnan(event.value)
     content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     settings = HParamsPluginData.FromString(content).session_start_info.hparams
     assert settings["hyperparameters.muon_lr"].number_value == 0.02
     assert settings["environment.gpus"].string_value == "8 x NVIDIA H100"
 
 
-def test_trackio(follow, monkeypatch, tmp_path):
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))  # so that it is restored
-    pytest.importorskip("trackio")
-    follow("--to", "trackio", "--out", tmp_path, "--project", "p")
-    with contextlib.closing(sqlite3.connect(tmp_path / "p.db")) as database:
-        runs = {}
-        for key, name, step, metrics in database.execute(
-                "select run_id, run_name, step, metrics from metrics order by id"):
-            assert name == "x"
-            runs.setdefault(key, {}).setdefault(step, {}).update(json.loads(metrics))
-        configs = [json.loads(row[0]) for row in database.execute("select config from configs")]
-    assert list(runs.values()) == [expected(tmp_path / "x.log")]
-    assert configs[-1]["muon_lr"] == 0.02 and configs[-1]["environment"]["ranks"] == "8"
-    assert configs[-1]["changed"] == ["muon_lr was 0.05 and is 0.02"]
-
-
-def wandb_records(path):
-    """The records of an offline run: LevelDB's log format after a header of 7 bytes."""
-    from wandb.proto.wandb_internal_pb2 import Record
-    content = path.read_bytes()
-    at, record = 7, b""
-    while at < len(content):
-        if 32768 - at % 32768 < 7:  # no header fits into the rest of a block
-            at += 32768 - at % 32768
-            continue
-        size, kind = struct.unpack_from("<HB", content, at + 4)
-        record += content[at + 7:at + 7 + size]
-        at += 7 + size
-        if kind in (1, 4):  # whole, or the last part
-            yield Record.FromString(record)
-            record = b""
-
-
-def test_wandb(follow, monkeypatch, tmp_path):
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    follow("--to", "wandb", "--out", tmp_path / "wb", "--project", "p")
-    runs = []
-    for path in (tmp_path / "wb" / "wandb").glob("offline-run-*/*.wandb"):
-        found, config = {}, {}
-        for record in wandb_records(path):
-            if record.HasField("run"):
-                assert (record.run.display_name, record.run.project) == ("x", "p")
-                config |= {item.key: json.loads(item.value_json)
-                           for item in record.run.config.update}
-            elif record.HasField("history"):
-                items = {item.key or item.nested_key[0]: json.loads(item.value_json)
-                         for item in record.history.item}
-                step = items["_step"]
-                found[step] = {key: items[key] for key in items if not key.startswith("_")}
-        runs.append(found)
-        assert config["muon_lr"] == 0.02 and config["environment"]["ranks"] == "8"
-        assert config["changed"] == ["muon_lr was 0.05 and is 0.02"]
-    assert runs == [expected(tmp_path / "x.log")]
-
-
 # --------------------------------------------------------------------------------------------------
 # Errors
 
-@pytest.mark.parametrize("name", ["tensorboard", "trackio", "wandb"])
-def test_a_package_that_is_missing_is_named(run, monkeypatch, tmp_path, name):
-    monkeypatch.setitem(sys.modules, name, None)
-    for module in [module for module in sys.modules if module.startswith(f"{name}.")]:
+def test_a_package_that_is_missing_is_named(run, monkeypatch, tmp_path):
+    for module in ("tensorboard", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, module, None)
-    status, out, err = run(write(tmp_path), "--to", name, "--out", tmp_path / "out")
-    assert (status, out) == (2, "") and f"--to {name}: pip install {name} (" in err
-    assert err.count("\n") == 1
-
-
-def test_what_a_tracker_refuses_is_one_line(run, monkeypatch, tmp_path):
-    def refuse(self, run):
-        raise RuntimeError("no account\nmore of it")
-
-    monkeypatch.setattr(export.Wandb, "begin", refuse)
-    said = run(write(tmp_path), "--to", "wandb")
-    assert said == (2, "", "error: RuntimeError: no account\n")
+    status, out, err = run(write(tmp_path), "--to", "tensorboard", "--out", tmp_path / "out")
+    assert (status, out) == (2, "") and err.count("\n") == 1
+    assert err.startswith("error: --to tensorboard: pip install tensorboard (")
 
 
 def test_user_errors_are_one_line(run, tmp_path):
@@ -326,11 +239,3 @@ def test_what_is_no_log_is_named_and_the_rest_exported(run, tmp_path):
     assert err == f"{LOGS / 'not_a_log.txt'}: no log (no line of a step in it)\n"
     status, out, err = run(tmp_path / "absent.log", "--to", "jsonl")
     assert (status, out) == (2, "") and err.splitlines()[1] == "error: no run to export"
-
-
-def test_a_log_that_vanishes_while_it_is_followed(run, monkeypatch, tmp_path):
-    path = write(tmp_path, WHOLE[:WHOLE.index("step:249/")])
-    monkeypatch.setattr(export.time, "sleep", lambda seconds: path.unlink())
-    status, out, err = run(path, "--to", "jsonl", "--follow")
-    assert status == 2 and len(rows_of(out)) == 5
-    assert err == f"error: {path}: cannot be read (No such file or directory)\n"

@@ -1,5 +1,5 @@
-"""HellaSwag: batched scores against one example a forward, the file's format, the figures, the
-command line."""
+"""records/hellaswag.py: batched scores against one example a forward, the file's format, the
+figures, the command line."""
 
 import json
 import re
@@ -7,16 +7,16 @@ import re
 import pytest
 import torch
 from conftest import ROOT
-from test_sample import gpt2_run, run_sample, save_random_model, trained, tweak, vocab_dir
+from test_sample import run_sample, save_random_model, trained
 
 import train_gpt
 from data.common import UserError
-from data.vocab import GPT2Tokenizer, gpt2_merge_ranks, load_tokenizer
+from data.vocab import load_tokenizer
 from records import hellaswag
-from records.sample import Trained, features, load_model
+from records.sample import load_model
 from train_gpt import BLOCK
 
-__all__ = ["gpt2_run", "run_sample", "trained", "tweak", "vocab_dir"]  # fixtures
+__all__ = ["run_sample", "trained"]  # fixtures
 
 TINY_FILE = ROOT / "tests" / "fixtures" / "hellaswag_tiny.jsonl"
 LINE = {"ind": 1, "activity_label": "a", "ctx_a": "It rains.", "ctx_b": "he",
@@ -74,18 +74,6 @@ def test_batched_scores_are_those_of_one_example_a_forward(tmp_path, batch_size)
     assert difference.max() > 0.1, "a block more or less in the window shows"
 
 
-def test_gpt2_scores_are_those_of_one_example_a_forward(gpt2_run, vocab_dir):
-    run, window = load(gpt2_run)
-    tokenizer = GPT2Tokenizer(gpt2_merge_ranks(vocab_dir))
-    items = hellaswag.read_items(TINY_FILE, tokenizer, 2)
-    assert items[0].context[0] == 50256
-    ending = tokenizer.decode(items[0].endings[1])
-    assert ending == " pours the oil over the bread and swims away."
-    want = torch.tensor([plain_losses(run.model, item, window) for item in items])
-    summed, _ = hellaswag.ending_losses(run, items)
-    torch.testing.assert_close(summed.float(), want, rtol=1e-4, atol=1e-3)
-
-
 def figures(out: str) -> dict:
     line = r"^hellaswag_(\w+):(\d\.\d{4}) standard_error:(\d\.\d{4}) n:(\d+)$"
     found = re.findall(line, out, re.MULTILINE)
@@ -102,6 +90,7 @@ def test_figures_of_a_trained_run_are_the_plain_ones(trained, run_sample):
         means = [loss / len(ending) for loss, ending in zip(sums, item.endings)]
         right["acc"] += sums.index(min(sums)) == item.label
         right["acc_norm"] += means.index(min(means)) == item.label
+    assert right["acc"] != right["acc_norm"], "else one could stand for the other"
     log = (trained.parent / f"{trained.name}.log").read_bytes()
     for batch_size in (1, 7):
         done = run_sample(trained, "--data", TINY_FILE, f"--batch_size={batch_size}",
@@ -114,77 +103,14 @@ def test_figures_of_a_trained_run_are_the_plain_ones(trained, run_sample):
     assert {path.suffix for path in trained.iterdir()} == {".pt"}
 
 
-def test_a_trained_run_prefers_its_language_to_noise(tmp_path, trained, run_sample):
-    """Twenty steps on English tell it from letters at random, wherever the right ending stands."""
-    noise = ["qzxvj kkwqz", "zzjq xvxkq", "vwxq jjzkq"]
-    items = [{**LINE, "ctx": f"The keeper climbed the {thing} and", "label": at,
-              "endings": [*noise[:at], "then the man went on", *noise[at:]]}
-             for at, thing in enumerate(("stairs", "hill", "wall", "tower"))]
-    path = write_lines(tmp_path / "noise.jsonl", *items)
-    done = run_sample(trained, "--data", path, program=hellaswag)
-    assert figures(done.out)["acc_norm"] == (1.0, 0.0, 4)
-
-
-def test_the_two_accuracies_differ_by_the_length(trained, run_sample, monkeypatch):
-    """The shortest ending has the lowest sum, the second the lowest mean."""
-    summed = torch.tensor([[2.0, 9.0, 8.0, 9.0]] * 4)
-    lengths = torch.tensor([[1, 9, 4, 3]] * 4)
-    items = [hellaswag.Item([256], [[1]] * 4, label) for label in (0, 1, 1, 1)]
-    monkeypatch.setattr(hellaswag, "ending_losses",
-                        lambda run, items: (summed[:len(items)], lengths[:len(items)]))
-    monkeypatch.setattr(hellaswag, "read_items", lambda *args: items)
-    done = figures(run_sample(trained, "--data=any", "--batch_size=3", program=hellaswag).out)
-    assert done["acc_norm"] == (0.75, 0.2165, 4) and done["acc"] == (0.25, 0.2165, 4)
-
-
-def test_bfloat16_runs_are_scored_in_float32_with_the_final_window(tmp_path, run_sample):
-    folder = save_random_model(tmp_path / "run", "--dtype=bfloat16", "--window_end=384")
-    run, window = load(folder)
-    assert run.model.embed.weight.dtype == torch.float32 and window == 384
-    (item,) = hellaswag.read_items(TINY_FILE, load_tokenizer("bytes"), 1)
-    losses = plain_losses(run.model, item, window)
-    right = losses.index(min(losses))
+def test_bfloat16_runs_are_scored_in_float32(tmp_path, run_sample, monkeypatch):
+    folder = save_random_model(tmp_path / "run", "--dtype=bfloat16")
+    used = []
+    score = hellaswag.ending_losses
+    monkeypatch.setattr(hellaswag, "ending_losses", lambda trained, items: used.append(
+        trained.model.embed.weight.dtype) or score(trained, items))
     done = run_sample(folder, "--data", TINY_FILE, "--limit=1", program=hellaswag)
-    assert figures(done.out)["acc"] == (float(right == item.label), 0.0, 1)
-    summed, _ = hellaswag.ending_losses(run, [item])
-    assert summed[0].tolist() == pytest.approx(losses, rel=1e-5)
-    rounded = load_model(folder)
-    assert rounded.model.embed.weight.dtype == torch.bfloat16
-    assert hellaswag.ending_losses(rounded, [item])[0].tolist() != summed.tolist()
-
-
-def angles_of(model):
-    """The cosines that all layers use."""
-    tables = {id(module): module.cos for module in model.modules()
-              if isinstance(module, train_gpt.Rotary)}
-    table, = tables.values()
-    return table
-
-
-def test_features_of_any_length_have_the_angles_of_their_positions():
-    hp, _ = train_gpt.parse_flags(["--preset=demo", "--train_seq_len=256",
-                                   "--val_seq_len=512"])
-    hp = train_gpt.resolve(hp, torch.device("cpu"))
-    model = train_gpt.GPT(hp, torch.float32, flex=False)
-    run = Trained(model, hp, train_gpt)
-    before = angles_of(model)
-    with torch.no_grad():
-        short = features(run, list(range(200)))
-        assert len(short) == 256
-        features(run, [65] * 512)
-        assert angles_of(model) is before
-        assert len(features(run, [65] * 513)) == 640
-        longer = angles_of(model)
-        assert len(longer) == 640 and torch.equal(longer[:512], before)
-        assert torch.equal(features(run, list(range(200))), short)
-
-
-def test_a_run_of_another_script_is_refused_and_taken_with_it(tweak, run_sample):
-    done = run_sample(tweak, "--data", TINY_FILE, program=hellaswag)
-    assert done.status == 2 and done.err.endswith("; add --script my_record.py\n")
-    done = run_sample(tweak, "--data", TINY_FILE, "--limit=2", "--script=my_record.py",
-                      program=hellaswag)
-    assert figures(done.out)["acc"][2] == 2
+    assert figures(done.out)["acc"][2] == 1 and used == [torch.float32]
 
 
 def test_labels_as_text_blank_lines_and_limit(tmp_path):
@@ -199,14 +125,10 @@ def test_labels_as_text_blank_lines_and_limit(tmp_path):
     ('{"ctx": "cut off', "no JSON"),
     ("[1, 2]", "no JSON object"),
     ({**LINE, "ctx": ""}, "ctx is no text"),
-    ({**LINE, "ctx": None}, "ctx is no text"),
     ({**LINE, "endings": ["a", "b", "c"]}, "endings are not four texts"),
     ({**LINE, "endings": ["a", "b", "", "d"]}, "endings are not four texts"),
     ({**LINE, "endings": "abcd"}, "endings are not four texts"),
-    ({**LINE, "label": 4}, "label is not 0, 1, 2 or 3"),
     ({**LINE, "label": ""}, "label is not 0, 1, 2 or 3"),  # the test split hides them
-    ({**LINE, "label": True}, "label is not 0, 1, 2 or 3"),
-    ({name: LINE[name] for name in ("ctx", "endings")}, "label is not 0, 1, 2 or 3"),
     pytest.param("[" * 100_000, "no JSON", id="deep"),
 ])
 def test_bad_lines_are_named(tmp_path, trained, run_sample, line, message):
@@ -216,26 +138,19 @@ def test_bad_lines_are_named(tmp_path, trained, run_sample, line, message):
     assert done.err.count("\n") == 1 and done.out == ""
 
 
-def test_files_that_cannot_be_used_are_one_line(tmp_path, trained, run_sample):
+def test_what_cannot_be_used_is_one_line(tmp_path, trained, run_sample):
     (tmp_path / "empty.jsonl").write_text("\n\n")
-    latin = json.dumps(LINE).encode() + b'\n{"ctx": "caf\xe9"}\n'
-    (tmp_path / "latin.jsonl").write_bytes(latin)
-    for name, message in {"none.jsonl": "cannot be read (No such file or directory)",
-                          "empty.jsonl": "holds no item",
-                          "latin.jsonl": "line 2: no JSON",
-                          ".": "cannot be read (Is a directory)"}.items():
-        done = run_sample(trained, "--data", tmp_path / name, program=hellaswag)
+    (tmp_path / "latin.jsonl").write_bytes(json.dumps(LINE).encode() + b'\n{"ctx": "caf\xe9"}\n')
+    unknown = save_random_model(tmp_path / "unknown", "--vocab_size=1000")
+    for run, name, message in (
+            (trained, "none.jsonl", "cannot be read (No such file or directory)"),
+            (trained, "empty.jsonl", "holds no item"), (trained, "latin.jsonl", "line 2: no JSON"),
+            (unknown, "empty.jsonl", "no tokenizer is known for a vocabulary of 1000 tokens")):
+        done = run_sample(run, "--data", tmp_path / name, program=hellaswag)
         assert done.status == 2 and message in done.err, (name, done.err)
         assert done.err.count("\n") == 1
-    for flag in ("--limit=0", "--batch_size=-3", "--device=tpu9000"):
+    for flag in ("--limit=0", "--batch_size=-3"):
         assert run_sample(trained, flag, program=hellaswag).status == 2
-
-
-def test_without_a_tokenizer_is_one_line(tmp_path, run_sample):
-    folder = save_random_model(tmp_path / "run", "--vocab_size=1000")
-    done = run_sample(folder, "--data", TINY_FILE, program=hellaswag)
-    assert done.status == 2
-    assert done.err == "error: no tokenizer is known for a vocabulary of 1000 tokens\n"
 
 
 @pytest.fixture

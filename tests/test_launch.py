@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, log_path, losses, planted, train
+from conftest import ROOT, TINY, log_path, losses, train
 
 import train_gpt
 from data import tokenize_text
@@ -86,14 +86,9 @@ def test_a_machine_without_gpus_is_set_up_and_a_driver_in_vain_is_said(tmp_path,
     ("fast", "invalid choice: 'fast'"),
     ("demo speedrun", "demo and speedrun: name one script and one preset"),
     ("demo --repeat=0", "--repeat=0: takes a number above 0"),
-    ("demo --repeat", "argument --repeat: expected one argument"),
     ("demo --repeat=2 --seed=1", "--repeat=2: takes a number above 0, and neither --seed nor"),
-    ("--repeat=2 --resume=x.pt", "nor --resume"),
     ("speedrun", "takes weeks without a GPU; run demo"),
-    ("speedrun --num_iterations=1 --micro_batches=0", "--micro_batches=0 is not"),
     ("no_such.py demo", "no_such.py: there is no such script"),
-    ("demo --resume=x.pt", "not allowed with argument"),
-    ("demo --no_such=1", "unrecognized arguments: --no_such=1"),
     ("speedrun --text=README.md", "--text=README.md: trains the demo"),
     ("--text=README.md --val_files=x", "takes neither --train_files nor --val_files"),
     ("--text=no_such.txt", "no_such.txt: no such file or folder"),
@@ -179,7 +174,8 @@ def test_a_text_is_tokenized_once_and_again_when_it_has_changed(tmp_path, monkey
 def test_what_is_started_is_passed_on_and_its_failure_ends_this(tmp_path, capfd):
     program = tmp_path / "program.py"
     program.write_text("import os, sys\nprint('log: a')\nprint(b'\\xff'.decode('latin1'))\n"
-                       "print('log: ' + os.environ['WHERE'], flush=True)\nsys.exit(len(sys.argv) - 1)")
+                       "print('log: ' + os.environ['WHERE'], flush=True)\n"
+                       "sys.exit(len(sys.argv) - 1)")
     assert launch.start(str(program), read=True, WHERE="here")[-1] == "log: here\n"
     printed = capfd.readouterr().out
     assert printed.startswith(f"run.sh: python {program}\nlog: a\n") and "log: here\n" in printed
@@ -233,8 +229,7 @@ def test_what_cannot_be_used_is_passed_over_in_a_line_each(bare, tmp_path):
 
 
 @pytest.mark.parametrize("version, works", [
-    ("2.9.0", False), ("2.9.1", True), ("2.10.0a0+git1", True), ("2.15.0+cu130", True),
-    ("3.0.0", True), ("1.13.1", False)])
+    ("2.9.0", False), ("2.9.1", True), ("2.10.0a0+git1", True), ("3.0.0", True)])
 def test_versions_are_compared_as_numbers(bare, tmp_path, version, works):
     python = program(tmp_path / "python", has_torch(version))
     done = run_sh("race", "x", folder=bare[0], PYTHON=python)
@@ -336,12 +331,6 @@ def test_what_the_check_finds_is_one_line_and_nothing_is_trained(tmp_path, shard
     assert not list(tmp_path.iterdir())
 
 
-def test_a_rank_that_fails_ends_the_run(tmp_path, shards):
-    script = planted(tmp_path, "if step == 2 and world.rank == 1: os.kill(os.getpid(), 9)")
-    done = run_sh(str(script), "demo", *TINY[1:], *shards, f"--records={tmp_path}/r", NPROC="2")
-    assert done.returncode == 1 and "SIGKILL" in done.stderr, done.stdout + done.stderr
-
-
 class Started:
     """A run.sh in the middle of its training, and in a session of its own, as in a terminal."""
 
@@ -359,8 +348,7 @@ class Started:
 
 
 @pytest.mark.parametrize("number, to_all, ranks", [
-    (signal.SIGINT, True, "1"), (signal.SIGINT, True, "2"), (signal.SIGINT, False, "2"),
-    (signal.SIGTERM, False, "2")])
+    (signal.SIGINT, True, "1"), (signal.SIGINT, True, "2"), (signal.SIGTERM, False, "2")])
 def test_a_signal_leaves_nothing_behind(tmp_path, shards, number, to_all, ranks):
     """Ctrl+C, which a terminal sends to all, or a signal to run.sh alone, as from a scheduler. The
     pipe is closed when the last of its programs has ended."""

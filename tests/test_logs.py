@@ -3,19 +3,17 @@
 import contextlib
 import hashlib
 import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-import torch
-from conftest import ROOT, TINY, launch, planted
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from records import logs, sample
+from records import logs
 
 LOGS = Path(__file__).resolve().parent / "fixtures" / "logs"
 LINE = "=" * 100
@@ -28,11 +26,10 @@ def script_line(source):
 
 
 def log_text(losses=(10.8258, 4.0, 3.279), seed=1, ms=100.0, every=125, hyper=(), env=(),
-             source="import torch\n", total=None, counted=True, notes=(), parent=None, first=0,
+             source="import torch\n", total=None, notes=(), parent=None, first=0,
              end=("peak_memory: 100 MiB on rank 0",)):
-    """A log of this project that validates every `every` steps, with the given losses; one that is
-    not counted is of the time before a log named its source's hash. With a parent, the path of its
-    folder, it is resumed from the step `first`."""
+    """A log of this project that validates every `every` steps, with the given losses. With a
+    parent, the path of its folder, it is resumed from the step `first`."""
     steps = []
     total = total or first + every * (len(losses) - 1)
     if parent:
@@ -47,7 +44,7 @@ def log_text(losses=(10.8258, 4.0, 3.279), seed=1, ms=100.0, every=125, hyper=()
     env = {"torch": "2.11.0, Python 3.12.7", "ranks": 8, "gpus": "8 x NVIDIA H100"} | dict(env)
     return "\n".join([*(f"{k} = {v}" for k, v in hyper.items()), LINE,
                       *(f"{k}: {v}" for k, v in env.items()),
-                      *([script_line(source)] if counted else []), LINE,
+                      script_line(source), LINE,
                       source.removesuffix("\n"), LINE,
                       "note: a remark", *notes, *steps, *end]) + "\n"
 
@@ -104,12 +101,6 @@ def test_what_a_published_log_says_of_itself():
                                "gpus": "8 x NVIDIA H100 80GB HBM3"}
 
 
-def test_a_published_log_without_versions(tmp_path):
-    _, _, steps = (LOGS / "quotes_a_log.txt").read_text().rpartition(f"{LINE}\n")
-    run = read_text(tmp_path, f"{LINE}\nimport torch\n{LINE}\n{steps}")
-    assert (run.source, run.loss, run.hardware) == ("import torch", 3.2821, None)
-
-
 def test_one_head_and_several_runs(tmp_path):
     """As the optimizer track has them: the source once, the steps one run after the other."""
     text = (LOGS / "2026_seconds.txt").read_text()
@@ -127,29 +118,6 @@ def test_one_head_and_several_runs(tmp_path):
         logs.read_run(tmp_path / "x.txt", "x")
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_joined_logs_are_several_runs(name, tmp_path):
-    text = (LOGS / name).read_text()
-    last = f"val_loss:{PUBLISHED[name][2]}"
-    (tmp_path / "x.txt").write_text(text + text.replace(last, "val_loss:3.1"))
-    if name == "stopped_early.txt":
-        text = text[:text.rindex("\n", 0, -1) + 1]
-    runs = runs_in(tmp_path / "x.txt")
-    assert len(runs) == 2 and runs[0].source == runs[1].source
-    assert [run.steps for run in runs] == 2 * [PUBLISHED[name][0]]
-    assert [run.loss for run in runs] == [PUBLISHED[name][2], 3.1]
-
-
-def test_joined_logs_of_ours_are_several_runs(tmp_path):
-    texts = [log_text((9.0, final), seed=seed, source=source) for seed, final, source in
-             ((1, 3.1, "x = 1\n"), (2, 3.2, f'"""\n{LINE}\n{FORGED}\n"""\n'), (3, 3.3, "x = 2"))]
-    (tmp_path / "x.log").write_text("".join(texts))
-    runs = runs_in(tmp_path / "x.log")
-    assert [(run.name, run.seed, run.loss) for run in runs] == [
-        ("x#1", "1", 3.1), ("x#2", "2", 3.2), ("x#3", "3", 3.3)]
-    assert runs[1].source.count(FORGED) == 1 and runs[2].source == "x = 2"
-
-
 def test_a_summary_at_the_end_is_no_run(tmp_path):
     lines = [f"step:{step}/300 val_loss:{10 - step / 100} train_time:{step}.5s step_avg:9.0ms"
              for step in (100, 200, 300)]
@@ -163,13 +131,16 @@ def test_a_summary_at_the_end_is_no_run(tmp_path):
      "step:200/300 val_loss:4.0 train_time:2ms step_avg:1ms\n"
      "step:192/300 val_loss:3.0 train_time:2ms step_avg:1ms\n", "go back from 200 to 192"),
     (log_text().replace("step:250/250 val", "step:0/250 val"), "two runs have written it"),
-    (log_text() + f"{LINE}\nsomething else\n", "begins no other log"),
+    (log_text() + log_text(seed=2), "one log a file"),
+    (log_text().replace("script: ", "hash: "), "does not say where its source ends"),
+    (log_text().replace("import torch", "import numpy"), "its source is cut or changed"),
     ('x = """\nRunning Python 3\nstep:9/9 val_loss:1.0 train_time:1ms step_avg:1ms\n"""\n'
      "Running Python 3.12\nstep:0/9 val_loss:9.0 train_time:1ms step_avg:1ms\n",
      "the source does not end before them"),
     ("x = 1\nRunning Python 3\nstep:9/9 val_loss:3.0 train_time:1ms step_avg:1ms\nx = 2\n"
      "Running Python 3\nstep:0/9 val_loss:9.0 train_time:1ms step_avg:1ms\n",
-     "logs of different scripts in one file"),
+     "several logs in one file: split it"),
+    ((LOGS / "quotes_a_log.txt").read_text() * 2, "several logs in one file: split it"),
 ])
 def test_runs_that_cannot_be_told_apart_are_refused(text, words, tmp_path):
     with pytest.raises(logs.BadInput, match=words):
@@ -201,6 +172,15 @@ def test_our_own_log(tmp_path):
     assert logs.read_run(LOGS / "console_only.log", "x").tokens is None
 
 
+def test_target_is_reached_on_the_line_between_validations(tmp_path):
+    text = log_text((11.0, 4.0, 3.0, 2.0), every=100)
+    for target, reached in ((3.25, (175, 17.5)), (4.0, (100, 10)), (2.0, (300, 30)),
+                            (11.5, (0, 0)), (1.0, None)):
+        run = read_text(tmp_path, text)
+        run.find_target(target)
+        assert run.reached == (reached and pytest.approx(reached))
+
+
 def test_on_a_cpu_the_hardware_is_the_cpu(tmp_path):
     text = log_text(env={"cpu": "2 x AMD EPYC, AVX2"})
     assert read_text(tmp_path, text).hardware == "8x H100"
@@ -217,16 +197,6 @@ def test_the_gpus_limits_count_and_their_temperatures_do_not(tmp_path):
     assert [key for key in runs[0].environment if key.startswith("gpu ")] == [
         "gpu driver_version", "gpu power.limit [W]"]
     assert runs[0].timed_on != runs[1].timed_on
-
-
-def test_an_older_log_ends_its_source_at_the_only_separator(tmp_path):
-    sample = ["sample:", "step:999/999 val_loss:0.0100 train_time:2ms step_avg:0.01ms"]
-    run = read_text(tmp_path, log_text(counted=False, end=sample))
-    assert (run.loss, run.steps, run.source) == (3.279, 250, "import torch\n")
-    for text in (log_text(counted=False, source=f'"""\n{LINE}\n"""\n'),
-                 log_text(counted=False, end=[*sample, LINE, *sample])):
-        with pytest.raises(logs.BadInput, match="does not say where its source ends"):
-            read_text(tmp_path, text)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -264,29 +234,15 @@ def test_whatever_the_source_holds_is_no_result(tmp_path_factory, lines, ending,
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(hostile_lines, st.sampled_from(["", "\n"]), losses_of_a_run), min_size=1,
-                max_size=3))
-def test_joined_logs_hold_their_runs_and_no_other(tmp_path_factory, parts):
-    path = tmp_path_factory.mktemp("log") / "x.log"
-    texts = [log_text(losses, source="\n".join(lines) + end) for lines, end, losses in parts]
-    path.write_bytes("".join(texts).encode())
-    runs = runs_in(path)
-    assert [losses_of(run) for run in runs] == [losses for *_, losses in parts]
-    assert [run.source for run in runs] == ["\n".join(lines) + end for lines, end, _ in parts]
-
-
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.sampled_from(HOSTILE[:2] + HOSTILE[3:-1]), max_size=6),
-       st.lists(losses_of_a_run, min_size=1, max_size=3), st.booleans())
-def test_a_published_source_is_no_result(tmp_path_factory, lines, runs_losses, each_time):
+       st.lists(losses_of_a_run, min_size=1, max_size=3))
+def test_a_published_source_is_no_result(tmp_path_factory, lines, runs_losses):
     """Its strings may hold whole logs; where the runs cannot be told from them, none is read."""
     path = tmp_path_factory.mktemp("log") / "x.txt"
     source = "import os\ntext = r'''\n" + "\n".join(lines).replace("'''", "") + "\n'''\n"
-    head = f"{source}{LINE}\nRunning Python 3.12\n{LINE}\n"
     texts = ["\n".join(f"step:{i}/{len(losses) - 1} val_loss:{loss} train_time:{i}ms step_avg:1ms"
                        for i, loss in enumerate(losses)) + "\n" for losses in runs_losses]
-    path.write_text((head if each_time else "").join(["", *texts] if each_time else
-                                                     [head + texts[0], *texts[1:]]))
+    path.write_text(f"{source}{LINE}\nRunning Python 3.12\n{LINE}\n" + "".join(texts))
     try:
         found = [losses_of(run) for run in runs_in(path)]
     except logs.BadInput as error:
@@ -294,19 +250,6 @@ def test_a_published_source_is_no_result(tmp_path_factory, lines, runs_losses, e
         return
     if "Running Python 3.9.9" not in lines:
         assert found == runs_losses
-
-
-@pytest.mark.parametrize("ending", ["", "\n", "\n\n", "\n\n\n"])
-def test_a_source_is_known_by_its_hash_and_need_not_be_python(tmp_path, ending):
-    source = f'x = """\n{LINE}\nclock: now\n{FORGED}\nnever closed{ending}'
-    text = log_text(source=source)
-    run = read_text(tmp_path, text)
-    assert run.source == source and run.loss == 3.279
-    for other in (text.replace(script_line(source), script_line(source + "\nmore\nlines")),
-                  text.replace("never closed", "ever closed")):
-        assert other != text
-        with pytest.raises(logs.BadInput, match="its source is cut or changed"):
-            read_text(tmp_path, other)
 
 
 STRANGE = ["step:5/9 val_loss:3.0 train_time:1.2.3ms step_avg:1.00ms",
@@ -333,13 +276,11 @@ def test_no_text_takes_long(tmp_path, line):
     for text in (f"import os\n{LINE}\n{line}\n{step.format(0)}\n{line}\n{step.format(9)}\n",
                  f"{LINE}\nRunning Python 3\n{line}\n{step.format(0)}\n",
                  f"a = 1\n{LINE}\n{line}\n{step.format(0)}\n", f"{line}\n{step.format(0)}\n",
-                 log_text(source=f"{line}\n"), log_text(counted=False, end=[line])):
+                 log_text(source=f"{line}\n"), log_text(end=[line])):
         start = time.perf_counter()
         with contextlib.suppress(logs.BadInput):
             read_text(tmp_path, text)
         assert time.perf_counter() - start < 5
-
-
 
 
 # --------------------------------------------------------------------------------------------------
@@ -440,7 +381,9 @@ def test_a_parent_is_found_where_folders_have_moved_to(tmp_path):
 @pytest.mark.parametrize("text, words", [
     ("no log", "no log (no line of a step in it)"),
     (log_text(source="x = 1\n").replace("x = 1", "x = 2"), "its source is cut or changed"),
-    (log_text() + log_text(), "holds 2 runs")])
+    (log_text((9.0, 8.0)) + log_text((9.0, 7.0)), "one log a file"),
+    ("step:0/1 val_loss:9.0 train_time:0ms step_avg:1ms\nstep:1/1 val_loss:8.0 train_time:1ms "
+     "step_avg:1ms\n" * 2, "holds 2 runs")])
 def test_a_parent_that_cannot_be_read_is_missing(tmp_path, text, words):
     (tmp_path / "a.log").write_text(text)
     child = write_log(tmp_path / "b.log", B_LOSSES, "gone/a", first=125)
@@ -530,34 +473,6 @@ def test_a_line_that_a_full_disk_has_cut_is_no_result(tmp_path):
         run = read_text(tmp_path, f"{text[:end]}...\nerror: no space\n")
         assert losses_of(run) == [10.8, 4.0] and not run.finished and run.lines[-1].step == 250
         assert losses_of(read_text(tmp_path, text[:end])) == [10.8, 4.0]  # killed there
-
-
-def test_real_runs_that_were_killed_and_resumed(tmp_path, shards):
-    """Twice, by SIGKILL. The chain has the losses of a run that was left alone, its last model too,
-    which sample.py loads."""
-    script = planted(tmp_path, "os.environ.get('DIE') == str(step) and os.kill(os.getpid(), 9)")
-    flags = [*TINY, *shards, "--save_every=2"]
-    launch(*flags, f"--records={tmp_path}/whole", script=script)
-    chain = tmp_path / "chain"
-    done = launch(*flags, f"--records={chain}", script=script, check=False, DIE="3")
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    for die, step in (("5", 2), ("none", 4)):
-        newest = max(chain.glob("*.log")).with_suffix("")
-        done = launch(f"--resume={newest}/step{step:08}.pt", script=script, check=False, DIE=die)
-    assert done.returncode == 0, done.stderr
-    (whole,) = read(tmp_path / "whole").values()
-    moved = chain.rename(tmp_path / "moved")
-    (run,) = read(moved).values()
-    assert [step for _, step in run.logs] == [0, 2, 4]
-    assert (run.changed, run.mixed, run.finished) == ([], [], True)
-    told = [[(line.step, line.kind, line.loss, line.tokens) for line in each.lines]
-            for each in (run, whole)]
-    assert told[0] == told[1]
-    seconds = [line.seconds for line in run.lines]
-    assert seconds == sorted(seconds) and seconds[-1] > 0
-    weights = [sample.load_model(each.path, "cpu", script).model.state_dict()
-               for each in (run, whole)]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,8 +1,6 @@
 """records/race.py: what it starts, in which order, what it counts, and how it goes on. Most races
 here are of a stand-in for the script, which writes logs of the same form in no time."""
 
-import hashlib
-import json
 import os
 import re
 import signal
@@ -12,11 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY
+from conftest import ROOT
 from scipy import stats
+from test_data_common import status_of
+from test_logs import log_text
 
-sys.path.insert(0, str(ROOT))
-from data import common
 from records import logs, race
 
 STAND_IN = '''
@@ -83,15 +81,10 @@ def run_race(place, *flags, script="record.py"):
     """The exit status of a race in this process."""
     argv = [str(place / script), f"--vs={place / 'base.py'}", f"--records={place / 'records'}",
             *flags]
-    before = sys.argv
-    handler = signal.getsignal(signal.SIGTERM)
-    sys.argv = ["race.py", *argv]
-    try:
-        return common.run(race.main, errors=(logs.BadInput,))
-    finally:
-        sys.argv = before
-        signal.signal(signal.SIGTERM, handler)
-        os.chdir(ROOT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["race.py", *argv])
+        patch.chdir(ROOT)
+        return status_of(race.main, errors=(logs.BadInput,))
 
 
 def starts(place):
@@ -125,7 +118,7 @@ def test_a_race_in_turn_with_the_same_seeds(place, capsys):
     assert f"(p = {p:.2g}) by the t-test of 3 pairs" in verdict and verdict in " ".join(out.split())
     assert "below 4 at p < 0.01: record" in verdict
     assert "after 1 pair: record " in out and f"lower in 3 of 3, paired p = {p:.2g}" in out
-    assert re.search(r"one run takes about \d+ s, so that 6 runs take about \d+ s\n", out)
+    assert re.search(r"race: 5 runs are left, about 00:\d\d\n", out)
     patch = (folder / "record.patch").read_text()
     assert "-OFFSET = 0.0\n+OFFSET = -0.1\n" in patch
     again = subprocess.run(["patch", "-o", "-", str(place / "base.py")], input=patch, text=True,
@@ -155,12 +148,6 @@ def test_two_settings_of_one_script(place):
         assert line.startswith("demo ") and "--save_every=3" in line and "every=0" not in line
         assert ("--muon_lr=0.5 --val_loss_every=2" in line) == ("--name=base_ours " in line)
     assert (place / "records" / "race_x" / "base_ours").is_dir()
-
-
-def test_an_identical_copy_has_no_effect(place, capsys):
-    (place / "record.py").write_text(STAND_IN)
-    assert run_race(place, "--repeat=2") == 0
-    assert "The change had no effect on the losses" in capsys.readouterr().out
 
 
 def test_a_mistake_shows_at_once_with_its_traceback(place, capsys):
@@ -204,14 +191,14 @@ def test_a_run_that_fails_ends_the_race_and_is_run_again(place, capsys):
 
 
 @pytest.mark.parametrize("change, words", [
-    ("record", "ours.sha256 was "), ("base", "theirs.sha256 was "),
+    ("record", "ours.sha256 was "),
     ("flags", "ours.flags was ['--muon_lr=1'] and is ['--muon_lr=2']"),
     ("seed", "first_seed was 1 and is 2"), ("NPROC", "NPROC was None and is 2")])
 def test_a_race_that_goes_on_refuses_what_has_changed(change, words, place, capsys, monkeypatch):
     assert run_race(place, "--repeat=1", "--muon_lr=1") == 0
     before = starts(place)
-    if change in ("record", "base"):
-        with open(place / f"{change}.py", "a") as file:
+    if change == "record":
+        with open(place / "record.py", "a") as file:
             file.write("# another\n")
     if change == "NPROC":
         monkeypatch.setenv("NPROC", "2")
@@ -231,17 +218,13 @@ def test_a_race_that_goes_on_refuses_what_has_changed(change, words, place, caps
     (["--check"], "--check: a race starts runs of its own"),
     (["--only_ours='"], "cannot be split into flags (No closing quotation); close its quotes"),
     (["--target=nan"], "--target must be a number"),
-    (["--vs=absent.py"], "absent.py: cannot be read")])
+    (["--vs=absent.py"], "absent.py: cannot be read"),
+    (["demo"], "as the first word, expected the copy's file")])
 def test_wrong_usage_starts_nothing(flags, words, place, capsys):
-    assert run_race(place, *flags) == 2
+    script = flags.pop() if flags == ["demo"] else "record.py"
+    assert run_race(place, *flags, script=script) == 2
     out = capsys.readouterr()
     assert words in out.err and not (place / "starts").exists() and len(out.err.splitlines()) == 1
-
-
-def test_the_first_word_is_the_copy(place, capsys):
-    (place / "demo").touch()
-    assert run_race(place, script="demo") == 2
-    assert "as the first word, expected the copy's file" in capsys.readouterr().err
 
 
 PROGRAM = """
@@ -274,14 +257,14 @@ def wait_for(path, words):
 
 def alive(place):
     """The stand-ins of this race that train."""
-    shown = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True)
+    shown = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
     return [line for line in shown.stdout.splitlines()
             if str(place) in line and "--records" in line and "--seed" in line]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="signals and ps as on Linux")
 @pytest.mark.parametrize("number, group, status", [
-    (signal.SIGINT, True, 130), (signal.SIGTERM, False, 143), (signal.SIGKILL, True, -9)])
+    (signal.SIGINT, True, 130), (signal.SIGTERM, False, 143)])
 def test_interrupted_it_goes_on_and_no_run_is_lost_or_counted_twice(number, group, status, place):
     hold = place / "starts.hold"
     hold.touch()
@@ -295,9 +278,8 @@ def test_interrupted_it_goes_on_and_no_run_is_lost_or_counted_twice(number, grou
         time.sleep(0.1)
     assert not alive(place)
     text = (place / "out").read_text()
-    if number != signal.SIGKILL:
-        assert "race: 2 of 4 runs are done; the same command goes on from there" in text
-        assert text.endswith("interrupted\n") and "Traceback" not in text
+    assert "race: 2 of 4 runs are done; the same command goes on from there" in text
+    assert text.endswith("interrupted\n") and "Traceback" not in text
     hold.unlink()
     assert begin(place).wait() == 0
     assert "2 of 4 runs are done" in (place / "out").read_text()
@@ -309,68 +291,25 @@ def test_interrupted_it_goes_on_and_no_run_is_lost_or_counted_twice(number, grou
     assert "2 pairs" in (place / "records" / "race_record" / "verdict.txt").read_text()
 
 
-@pytest.mark.parametrize("change, counts", [
-    ("", True), ("muon_lr = 2.0\n", False), ("# another script", False), ("ranks: 2\n", False)])
-def test_a_run_that_was_resumed_counts_if_nothing_has_changed(place, change, counts):
-    """As --resume leaves it: a log of its own, which continues the one that was cut short."""
-    assert run_race(place, "--repeat=1") == 0
-    (path,) = finished_logs(place, "record")
-    text = path.read_text()
-    head, steps = text[:text.index("step:0/")], text[text.index("step:2/"):]
-    path.write_text(text[:text.index("step:4/") + 20])  # killed there, after saving at step 2
-    if change.startswith("#"):
-        head = head.replace("OFFSET = -0.1", "OFFSET = -0.2")
-    elif change:
-        name = re.split("[ :]", change)[0]
-        head = re.sub(rf"(?m)^{name}\b.*\n", change, head, count=1)
-    head = head.replace("ranks: ", f"resumed: {path.with_suffix('')}/step00000002.pt at step 2\n"
-                        "ranks: ", 1)
-    if change.startswith("#"):
-        source = (place / "record.py").read_text()
-        other = source.replace("OFFSET = -0.1", "OFFSET = -0.2")
-        head = head.replace(*(hashlib.sha256(each.encode()).hexdigest()
-                              for each in (source, other)))
-    path.with_name("z_resumed.log").write_text(head + steps)
-    one = race.parse([str(place / "record.py"), f"--vs={place / 'base.py'}", "--repeat=1",
-                      f"--records={place / 'records'}"])
-    assert set(race.counted(one, one.ours)) == ({1} if counts else set())
-
-
-def test_only_finished_logs_of_this_script_and_these_seeds_count(place):
-    assert run_race(place, "--repeat=2") == 0
-    one = race.parse([str(place / "record.py"), f"--vs={place / 'base.py'}", "--repeat=2",
-                      f"--records={place / 'records'}"])
-    folder = place / "records" / "race_record" / "record"
-    first, second = finished_logs(place, "record")
-    assert set(race.counted(one, one.ours)) == {1, 2}
-    text = first.read_text()
-    (folder / "9_copy.log").write_text(text)  # of a seed that is there
-    assert {run.path for run in race.counted(one, one.ours).values()} == {str(first), str(second)}
-    of_base = finished_logs(place, "base")[0].read_text()  # whole, of seed 1, of another script
-    assert "seed = 1\n" in of_base
-    ends_in_nan = text.replace("step:5/5 val_loss:4", "step:5/5 val_loss:nan #")
-    for other in (of_base, text.replace("seed = 1", "seed = 3"), ends_in_nan,
-                  text.replace("OFFSET = -0.1", "OFFSET = 2"), text[:text.index("step:5/")]):
-        assert other != text
-        first.write_text(other)
-        (folder / "9_copy.log").write_text(other)
-        assert set(race.counted(one, one.ours)) == {2}
-
-
-def test_run_sh_races_the_script_itself(tmp_path, shards):
-    """From the shell, with the real script."""
-    copy = tmp_path / "record.py"
-    copy.write_text((ROOT / "train_gpt.py").read_text() + "# a remark\n")
-    flags = [flag for flag in TINY[1:] if not flag.startswith(("--seed", "--num_iter"))]
-    done = subprocess.run([str(ROOT / "run.sh"), "race", str(copy), "demo", "--repeat=1", *flags,
-                           *shards, "--num_iterations=2", "--micro_batches=1",
-                           f"--records={tmp_path}"], capture_output=True, text=True, check=False,
-                          env=os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""})
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "The change had no effect on the losses" in done.stdout
-    assert "source, B -> A: 1 place, -0 +1 lines" in done.stdout
-    for side in ("record", "train_gpt"):
-        (path,) = Path(tmp_path, "race_record", side).glob("*.log")
-        run = logs.read_run(path, "x")
-        assert run.seed == "1" and run.steps == 2 and "threads" in run.environment
-        assert json.loads((tmp_path / "race_record" / "race.json").read_text())["first_seed"] == 1
+@pytest.mark.parametrize("more, resumed, counts", [
+    ({}, None, True), ({"seed": 3}, None, False), ({"source": "# another script\n"}, None, False),
+    ({"losses": (9.0, float("nan"))}, None, False), ({"total": 300}, None, False),
+    ({}, {}, True), ({}, {"hyper": {"muon_lr": 2}}, False), ({}, {"env": {"ranks": 2}}, False),
+    ({}, {"source": "# another script\n"}, False)])
+def test_which_runs_count(place, more, resumed, counts):
+    """Finished ones of this script and these seeds. What --resume leaves is a log of its own, which
+    continues the one that was cut short."""
+    flags = [f"--vs={place / 'base.py'}", "--repeat=2", f"--records={place / 'records'}"]
+    one = race.parse([str(place / "record.py"), *flags])
+    folder = one.folder / "record"
+    folder.mkdir(parents=True)
+    usual = {"source": (place / "record.py").read_text()}
+    killed = {} if resumed is None else {"total": 500}
+    (folder / "a.log").write_text(log_text(**usual | killed | more))
+    if resumed is not None:
+        text = log_text((3.3, 3.2), first=250, parent="gone/a", **usual | resumed)
+        (folder / "b.log").write_text(text)
+    (folder / "z_copy.log").write_text((folder / "a.log").read_text())  # of a seed that is there
+    found = race.counted(one, one.ours)
+    assert {seed: Path(run.path).stem for seed, run in found.items()} == (
+        {1: "a" if resumed is None else "b"} if counts else {})

@@ -19,7 +19,7 @@ import torch
 from conftest import ATTEMPT, ROOT, byte_documents, load_script, write_shard
 
 import train_gpt
-from records import compare, launch, logs, race
+from records import compare, launch, logs, page as results, race
 
 FOLDERS = sorted(path.parent for path in ROOT.glob("records/*/README.md"))
 PAGES = [ROOT / "README.md", *sorted(path for pattern in ("*/*.md", "records/*/README.md")
@@ -438,7 +438,7 @@ def test_the_verdict_that_is_shown_is_that_of_the_logs(page, name):
 
 def test_the_table_of_results_is_that_of_the_logs():
     page = TEXTS["records/README.md"]
-    assert compare.readme_with_table(page, compare.records_table(ROOT / "records")) == page
+    assert results.with_table(page, ROOT / "records") == page
 
 
 @pytest.mark.parametrize("world_size", [8, 16, 64])
@@ -484,7 +484,7 @@ def test_the_volume_table_is_what_the_optimizers_exchange(world_size):
 # Committed logs
 
 LOGS = sorted(path.relative_to(ROOT / "records").as_posix()
-              for path in compare.tracked_logs(ROOT / "records"))
+              for path in results.tracked_logs(ROOT / "records"))
 
 
 def test_there_are_committed_logs_and_every_folder_has_a_page():

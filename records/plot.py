@@ -1,0 +1,208 @@
+"""Pictures of runs, for compare.py: validation losses over training time and tokens, and where two
+sides ran the same seeds, their difference by step. Of a single side: losses, and its first run's
+learning rates and speed."""
+
+import math
+import textwrap
+from itertools import pairwise
+
+from records import logs
+from records.logs import BadInput, printable
+
+with logs.installed():
+    import matplotlib
+    import numpy as np
+    from matplotlib.figure import Figure
+    from scipy import stats
+
+COLOURS = ("#0072B2", "#D55E00")  # told apart by the colour-blind, and in grey by the dashes
+DASHES = ("-", (0, (4, 1.5)))
+DIFFERENCE = "#5B3A8C"
+SPEED = "#009E73"
+SHOWN_FROM = 0.5  # of the steps: before that losses fall so steeply that they would set the range
+FEW = 5  # validations in what is shown: with fewer, the training losses are drawn too
+AXES = {"seconds": "training time (seconds)", "tokens": "training tokens (millions)",
+        "step": "training step"}
+STYLE = {"font.size": 11, "axes.titlesize": 11, "legend.fontsize": 10, "figure.titlesize": 13,
+         "text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False}
+
+def short(name, width=40):
+    name = printable(name)
+    return name if len(name) <= width else f"{name[:width - 3]}..."
+
+# ---- Curves --------------------------------------------------------------------------------------
+
+def place(line, axis):
+    """Where a Line stands on an axis of AXES."""
+    value = getattr(line, axis)
+    return value / 1e6 if axis == "tokens" else value
+
+def shown_lines(run, kind):
+    """The Lines of a kind in the picture's range that have a loss, and the last one before it."""
+    found = [line for line in run.lines if line.kind == kind and line.loss is not None]
+    before = [line for line in found if line.step < SHOWN_FROM * run.steps]
+    return before[-1:] + found[len(before):]
+
+def validation_curve(run, axis):
+    """Positions and losses."""
+    points = shown_lines(run, "val")
+    return [place(line, axis) for line in points], [line.loss for line in points]
+
+def training_curve(run, axis):
+    """Positions and losses, each the mean over a sixth of what is shown."""
+    points = shown_lines(run, "train")
+    if len(points) < 2:
+        return [], []
+    width = max(1, len(points) // 6)
+    values = ([place(line, axis) for line in points], [line.loss for line in points])
+    return [np.convolve(each, np.full(width, 1 / width), mode="valid") for each in values]
+
+def mean_curve(runs, curve, axis):
+    """The mean of the runs' curves; None where they do not have the same steps."""
+    if len({tuple(curve(run, "step")[0]) for run in runs}) != 1:
+        return None
+    return np.mean([curve(run, axis) for run in runs], axis=0)
+
+def differences_by_step(pairs):
+    """Steps, and rows of A - B in the validation loss for each pair; None where they share no two
+    steps, or do not run to the same one: on the way, other schedules say little."""
+    if len(pairs) < 2 or len({run.total for pair in pairs for run in pair}) != 1:
+        return None
+    tables = [[dict(zip(*validation_curve(run, "step"))) for run in pair] for pair in pairs]
+    steps = sorted(set.intersection(*(set(table) for pair in tables for table in pair)))
+    if len(steps) < 2:
+        return None
+    return steps, np.array([[a[step] - b[step] for step in steps] for a, b in tables])
+
+# ---- Panels --------------------------------------------------------------------------------------
+
+def draw_losses(panel, side, axis, colour, dash, with_training):
+    """A thin line a run, and a bold one their mean, where all validated at the same steps."""
+    name = short(side.name)
+    runs = side.used or side.runs
+    for run in runs:
+        panel.plot(*validation_curve(run, axis), color=colour, linewidth=0.8, alpha=0.6)
+    bold = {"color": colour, "linestyle": dash, "marker": "o", "markersize": 4}
+    mean = mean_curve(runs, validation_curve, axis)
+    if len(runs) > 1 and mean is not None:
+        panel.plot(*mean, **bold, linewidth=2.6, label=f"{name}: mean of {len(runs)} runs")
+    else:
+        label = name if len(runs) == 1 else f"{name}: {len(runs)} runs"
+        panel.plot(*validation_curve(runs[0], axis), **bold, linewidth=1.8, label=label)
+    smoothed = mean_curve(runs, training_curve, axis) if with_training else None
+    if smoothed is not None and len(smoothed[0]) > 1:
+        panel.plot(*smoothed, color=colour, linewidth=1, linestyle=":",
+                   label=f"{name}: training loss, smoothed")
+
+def set_range(panel, runs, axis, target, with_training):
+    """The part of the losses that is shown; the target only where it is near."""
+    late = [line for run in runs for line in run.lines if line.step >= SHOWN_FROM * run.steps]
+    losses = [line.loss for line in late if line.kind == "val" and line.loss is not None]
+    losses = losses or [loss for run in runs for loss in validation_curve(run, axis)[1]]
+    if with_training:
+        losses += [loss for run in runs for loss in training_curve(run, axis)[1]]
+    low = min(losses)
+    high = max(losses)
+    if target is not None and abs(target - (low + high) / 2) < 2 * (high - low):
+        low = min(low, target)
+        high = max(high, target)
+    room = 0.06 * (high - low) or 0.01
+    panel.set_ylim(low - room, high + room)
+    places = [place(line, axis) for line in late]
+    width = max(places) - min(places)
+    if width > 0:
+        panel.set_xlim(min(places), max(places) + 0.02 * width)
+
+def finish_panel(panel, axis, ylabel):
+    panel.set_xlabel(AXES[axis])
+    panel.set_ylabel(ylabel)
+    panel.grid(color="0.88", linewidth=0.7)
+    panel.set_axisbelow(True)
+    panel.ticklabel_format(style="plain", useOffset=False)
+    if axis == "step":
+        panel.xaxis.get_major_locator().set_params(integer=True)
+
+def draw_difference(panel, steps, rows):
+    """A - B by step: a thin line a pair, a bold one their mean, and the 95 % interval."""
+    mean = rows.mean(axis=0)
+    half = stats.t.ppf(0.975, len(rows) - 1) * rows.std(axis=0, ddof=1) / math.sqrt(len(rows))
+    panel.fill_between(steps, mean - half, mean + half, color=DIFFERENCE, alpha=0.18, linewidth=0,
+                       label="95 % interval of the mean difference")
+    panel.plot(steps, rows.T, color=DIFFERENCE, linewidth=0.8, alpha=0.6)
+    panel.plot(steps, mean, color=DIFFERENCE, linewidth=2.6, marker="o" * (len(steps) < 30),
+               markersize=4, label=f"mean difference of {len(rows)} pairs")
+    panel.axhline(0, color="black", linewidth=1)
+    values = np.append(rows, 0)
+    room = 0.4 * np.ptp(values) or 0.01  # for the band, which is wide where the pairs are few
+    panel.set_ylim(values.min() - room, values.max() + room)
+    panel.set_title("Difference in validation loss, in pairs of one seed: below 0 the first is "
+                    "better")
+    finish_panel(panel, "step", "difference (nats a token)")
+
+def draw_rates(panel, run, amount):
+    """The factor of the learning rates and, on a second axis, the speed, over the steps."""
+    rates = [(line.step, line.lr) for line in run.lines
+             if line.lr is not None and line.kind != "val"]
+    panel.plot(*zip(*rates or [(0, 0)]), color="black", linewidth=1.6,
+               label="learning-rate factor (left)")
+    panel.set_ylim(0, 1.08)
+    finish_panel(panel, "step", "factor of the learning rates")
+    other = panel.twinx()
+    scale = 1000 if amount == "tokens" else 1
+    speeds = [(after.step, (getattr(after, amount) - getattr(before, amount)) / scale
+               / (after.seconds - before.seconds))
+              for before, after in pairwise(run.lines[::len(run.lines) // 60 + 1])
+              if after.seconds > before.seconds]
+    other.plot(*zip(*speeds or [(0, 0)]), color=SPEED, linewidth=1.2, label="speed (right)")
+    other.set_ylim(0, 1.15 * max((speed for _, speed in speeds), default=1) or 1)
+    other.set_ylabel("thousand tokens a second" if scale > 1 else "steps a second")
+    other.spines["right"].set_visible(True)
+
+# ---- The picture ---------------------------------------------------------------------------------
+
+def draw(sides, target, pairs=()):
+    """The figure of one or two sides; pairs are those (run of A, run of B) that share a seed."""
+    runs = [run for side in sides for run in side.used or side.runs if shown_lines(run, "val")]
+    if not runs:
+        raise BadInput("no picture, for the logs hold no validation")
+    difference = differences_by_step(pairs)
+    amount = "step" if any(line.tokens is None for run in runs for line in run.lines) else "tokens"
+    figure = Figure(figsize=(9, 7.6 if difference else 4.8), layout="constrained")
+    mosaic = [["time", "tokens"]] + [["difference"] * 2] * bool(difference)
+    panels = figure.subplot_mosaic(mosaic)
+    few = max(len(shown_lines(run, "val")) for run in runs) < FEW
+    with_training = few or len(sides) == 1
+    for axis, panel in (("seconds", panels["time"]), (amount, panels["tokens"])):
+        if len(sides) == 1 and panel is panels["tokens"]:
+            draw_rates(panel, runs[0], amount)
+            continue
+        for side, colour, dash in zip(sides, COLOURS, DASHES):
+            draw_losses(panel, side, axis, colour, dash, with_training)
+        if target is not None:
+            panel.axhline(target, color="black", linewidth=1, linestyle="-.",
+                          label=f"target {target:g}")
+        set_range(panel, runs, axis, target, with_training)
+        finish_panel(panel, axis, "loss (nats a token)")
+    if difference:
+        draw_difference(panels["difference"], *difference)
+    entries = {}
+    for panel in figure.axes:
+        handles, labels = panel.get_legend_handles_labels()
+        entries |= dict(zip(labels, handles))
+    figure.suptitle(title(sides))
+    figure.legend(entries.values(), entries, loc="outside lower center", ncols=2, frameon=False)
+    return figure
+
+def title(sides):
+    counts = [len(side.used or side.runs) for side in sides]
+    runs = f"{counts[0]} run{'s' * (counts[0] != 1)}"
+    if len(set(counts)) > 1:
+        runs = f"{counts[0]} and {counts[1]} runs"
+    elif len(counts) > 1:
+        runs += " each"
+    names = " against ".join(short(side.name) for side in sides)
+    return textwrap.fill(f"Validation loss of {names}, {runs}", 80)
+
+def save(path, sides, target, pairs=()):
+    with matplotlib.rc_context(STYLE):
+        draw(sides, target, pairs).savefig(path, dpi=144)

@@ -1,0 +1,134 @@
+"""records/plot.py: what the curves are, read back from matplotlib's own objects."""
+
+import math
+import re
+
+import matplotlib
+import pytest
+from scipy import stats
+from test_compare import GOOD, SAME, side_of, write
+from test_logs import FORGED, LOGS, STRANGE, log_text, read_text
+
+from records import compare, logs, plot
+
+LONG = (10.8258, 4.0, 3.9, 3.8, 3.7, 3.6, 3.5, 3.4, 3.3)
+
+
+def long_side(label, folder, finals, **more):
+    """Runs with enough validations for a picture of them alone."""
+    return side_of(label, write(folder, finals, before=LONG[:-1], then=3.4, **more))
+
+
+def drawn(*sides, target=None):
+    pairs = compare.pairs_of(*sides) if len(sides) > 1 else ()
+    return plot.draw(sides, target, pairs)
+
+
+def bold_lines(panel):
+    return [line for line in panel.get_lines() if line.get_linewidth() > 2]
+
+
+def test_the_files(tmp_path):
+    a = long_side("A", tmp_path / "a", GOOD, hyper={"name": "'a$_b'"})
+    b = long_side("B", tmp_path / "b", SAME[:1], first_seed=9, hyper={"name": "'b\x1b'"})
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text
+        for name in ("x.png", "x.svg"):
+            plot.save(tmp_path / name, [a, b], 3.28)
+    image = (tmp_path / "x.png").read_bytes()
+    assert image.startswith(b"\x89PNG") and int.from_bytes(image[16:20]) == 9 * 144
+    text = (tmp_path / "x.svg").read_text()
+    for words in ("a$_b: mean of 4 runs", r"b\x1b<", "Validation loss of a$_b against b", "4 and 1",
+                  "target 3.28", "training time (seconds)", "training tokens (millions)",
+                  "loss (nats a token)"):
+        assert words in text, words
+    shown = re.sub("<[^>]*>", "", text)  # without the tags, whose random names hold any digits
+    assert "1e6" not in shown and "mean difference" not in shown and "smoothed" not in shown
+
+
+def test_a_thin_line_a_run_and_a_thick_one_their_mean(tmp_path):
+    side = long_side("A", tmp_path / "a", [3.2, 3.3, 3.4], ms=(80.0, 100.0, 120.0))
+    left, right, below = drawn(side, side, target=3.28).axes
+    thick, _ = bold_lines(left)
+    ends = [(line.get_xdata()[-1], line.get_ydata()[-1]) for line in (thick, bold_lines(right)[0])]
+    assert ends == [pytest.approx((112.5, 3.3)), pytest.approx((1.125, 3.3))]
+    thin = {line.get_xdata()[-1] for line in left.get_lines() if line.get_linewidth() == 0.8}
+    assert thin == {90.0, 112.5, 135.0}
+    assert [{*line.get_ydata()} for line in bold_lines(below)] == [{0.0}]
+    (tmp_path / "a" / "longer.log").write_text(log_text((*LONG, 3.2, 3.1), seed=9))
+    side = side_of("A", tmp_path / "a")
+    for panel in drawn(side, side).axes:
+        assert not bold_lines(panel)  # steps differ: no mean
+
+
+def test_the_difference_is_drawn_by_step_in_pairs(tmp_path):
+    a = long_side("A", tmp_path / "a", [3.2, 3.3, 3.1])
+    b = long_side("B", tmp_path / "b", [3.3, 3.5, 3.4])
+    panel = drawn(a, b).axes[2]
+    (mean,) = bold_lines(panel)
+    assert mean.get_ydata()[-1] == pytest.approx(-0.2) and mean.get_xdata()[-1] == 1125
+    (band,) = panel.collections
+    half = stats.t.ppf(0.975, 2) * 0.1 / math.sqrt(3)
+    at_end = [y for x, y in band.get_paths()[0].vertices if x == 1125]
+    assert min(at_end) == pytest.approx(-0.2 - half) and max(at_end) == pytest.approx(-0.2 + half)
+    assert panel.get_ylim()[0] < -0.3 and panel.get_ylim()[1] > 0
+    longer = long_side("B", tmp_path / "c", [3.3, 3.5, 3.4], every=150)
+    assert len(drawn(a, longer).axes) == 2  # other schedules are no pairs by step
+
+
+def test_few_validations_come_with_smoothed_training_losses(tmp_path):
+    a = side_of("A", write(tmp_path / "a", GOOD))
+    b = side_of("B", write(tmp_path / "b", SAME, first_seed=30))
+    for panel in drawn(a, b).axes:
+        dotted = [line for line in panel.get_lines() if line.get_linestyle() == ":"]
+        assert len(dotted) == 2 and "training loss, smoothed" in dotted[0].get_label()
+        assert not panel.yaxis.get_major_formatter().get_useOffset()
+    (tmp_path / "x.log").write_text(log_text(range(30, 0, -1), every=1))  # a loss a step
+    _, losses = plot.training_curve(logs.read_run(tmp_path / "x.log", "x"), "step")
+    shown = [loss for loss in range(15, 0, -1) for _ in (0, 1)]
+    width = len(shown) - len(losses) + 1
+    assert width > 2 and losses[-1] == pytest.approx(sum(shown[-width:]) / width)
+
+
+def test_the_range_is_the_end_of_the_runs(tmp_path):
+    side = long_side("A", tmp_path / "a", GOOD)
+    for target, low in ((3.28, 3.2), (2.9, 2.8), (0.5, 3.2)):  # a target far below is left out
+        for panel in (*drawn(side, side, target=target).axes[:2],
+                      drawn(side, target=target).axes[0]):
+            bottom, top = panel.get_ylim()
+            assert low < bottom < 3.277 and 3.5 < top < 3.75, (bottom, top)
+            start, end = panel.get_xlim()
+            assert 0.5 <= start / end < 0.6
+
+
+def test_a_run_alone_has_its_training_its_rates_and_its_speed(tmp_path):
+    text = log_text((10.8, 4.0, 3.5), total=1000).replace("lr:1.000", "lr:0.500")
+    (tmp_path / "x.log").write_text(text)
+    losses, rates, speeds = drawn(side_of("A", tmp_path, None)).axes
+    (training,) = (line for line in losses.get_lines() if line.get_linestyle() == ":")
+    assert list(training.get_xdata()) == [12.4, 12.5, 24.9, 25.0]
+    assert list(training.get_ydata()) == [4.0, 4.0, 3.5, 3.5]
+    assert any(list(line.get_ydata()) == [10.8, 4.0, 3.5] and line.get_marker() == "o"
+               for line in losses.get_lines())
+    (factors,) = rates.get_lines()
+    assert list(factors.get_xdata()) == [124, 125, 249, 250] and {*factors.get_ydata()} == {0.5}
+    (speed,) = speeds.get_lines()
+    assert list(speed.get_ydata()) == pytest.approx([10] * len(speed.get_ydata()))
+    assert speeds.get_ylabel().startswith("thousand tokens a second") and len(speed.get_xdata()) > 2
+
+
+@pytest.mark.parametrize("name", ["console_only.log", "stopped_early.txt"])
+def test_without_tokens_the_steps_are_drawn(name):
+    sides = [compare.Side(label, [logs.read_run(LOGS / name, name)], 3.28) for label in "AB"]
+    assert drawn(*sides).axes[1].get_xlabel() == "training step"
+
+
+@pytest.mark.parametrize("line", [f"{FORGED} tokens:7", *STRANGE])
+def test_strange_lines_can_be_drawn(tmp_path, line):
+    run = read_text(tmp_path, f"step:0/9 val_loss:9.0 train_time:0ms step_avg:nanms\n{line}\n")
+    drawn(compare.Side("A", [run], 3.28), target=3.28)
+
+
+def test_no_loss_no_picture(tmp_path):
+    side = compare.Side("A", [read_text(tmp_path, log_text((math.nan,), total=9))], 3.28)
+    with pytest.raises(logs.BadInput, match="hold no validation"):
+        drawn(side)

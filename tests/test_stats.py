@@ -1,0 +1,109 @@
+"""records/stats.py: p-values and intervals against closed forms, tables and SciPy, power against
+simulation, and the rules of the field against their own examples."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats as scipy_stats
+
+from records import stats
+
+
+def test_p_value_of_a_mean_below_the_target_against_closed_forms():
+    # Student's t has closed distribution functions for 1 and 2 degrees of freedom
+    a = [3.277, 3.279]
+    t = (np.mean(a) - 3.28) / (np.std(a, ddof=1) / math.sqrt(2))
+    assert stats.p_below(a, 3.28) == pytest.approx(0.5 + math.atan(t) / math.pi)
+    b = [3.277, 3.279, 3.2785]
+    t = (np.mean(b) - 3.28) / (np.std(b, ddof=1) / math.sqrt(3))
+    assert stats.p_below(b, 3.28) == pytest.approx(0.5 + t / (2 * math.sqrt(2 + t * t)))
+    assert stats.p_below(b, 3.27) > 0.5
+    assert stats.p_below([3.2, 3.2], 3.28) is stats.p_below(b, None) is None
+
+
+def test_spread_against_tables():
+    out = stats.spread([2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0])
+    # The first number is the 97.5 % point of t with 7 degrees of freedom, from tables.
+    half = 2.364624 * 2.138090 / math.sqrt(8)
+    assert (out["n"], out["mean"]) == (8, 5.0) and out["sd"] == pytest.approx(2.138090, abs=1e-6)
+    assert out["interval"] == pytest.approx((5 - half, 5 + half), abs=1e-5)
+    assert stats.spread([3.28]) == {"n": 1, "mean": 3.28, "sd": None, "interval": None}
+    assert stats.spread([]) == {"n": 0, "mean": None, "sd": None, "interval": None}
+
+
+@pytest.mark.filterwarnings("error")
+def test_p_value_of_two_sides_by_welch_and_in_pairs():
+    """In pairs, the seeds' own spread hides no difference."""
+    a = [3.10, 3.32, 3.51, 3.27]
+    b = [3.12, 3.33, 3.54, 3.28]
+    welch = stats.welch(a, b)
+    assert welch["p"] == pytest.approx(scipy_stats.ttest_ind(a, b, equal_var=False).pvalue)
+    assert welch["p"] > 0.8 and welch["interval"][0] < -0.0175 < welch["interval"][1]
+    test = scipy_stats.ttest_1samp(np.subtract(a, b), 0)
+    paired = stats.paired(a, b)
+    assert paired["p"] == pytest.approx(test.pvalue) and paired["p"] < 0.05
+    assert paired["interval"] == pytest.approx(tuple(test.confidence_interval(0.95)))
+    assert paired["sd"] == pytest.approx(np.std([0.02, 0.01, 0.03, 0.01], ddof=1))
+    assert paired["difference"] == welch["difference"] == pytest.approx(-0.0175)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("a, b, difference", [
+    ([], [], None), ([], [1.0], None), ([1.0], [2.0], -1), ([1.0, 1.0], [2.0, 2.0], -1)])
+def test_where_there_is_no_spread_there_is_no_p_value(a, b, difference):
+    tests = [stats.welch(a, b), *([stats.paired(a, b)] if len(a) == len(b) else [])]
+    for found in tests:
+        assert (found["difference"], found["interval"], found["p"]) == (difference, None, None)
+    assert stats.paired([1.0, 2.0], [2.0, 3.0])["p"] is None  # pairs that all differ by as much
+
+
+def test_what_runs_could_have_shown_against_simulation():
+    """Of 4,000 simulated sets of runs that differ by what is called detectable, 4 of 5 have
+    p < 0.01; so have sets of as many runs as are said to be needed for the difference seen."""
+    draw = np.random.default_rng(1).normal
+    a = draw(0, 1.0, 6) + 0.5
+    b = np.zeros(6)
+    found = stats.power(list(a), list(b), is_paired=True)
+    sd = np.std(a, ddof=1)
+    for n, difference in ((6, found["detectable"]), (found["needed"], abs(np.mean(a)))):
+        p = scipy_stats.ttest_1samp(draw(difference, sd, (4000, n)), 0, axis=1).pvalue
+        assert np.mean(p < stats.ALPHA) == pytest.approx(0.8, abs=0.03)
+    a = draw(0, 1.0, 12)
+    b = draw(0, 2.0, 9)
+    a += np.mean(b) - np.mean(a) + 1.5
+    found = stats.power(list(a), list(b), is_paired=False)
+    for n, m, difference in ((12, 9, found["detectable"]), (*2 * [found["needed"]], 1.5)):
+        x = draw(difference, np.std(a, ddof=1), (n, 4000))
+        y = draw(0, np.std(b, ddof=1), (m, 4000))
+        p = scipy_stats.ttest_ind(x, y, equal_var=False).pvalue
+        assert np.mean(p < stats.ALPHA) == pytest.approx(0.8, abs=0.03)
+    hopeless = stats.power([1.0, 2.0, 3.0], [1.1, 2.0, 2.9], is_paired=True)
+    assert hopeless["needed"] is None and hopeless["detectable"] > 0.1
+    assert stats.power([1.0, 2.0], [2.0, 3.0], is_paired=True)["detectable"] is None  # no spread
+
+
+def test_the_rules_of_the_field():
+    """Figures of the optimizer track's README: 3.276 for one run, 3.278 for four."""
+    for n, mean in ((1, 3.276), (4, 3.278), (16, 3.279)):
+        row = stats.track_rule([mean] * n, 3.28)
+        assert row["holds"] and row["value"] == pytest.approx(0.004) and row["runs_needed"] == n
+        assert not stats.track_rule([mean + 1e-5] * n, 3.28)["holds"]
+    assert stats.track_rule([3.281], 3.28)["runs_needed"] is None
+    values = np.linspace(-1, 1, 12)
+    losses = list(3.279 + values * 0.0013 / np.std(values, ddof=1))
+    row = stats.speedrun_rule(losses, 3.28)
+    assert not row["holds"] and row["runs_needed"] == 13
+    assert row["value"] == pytest.approx(
+        scipy_stats.ttest_1samp(losses, 3.28, alternative="less").pvalue)
+
+
+@pytest.mark.parametrize("ours, theirs, value", [
+    ((3.2785, 3210, 10), (3.2785, 3225, 16), 0.00167),
+    ((3.2785, 3210, 10), (3.2778, 3250, 16), 0.0027),
+    ((3.2790, 3325, 20), (3.2788, 3375, 20), 0.00648)])
+def test_the_rule_for_two_results(ours, theirs, value):
+    """The three examples in the optimizer track's README: mean, steps, runs."""
+    losses = [[mean] * n for mean, _, n in (ours, theirs)]
+    found = stats.track_rule_for_two(*losses, theirs[1] - ours[1])
+    assert found["value"] == pytest.approx(value, abs=3e-5) and found["holds"] == (value > 0.004)
