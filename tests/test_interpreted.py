@@ -129,7 +129,7 @@ def equal(found):
 # -------- The cases, which run in processes of their own
 def case_float32():
     """Training steps, then validations. A window that grows needs no other program."""
-    from interpreted import gpu_program, graphs, launches
+    from helpers.interpreted import gpu_program, graphs, launches
     plain, model = models(HP)
     program = gpu_program(model)
     windows = (128, 256, 384, 512, 1000, 300)
@@ -158,7 +158,7 @@ def case_bfloat16_and_fp8():
     """The GPU program and the plain path round in different places, so they agree only roughly; but
     the GPU program must be as near to float32 as the plain path. The head is in FP8 in all three,
     because its rounding, of 3 percent, would hide the rest."""
-    from interpreted import gpu_program, sources
+    from helpers.interpreted import gpu_program, sources
     hp = dataclasses.replace(HP, use_fp8=True)
     plain, model = models(hp, torch.bfloat16)
     exact, _ = models(hp)
@@ -190,7 +190,7 @@ def case_bfloat16_and_fp8():
 
 def case_newton_schulz():
     """On wide, tall and square matrices."""
-    from interpreted import gpu_program
+    from helpers.interpreted import gpu_program
     for shape in ((3, 48, 80), (3, 80, 48), (1, 64, 64)):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         found = difference(gpu_program(newton_schulz)(x), newton_schulz(x))
@@ -225,7 +225,7 @@ def slow_lists(tokens, window_blocks):
 
 def case_block_lists():
     """At the speedrun's size, bit for bit."""
-    from interpreted import gpu_program, launches
+    from helpers.interpreted import gpu_program, launches
     launches.clear()
     program = gpu_program(block_lists)
     length = PRESETS["speedrun"].train_seq_len
@@ -319,7 +319,7 @@ def plant_errors(script):
 
 def case_planted_errors():
     """The comparison finds each error, and none where none is switched on."""
-    from interpreted import gpu_program
+    from helpers.interpreted import gpu_program
     spec = importlib.util.spec_from_file_location("copy_of_the_script", train_gpt.__file__)
     script = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = script

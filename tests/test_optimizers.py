@@ -2,19 +2,18 @@
 several; which optimizer trains which parameters; the state that is saved."""
 
 import dataclasses
-import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, ROOT, TINY, launch, log_path, losses
+from conftest import (ROOT, TINY, launch, load_checkpoint, load_script, log_path, losses,
+                      run_helper, train)
 from test_model import ALONE, WINDOW, sequence, tiny_model
 from torch import nn
 
 import train_gpt
 from train_gpt import (PRESETS, Adam, CastedLinear, Muon, Optimizer, UserError, build_optimizers,
-                       gather_training_state, load_training_state, newton_schulz, train_step,
-                       warm_up)
+                       evaluate, gather_training_state, load_training_state, newton_schulz,
+                       train_step, warm_up)
 
 HP = dataclasses.replace(PRESETS["demo"], dtype="float32", cooldown_frac=0.0)
 
@@ -182,10 +181,24 @@ def test_a_step_follows_the_mean_gradient_of_its_micro_batches():
     loss = train_step(model, batches, [Descent(dict(model.named_parameters()), 0.5, hp, ALONE)], 0,
                       hp, ALONE)
     assert float(loss) == pytest.approx(float(mean.detach()), abs=1e-6)
+    assert not loss.requires_grad, "it would keep the activations"
     for name, p in model.named_parameters():
         want = before[name] - 0.5 * gradients[name]
         torch.testing.assert_close(p.detach(), want, rtol=1e-5, atol=1e-6)
         assert p.grad is None and not torch.equal(p, before[name]), name
+
+
+def test_a_validation_is_the_mean_over_its_tokens_and_leaves_the_model_in_training():
+    model, hp = tiny_model(val_tokens=300, val_seq_len=256, window_start=256)
+    sequences = [sequence(seed=seed) for seed in range(2)]
+    sequences[1][1][300 - 256:] = -1  # padding
+    with torch.no_grad():
+        logits = [model.logits(model.features(tokens, WINDOW)) for tokens, _ in sequences]
+    targets = torch.cat([targets for _, targets in sequences])[:300]
+    want = torch.nn.functional.cross_entropy(torch.cat(logits)[:300], targets)
+    got = evaluate(model, sequences, 0, hp, ALONE)
+    assert got == pytest.approx(float(want), abs=1e-5)
+    assert all(module.training for module in model.modules())
 
 
 # ---- Which optimizer trains what
@@ -238,14 +251,6 @@ def test_a_vector_or_a_number_that_no_row_names_is_trained_by_adam():
         torch.testing.assert_close(p.detach(), torch.ones_like(p) - hp.scalar_lr)
 
 
-def test_a_matrix_that_no_row_names_is_an_error_that_names_it():
-    model, hp = tiny_model()
-    model.gate = CastedLinear(32, 4)
-    with pytest.raises(UserError, match="build_optimizers") as caught:
-        build_optimizers(model, hp, ALONE)
-    assert "gate.weight" in str(caught.value) and "\n" not in str(caught.value)
-
-
 def test_a_row_that_no_parameter_fits_is_refused():
     """It may have a mistake in its pattern; what it was meant for would train at another rate."""
     model, hp = tiny_model()
@@ -265,26 +270,53 @@ def test_the_first_row_that_fits_takes_a_parameter():
     assert len(taking) == 1 and type(taking[0]) is Adam and taking[0].peak_lr == hp.embed_lr
 
 
-def test_frozen_parameters_stay_as_they_are():
-    model, hp = tiny_model()
-    frozen = {"skip_weights", "embed.weight", "blocks.1.mlp.fc.weight"}
-    for name in frozen:
-        model.get_parameter(name).requires_grad_(False)
-    optimizers = build_optimizers(model, hp, ALONE)
-    before = copied(dict(model.named_parameters()))
-    warm_up(model, optimizers, hp, ALONE)  # does not miss their gradients
-    train_step(model, [sequence()], optimizers, 0, hp, ALONE)
-    unchanged = {name for name, p in model.named_parameters() if torch.equal(p, before[name])}
-    assert unchanged == frozen
+# Lines of the script at which a tweak is made.
+TWEAK_MODEL = "        self.skip_weights = "
+TWEAK_STREAM = "norm(self.embed(tokens_T))\n"
+TWEAK_OPTIMIZERS = "    optimizers = build_optimizers("
 
 
-def test_a_parameter_that_no_gradient_reaches_is_named():
-    model, hp = tiny_model()
-    model.value_embeds["7"] = nn.Embedding(320, 64)  # which no layer mixes in
-    optimizers = build_optimizers(model, hp, ALONE)
-    with pytest.raises(UserError, match=r"gradient.* value_embeds\.7\.weight") as caught:
-        warm_up(model, optimizers, hp, ALONE)
-    assert "\n" not in str(caught.value)
+def tweaked(folder, parameter, use="", frozen=()):
+    """A copy of the script, as a module, whose model has one more parameter, `own`. What enters the
+    layers is multiplied by `use`, if given, and the parameters in `frozen` need no gradient."""
+    text = (ROOT / "train_gpt.py").read_text()
+    freeze = "".join(f"    model.get_parameter({name!r}).requires_grad_(False)\n"
+                     for name in frozen)
+    for place, before, after in (
+            (TWEAK_MODEL, f"        self.own = nn.Parameter({parameter})\n", ""),
+            (TWEAK_STREAM, "", f" * ({use})\n" if use else "\n"),
+            (TWEAK_OPTIMIZERS, freeze, "")):
+        assert text.count(place) == 1, f"the script has no single line {place!r} any more"
+        text = text.replace(place, before + (place.rstrip("\n") if after else place) + after)
+    path = folder / "tweaked.py"
+    path.write_text(text)
+    return load_script(path, "tweaked")
+
+
+def test_check_finds_a_matrix_that_no_row_takes(tmp_path, shards):
+    script = tweaked(tmp_path, "torch.ones(2, 3)", "self.own.sum()")
+    with pytest.raises(script.UserError, match="no row of the table in .* takes own$"):
+        train(script, *TINY, *shards, "--check")
+
+
+def test_a_parameter_that_nothing_uses_is_named(tmp_path, shards):
+    script = tweaked(tmp_path, "torch.ones(2)")
+    with pytest.raises(script.UserError, match="no gradient reaches own:"):
+        train(script, *TINY, *shards, f"--records={tmp_path}")
+
+
+@pytest.mark.parametrize("frozen", ["embed.weight", "blocks.0.mlp.fc.weight", "skip_weights"])
+def test_frozen_parameters_stay_and_the_others_train(tmp_path, shards, frozen):
+    """Also where a run resumes; a frozen matrix needs no row in the table."""
+    script = tweaked(tmp_path, "torch.ones(2, 3)", "self.own.mean()", {"own", frozen})
+    train(script, *TINY, *shards, f"--records={tmp_path}", "--save_every=3", "--micro_batches=2")
+    paths = sorted(tmp_path.glob("*/step*.pt"))
+    first, last = (torch.load(path, weights_only=True)["state"]["model"] for path in paths)
+    unchanged = {name for name in first if torch.equal(first[name], last[name])}
+    assert unchanged == {"own", frozen}
+    train(script, f"--resume={paths[0]}", f"--records={tmp_path}/again")
+    again = load_checkpoint(tmp_path / "again")["state"]["model"]
+    assert all(torch.equal(again[name], last[name]) for name in last)
 
 
 # ---- What is saved
@@ -309,34 +341,6 @@ def test_training_goes_on_to_the_same_bits_from_a_state_that_is_loaded():
         assert torch.equal(p, q), name
 
 
-def lacks(tensors, name):
-    del tensors[name]
-
-
-def has_another_shape(tensors, name):
-    tensors[name] = torch.zeros(3, 2)
-
-
-def has_one_more(tensors, name):
-    tensors["surplus"] = torch.zeros(3)
-
-
-@pytest.mark.parametrize("damage, words", [(lacks, "{}"), (has_another_shape, "{}"),
-                                           (has_one_more, "surplus")])
-@pytest.mark.parametrize("kind, name", [
-    ("model", "skip_weights"), ("Adam mean", "lm_head.weight"),
-    ("Muon momentum", "blocks.0.mlp.fc.weight")])
-def test_a_state_that_is_not_this_scripts_is_refused_by_the_name_of_a_tensor(kind, name, damage,
-                                                                           words):
-    model, hp = tiny_model()
-    table = build_optimizers(model, hp, ALONE)
-    state = copied(gather_training_state(model, table))
-    damage(state[kind], name)
-    with pytest.raises(UserError, match=words.format(name)) as caught:
-        load_training_state(state, model, table, ALONE)
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize("state", [lambda n: torch.zeros(2 * n, 3), lambda n: [torch.zeros(3)],
                                    lambda n: torch.zeros(n)])
 def test_a_state_that_would_not_be_saved_whole_is_refused(state):
@@ -357,11 +361,7 @@ def test_distributed_optimizers_equal_a_single_process(ranks, dtype):
     """With 5, 2 and 1 parameters of a shape: the stacks are filled up, and some processes have none
     of the matrices. The state is saved in the middle and restored; two optimizers are a user's
     own."""
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
-         str(ROOT / "tests" / "optimizer_worker.py"), dtype], capture_output=True, text=True,
-        timeout=200, env=ENVIRONMENT)
-    assert done.returncode == 0 and done.stdout.count("equal") == ranks, done.stdout + done.stderr
+    assert run_helper("optimizer_worker.py", dtype, ranks=ranks).count("equal") == ranks
 
 
 SOAP = """class Soap(Muon):

@@ -25,7 +25,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (ENVIRONMENT, ROOT, SCRIPT, TINY, command, launch, load_checkpoint, log_of,
-                      log_path, losses, newest_checkpoint, planted, train, write_shard)
+                      log_path, newest_checkpoint, planted, train, write_shard)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from conftest import (ATTEMPT, ROOT, launch, load_checkpoint, load_script, log_of, losses,
                       newest_checkpoint, write_shard)
-from fake_mode import mode_of
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention import flex_attention as flex_module
+from test_masks_attention import dense_mask
+from test_model import rms_norm, rotated, sequence
 
 attempt = sys.modules.get("speedrun_2026") or load_script(ATTEMPT, "speedrun_2026")
 
@@ -194,21 +193,13 @@ def tiny_model(hp=TINY, dtype=torch.float32):
     return model
 
 
+BEGINS = (0, 100, 130, 300)  # of documents
+
+
 @pytest.fixture
 def float64(monkeypatch):
     """What the script keeps in float32 whatever the dtype is then in float64."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-
-
-def sequence(seed=0, length=512, begins=(0, 100, 130, 300)):
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(256, (length,), generator=generator, dtype=torch.int32)
-    tokens[list(begins)] = 256
-    return tokens, torch.roll(tokens, -1).long()
-
-
-def plain_norm(x):
-    return x / (x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt()
 
 
 def plain_attention(p, name, x, value_embed, visible, begins, key_offset, hp):
@@ -217,14 +208,8 @@ def plain_attention(p, name, x, value_embed, visible, begins, key_offset, hp):
     kv_heads = hp.num_kv_heads
     qkv = x @ p[f"{name}.qkv"].flatten(0, 1).T
     q, k, v = qkv.view(T, -1, K).split([H, kv_heads, kv_heads], dim=1)
-    frequencies = hp.rope_base ** -torch.linspace(0, 1, K // 4, dtype=torch.float64)
-    angle = torch.outer(torch.arange(T), frequencies)
-    turn = torch.polar(torch.ones_like(angle), -angle)[:, None]
-    rotated = []
-    for y in (plain_norm(q), plain_norm(k)):
-        turned = torch.complex(y[..., :K // 4], y[..., K // 4:K // 2]) * turn
-        rotated.append(torch.cat((turned.real, turned.imag, y[..., K // 2:]), dim=-1))
-    q, k = rotated
+    q, k = (torch.stack([rotated(rms_norm(y_TK), hp.rope_base) for y_TK in y.unbind(1)], dim=1)
+            for y in (q, k))
     shifted = k.clone()
     if key_offset:  # the half without a position comes from the token before
         for t in range(T):
@@ -251,18 +236,14 @@ def plain_logits(p, tokens, window, hp):
         before = 256 if t == 0 or begins[t] else int(tokens[t - 1])
         pair = p["pair_embed.weight"][(before * 2654435761 + token) % hp.pair_rows]
         x[t] = p["embed.weight"][token] + pair * torch.tensor(signs[(before ^ token) % 8192])
-    x = plain_norm(x)
+    x = rms_norm(x)
     smeared = x.clone()
     for t in range(T):
         if not begins[t]:
             smeared[t] = x[t] + p["smear"] * x[t - 1]
     x = x0 = smeared
-    document = torch.tensor(begins).cumsum(0)
-    query, key = torch.arange(T)[:, None], torch.arange(T)
-    visible = {}
-    for mark, blocks in (("L", window // 128), ("S", max(1, window // 256))):
-        near = query // 128 - key // 128 < blocks
-        visible[mark] = (key <= query) & near & (document[:, None] == document)
+    visible = {"L": dense_mask(tokens, window // 128, 256),
+               "S": dense_mask(tokens, max(1, window // 256), 256)}
     outputs = {}
     for i in range(11):
         if i >= 6:
@@ -274,12 +255,12 @@ def plain_logits(p, tokens, window, hp):
             embed = {0: "1", 1: "2", 8: "0", 9: "1", 10: "2"}.get(i)
             value_embed = p[f"value_embeds.{embed}.weight"][tokens.long()] if embed else None
             long = i in (3, 10)
-            x = x + plain_attention(p, f"blocks.{i}.attn", plain_norm(read), value_embed,
+            x = x + plain_attention(p, f"blocks.{i}.attn", rms_norm(read), value_embed,
                                     visible["L" if long else "S"], begins, long, hp)
-        hidden = (plain_norm(x) @ p[f"blocks.{i}.mlp.fc.weight"].T).clamp(min=0) ** 2
+        hidden = (rms_norm(x) @ p[f"blocks.{i}.mlp.fc.weight"].T).clamp(min=0) ** 2
         x = x + hidden @ p[f"blocks.{i}.mlp.proj.weight"].T
         outputs[i] = x
-    raw = plain_norm(x - p["backout"] * outputs[7]) @ p["lm_head.weight"].T
+    raw = rms_norm(x - p["backout"] * outputs[7]) @ p["lm_head.weight"].T
     return 23 / (1 + torch.exp(-(raw + 5) / 7.5))
 
 
@@ -307,7 +288,7 @@ def test_loss_and_gradients_are_those_of_the_plain_definition(heads, kv_heads, f
     hp = dataclasses.replace(TINY, num_heads=heads, num_kv_heads=kv_heads)
     model = tiny_model(hp, torch.float64)
     model.LOGITS_TOKENS = 100  # so that the logits are computed in portions
-    tokens, targets = sequence()
+    tokens, targets = sequence(512, eots=BEGINS)
     targets[77] = -1
     weights = [1, 0.5, 0.125]
     loss = model(tokens, targets, torch.tensor(384), tuple(map(torch.tensor, weights[1:])))
@@ -328,7 +309,7 @@ def test_loss_and_gradients_are_those_of_the_plain_definition(heads, kv_heads, f
 
 def test_validation_counts_the_next_token_alone(float64):
     model = tiny_model(dtype=torch.float64)
-    tokens, targets = sequence()
+    tokens, targets = sequence(512, eots=BEGINS)
     p = {name: x.detach().double() for name, x in model.named_parameters()}
     want = F.cross_entropy(plain_logits(p, tokens, 256, TINY), targets)
     got = model(tokens, targets, torch.tensor(256)).detach()
@@ -441,7 +422,7 @@ def test_adam_steps_on_the_sum_of_two_steps_gradients():
                             betas=(hp.adam_beta1, hp.adam_beta2), eps=hp.adam_eps, fused=True)
     summed = {name: torch.zeros_like(p) for name, p in reference.items()}
     for step in range(4):
-        batches = [sequence(seed=10 * step + i) for i in range(2)]
+        batches = [sequence(512, 10 * step + i, BEGINS) for i in range(2)]
         twin.load_state_dict(model.state_dict())
         twin.zero_grad()
         for batch in batches:
@@ -463,60 +444,6 @@ def test_adam_steps_on_the_sum_of_two_steps_gradients():
             summed = {name: torch.zeros_like(p) for name, p in reference.items()}
             for name, p in reference.items():
                 torch.testing.assert_close(model.get_parameter(name), p, rtol=1e-4, atol=1e-4)
-
-
-# ---- Compiled
-
-@pytest.fixture
-def compiler(monkeypatch):
-    """A backend for torch.compile that collects the graphs. FlexAttention refuses gradients on CPU
-    tensors, which stand for CUDA's here."""
-    monkeypatch.setattr(flex_module, "_validate_device", lambda *args: None)
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        with mode_of(inputs):
-            return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
-    backend.graphs = graphs
-    torch._dynamo.reset()
-    yield backend
-    torch._dynamo.reset()
-
-
-def number_of(graph, name):
-    return sum(name in str(node.target) for module in graph.modules()
-               if isinstance(module, torch.fx.GraphModule) for node in module.graph.nodes)
-
-
-# Every kind of layer, in fewer of them, which take less time to compile.
-FEW_LAYERS = dict(windows="SLSS", attention="xx.x", value_embeds="0..0", skips="..1.",
-                  late_input=2, backout=1)
-
-
-def test_the_step_is_one_graph_in_every_stage(compiler):
-    """At full width and length, in bfloat16 with the FP8 head."""
-    hp = dataclasses.replace(FULL, dtype="bfloat16", future_tokens=1, **FEW_LAYERS)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model = attempt.GPT(hp, torch.bfloat16, flex=True)
-        model.loss = torch.compile(model.loss, backend=compiler, fullgraph=True, dynamic=False)
-        for step in (0, 428, 1283):
-            tokens = torch.zeros(hp.train_seq_len, dtype=torch.int32)
-            loss = model(tokens, tokens.long(), attempt.window_tensor(step, hp, CPU),
-                         attempt.future_weights(step, hp, CPU))
-            loss.backward()
-        assert len(compiler.graphs) == 1 and loss.dtype == torch.float32
-        for name, p in model.named_parameters():
-            assert p.grad is not None and p.grad.dtype == p.dtype, name
-            assert p.grad.is_sparse == ("embed" in name), name
-        model.eval()
-        with torch.no_grad():
-            tokens = torch.zeros(hp.val_seq_len, dtype=torch.int32)
-            model(tokens, tokens.long(), attempt.window_tensor(1284, hp, CPU))
-    training, validation = compiler.graphs
-    for graph, products in ((training, 3), (validation, 0)):
-        assert number_of(graph, "flex_attention") == 3
-        assert number_of(graph, "_scaled_mm") == products  # of the FP8 head
 
 
 # ---- Whole runs
@@ -550,10 +477,3 @@ def test_two_processes_train_the_same_and_a_resumed_run_gives_the_same_bits(tmp_
     done = launch(*resume, "--num_iterations=14", script=ATTEMPT, check=False)
     assert done.returncode == 2 and "must stay: the tokens of a step" in done.stderr
     assert len(done.stderr.splitlines()) == 1 and len(list((tmp_path / "resumed").iterdir())) == 2
-
-
-def test_a_run_that_would_save_between_adams_steps_is_refused(tmp_path, shards):
-    done = launch(*TINY_FLAGS, *shards, "--save_every=3", f"--records={tmp_path}", script=ATTEMPT,
-                  check=False)
-    assert done.returncode == 2 and "must be multiples of --adam_every=2" in done.stderr
-    assert not list(tmp_path.iterdir())

@@ -6,14 +6,10 @@ it. Here each collective runs either at its start or, in the order of their star
 is waited for; meanwhile what it will write is NaN. NCCL's rules on layouts are checked as well."""
 
 import os
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 from test_model import sequence, tiny_model
 
 import train_gpt

@@ -5,15 +5,12 @@ micro-batches."""
 import dataclasses
 import os
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from train_gpt import (  # noqa: E402
-    PRESETS, Adam, Muon, Optimizer, World, gather_training_state, load_training_state, lr_scale,
-    train_step, world_of_this_process)
+from train_gpt import (PRESETS, Adam, Muon, Optimizer, World, gather_training_state,
+                       load_training_state, train_step, world_of_this_process)
 
 MICRO_BATCHES = 24
 ALONE = World(0, 1, torch.device("cpu"))

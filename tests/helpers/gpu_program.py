@@ -1,6 +1,6 @@
 """Looks at the program that Inductor generates for a GPU, without a GPU, and runs none of it:
 
-    python tests/gpu_program.py CAPABILITY CASE...
+    PYTHONPATH=.:tests python tests/helpers/gpu_program.py CAPABILITY CASE...
 
 fake_gpu.py has the program generated, from fake tensors. Each case prints what it has found, and
 fails where a limit is passed. test_without_gpu.py runs them in processes of their own."""
@@ -11,15 +11,13 @@ import dataclasses
 import os
 import re
 import sys
-from pathlib import Path
 
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # whose keys cannot tell a relabelled graph
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # so that kernels are compiled in this process
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 import torch
-from fake_gpu import GPUS, compile_as_cuda, gpu_program, pretend, sources
 from functorch.compile import make_boxed_func
-from memory_plan import estimated_peaks, kept_bytes
+from helpers.fake_gpu import GPUS, compile_as_cuda, gpu_program, pretend, sources
+from helpers.memory_plan import estimated_peaks, kept_bytes
 from torch import nn
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._subclasses.fake_tensor import FakeTensorMode
