@@ -5,8 +5,7 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import (ROOT, TINY, launch, load_checkpoint, load_script, log_path, losses,
-                      run_helper, train)
+from conftest import ROOT, TINY, load_checkpoint, load_script, run_helper, train
 from test_model import ALONE, WINDOW, sequence, tiny_model
 from torch import nn
 
@@ -57,14 +56,6 @@ def test_singular_values_of_an_update_lie_in_the_band(rows, cols, dtype):
 def test_zero_matrices_stay_zero():
     """Those that fill up a stack, among others."""
     assert not newton_schulz(torch.zeros(2, 8, 8)).any()
-
-
-def test_each_matrix_of_a_stack_is_orthogonalized_as_if_it_were_alone():
-    x = torch.randn(12, 32, 16)
-    together = newton_schulz(x)
-    for i in range(12):
-        alone = newton_schulz(x[i:i + 1])[0]
-        torch.testing.assert_close(together[i], alone, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("parts, rows, cols", [(3, 32, 32), (3, 32, 16), (4, 16, 64)])
@@ -172,18 +163,19 @@ class Descent(Optimizer):
 
 
 def test_a_step_follows_the_mean_gradient_of_its_micro_batches():
-    """... and leaves no gradient to the next one."""
-    model, hp = tiny_model(micro_batches=3, window_start=256)
+    """... at the rate of the step, and leaves no gradient to the next one."""
+    model, hp = tiny_model(micro_batches=3, window_start=256, num_iterations=10, cooldown_frac=1.0,
+                           lr_floor=0.0)
     batches = [sequence(seed=seed) for seed in range(3)]
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     mean = torch.stack([model(*batch, WINDOW) for batch in batches]).mean()
     gradients = dict(zip(before, torch.autograd.grad(mean, list(model.parameters()))))
-    loss = train_step(model, batches, [Descent(dict(model.named_parameters()), 0.5, hp, ALONE)], 0,
-                      hp, ALONE)
+    descent = Descent(dict(model.named_parameters()), 0.5, hp, ALONE)
+    loss = train_step(model, batches, [descent], 4, hp, ALONE)
     assert float(loss) == pytest.approx(float(mean.detach()), abs=1e-6)
     assert not loss.requires_grad, "it would keep the activations"
     for name, p in model.named_parameters():
-        want = before[name] - 0.5 * gradients[name]
+        want = before[name] - 0.5 * 0.6 * gradients[name]
         torch.testing.assert_close(p.detach(), want, rtol=1e-5, atol=1e-6)
         assert p.grad is None and not torch.equal(p, before[name]), name
 
@@ -220,21 +212,6 @@ def test_the_table_has_a_stack_for_each_shape_of_matrices():
         frozenset({"lm_head.weight"}): hp.head_lr,
         frozenset({"embed.weight", "value_embeds.0.weight"}): hp.embed_lr,
         frozenset({"skip_weights"} | mixes): hp.scalar_lr}
-
-
-@pytest.mark.parametrize("changes", [
-    dict(attention="....", value_embeds="...."), dict(value_embeds="...."),
-    dict(num_kv_heads=1), dict(num_kv_heads=4)], ids=str)
-def test_every_parameter_has_one_optimizer_and_is_trained(changes):
-    """Also without attention or value embeddings, and where the latter are of another shape than
-    the embedding."""
-    model, hp = tiny_model(**changes)
-    optimizers = build_optimizers(model, hp, ALONE)
-    before = copied(dict(model.named_parameters()))
-    assert sorted(name for each in optimizers for name in each.params) == sorted(before)
-    train_step(model, [sequence()], optimizers, 0, hp, ALONE)
-    for name, p in model.named_parameters():
-        assert not torch.equal(p, before[name]), name
 
 
 def test_a_vector_or_a_number_that_no_row_names_is_trained_by_adam():
@@ -359,54 +336,6 @@ def test_a_state_that_would_not_be_saved_whole_is_refused(state):
 @pytest.mark.parametrize("ranks, dtype", [(3, "float32"), (4, "bfloat16")])
 def test_distributed_optimizers_equal_a_single_process(ranks, dtype):
     """With 5, 2 and 1 parameters of a shape: the stacks are filled up, and some processes have none
-    of the matrices. The state is saved in the middle and restored; two optimizers are a user's
-    own."""
+    of the matrices. Two optimizers are a user's own. The collectives come early or late, as NCCL's
+    may, and the state is saved in the middle and restored."""
     assert run_helper("optimizer_worker.py", dtype, ranks=ranks).count("equal") == ranks
-
-
-SOAP = """class Soap(Muon):
-    def __init__(self, params, lr, hp, world):
-        super().__init__(params, lr, hp, world)
-        n, rows, cols = self.gradients.shape
-        self.state["model"] = torch.zeros(n, rows, rows, device=world.device)
-        self.state["step"] = torch.zeros(n, rows, cols, device=world.device)
-
-    def direction(self, gradients, step):
-        left = self.world.rows(self.state["model"])
-        squares = self.world.rows(self.state["step"])
-        left.lerp_(gradients @ gradients.mT, 0.1)
-        basis = torch.linalg.eigh(left).eigenvectors
-        rotated = basis.mT @ gradients
-        squares.lerp_(rotated.square(), 0.1)
-        return basis @ (rotated / (squares.sqrt() + 1e-6))
-
-def newton_schulz("""
-
-
-@pytest.mark.parametrize("ranks", [None, 2])
-def test_a_users_optimizer_trains_saves_and_resumes(tmp_path, shards, ranks):
-    """A class with one method and its own state, and one row of the table: in a copy of the script,
-    on one process and on two. Its states have names that also mean something in a checkpoint."""
-    text = (ROOT / "train_gpt.py").read_text()
-    table = "    table = [\n"
-    assert text.count(table) == text.count("def newton_schulz(") == 1
-    row = r'        (r"blocks\.\d+\.mlp\.fc\.weight", Soap, 0.003),'
-    text = text.replace(table, f"{table}{row}\n").replace("def newton_schulz(", SOAP)
-    script = tmp_path / "soap.py"
-    script.write_text(text)
-    launch(*TINY, *shards, "--save_every=3", f"--records={tmp_path}/whole", script=script,
-           ranks=ranks)
-    log = log_path(tmp_path / "whole")
-    curve = losses(log.read_text(), "train_loss")
-    assert len(curve) == 6 and curve[-1] < curve[0] - 0.1
-    middle, last = sorted(log.with_suffix("").glob("*.pt"))
-    saved = torch.load(middle, weights_only=True)["state"]
-    trained_by_soap = {f"blocks.{layer}.mlp.fc.weight" for layer in range(4)}
-    assert set(saved["Soap model"]) == set(saved["Soap step"]) == trained_by_soap
-    assert saved["Soap model"]["blocks.0.mlp.fc.weight"].any()
-    launch(f"--resume={middle}", f"--records={tmp_path}/resumed", script=script, ranks=ranks)
-    again = log_path(tmp_path / "resumed").with_suffix("") / last.name
-    end, again = (torch.load(path, weights_only=True)["state"] for path in (last, again))
-    for kind, tensors in end.items():
-        for name, tensor in tensors.items():
-            assert torch.equal(tensor, again[kind][name]), (kind, name)

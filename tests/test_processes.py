@@ -1,12 +1,12 @@
-"""The processes of a run: each takes its place and its GPU, all train what one trains, nobody
-touches a tensor on its way, and an error on one ends all. (Machines that differ, and another number
-of processes after a kill, are in test_reliability.py.)"""
+"""The processes of a run: each takes its place and its GPU, all train what one trains, and an error
+on one ends all. (What they exchange is in test_optimizers.py; machines that differ, and another
+number of processes after a kill, are in test_reliability.py.)"""
 
 import re
 
 import pytest
 import torch
-from conftest import SCRIPT, TINY, launch, log_of, losses, planted, run_helper
+from conftest import SCRIPT, TINY, launch, log_of, losses, planted
 
 from train_gpt import UserError, World, world_of_this_process
 
@@ -66,13 +66,6 @@ def test_ranks_do_not_change_the_training(tmp_path, shards, script):
     assert len(curves[0]) == 3 + 20
     for curve in curves[1:]:
         assert curve == pytest.approx(curves[0], abs=0.002)
-
-
-@pytest.mark.method
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_nobody_touches_a_tensor_on_its_way_between_processes(ranks):
-    """collectives_worker.py says how."""
-    assert run_helper("collectives_worker.py", ranks=ranks).count("equal") == ranks
 
 
 @pytest.mark.parametrize("flag, message", [
