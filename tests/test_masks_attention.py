@@ -2,7 +2,6 @@
 and attention in bands against dense attention."""
 
 import random
-import re
 
 import pytest
 import torch
@@ -119,19 +118,6 @@ def test_a_mask_for_bands_may_have_gaps():
     bias = band_bias(seen_NN, lambda batch, head, query, key: key <= query)
     whole = seen_NN.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
     assert torch.equal(bands_as_dense(bias), whole & causal)
-
-
-def test_the_example_in_the_docstring_is_true():
-    """Its row `2    . p p .    why` says that query block 2 reads the key blocks 1 and 2 in
-    part."""
-    rows = re.findall(r"^ +(\d)  +([pf.](?: [pf.]){3})  ", build_block_masks.__doc__, re.M)
-    assert [row for row, _ in rows] == ["0", "1", "2", "3"]
-    tokens = torch.zeros(4 * BLOCK, dtype=torch.int32)
-    tokens[[0, BLOCK + 60]] = EOT  # the second document begins inside block 1
-    _, (partial_blocks, full_blocks) = as_dense(flex_mask(tokens, 3 * BLOCK), 4 * BLOCK)
-    marks = dict.fromkeys(partial_blocks, "p") | dict.fromkeys(full_blocks, "f")
-    for query, (_, row) in enumerate(rows):
-        assert row.split() == [marks.get((query, key), ".") for key in range(4)], query
 
 
 def dense_attention(q, k, v, seen, scale):

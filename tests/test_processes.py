@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from conftest import SCRIPT, TINY, launch, log_of, losses, planted
+from conftest import SCRIPT, TINY, launch, log_of, losses, planted, train
 
 from train_gpt import UserError, World, world_of_this_process
 
@@ -56,10 +56,14 @@ def test_ranks_do_not_change_the_training(tmp_path, shards, script):
     they would not: a gradient that is a mere rounding error then makes a full-size step.)"""
     curves = []
     for ranks in (1, 2, 4):
-        launch("--preset=demo", *shards, "--num_iterations=20", "--val_loss_every=10",
-               "--val_tokens=0", "--epochs=200", "--train_seq_len=128", "--val_seq_len=1024",
-               "--model_dim=64", "--num_heads=2", "--head_dim=32", "--seed=1", "--dtype=float32",
-               f"--records={tmp_path}/{ranks}", ranks=ranks, script=script.__file__)
+        flags = ["--preset=demo", *shards, "--num_iterations=20", "--val_loss_every=10",
+                 "--val_tokens=0", "--epochs=200", "--train_seq_len=128", "--val_seq_len=1024",
+                 "--model_dim=64", "--num_heads=2", "--head_dim=32", "--seed=1", "--dtype=float32",
+                 f"--records={tmp_path}/{ranks}"]
+        if ranks == 1:
+            train(script, *flags)
+        else:
+            launch(*flags, ranks=ranks, script=script.__file__)
         log = log_of(tmp_path / str(ranks))
         assert f"\nranks: {ranks}\n" in log
         curves.append(losses(log) + losses(log, "train_loss"))

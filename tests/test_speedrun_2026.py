@@ -4,7 +4,6 @@ optimizers against plain definitions."""
 import ast
 import dataclasses
 import difflib
-import math
 import re
 import sys
 
@@ -12,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import (ATTEMPT, ROOT, launch, load_checkpoint, load_script, log_of, losses,
-                      newest_checkpoint, write_shard)
+from conftest import ATTEMPT, ROOT, launch, load_script, newest_checkpoint, train, write_shard
 from test_masks_attention import dense_mask
 from test_model import rms_norm, rotated, sequence
+from test_reliability import assert_same_losses, assert_same_state, curve
 
 attempt = sys.modules.get("speedrun_2026") or load_script(ATTEMPT, "speedrun_2026")
 
@@ -27,13 +26,6 @@ TINY = attempt.resolve(dataclasses.replace(
     FULL, model_dim=32, num_heads=2, head_dim=16, vocab_size=257, train_seq_len=512,
     val_seq_len=512, pair_rows=500, micro_batches=2, num_iterations=12, adam_eps=1e-7, seed=1,
     num_kv_heads=2, dtype="float32", use_fp8=False), CPU)
-TINY_FLAGS = [
-    "--preset=speedrun", "--model_dim=32", "--num_heads=2", "--head_dim=16", "--vocab_size=257",
-    "--train_seq_len=256", "--val_seq_len=512", "--val_tokens=1000", "--pair_rows=500",
-    "--micro_batches=2", "--stages=1:1:128,2:1.52:256,3:1.73:384", "--num_iterations=12",
-    "--save_every=4", "--val_loss_every=4", "--adam_eps=1e-7", "--seed=1", "--dtype=float32",
-    "--use_fp8=false", "--epochs=100",
-]
 
 
 # ---- What it shares with train_gpt.py
@@ -446,34 +438,22 @@ def test_adam_steps_on_the_sum_of_two_steps_gradients():
                 torch.testing.assert_close(model.get_parameter(name), p, rtol=1e-4, atol=1e-4)
 
 
-# ---- Whole runs
+# ---- A whole run
 
 def test_two_processes_train_the_same_and_a_resumed_run_gives_the_same_bits(tmp_path, shards):
-    flags = [*TINY_FLAGS, *shards]
-    launch(*flags, f"--records={tmp_path}/1", script=ATTEMPT)
+    """In three stages, with Adam on every second step."""
+    flags = [
+        "--preset=speedrun", "--model_dim=32", "--num_heads=2", "--head_dim=16", "--seed=1",
+        "--vocab_size=257", "--train_seq_len=256", "--val_seq_len=512", "--val_tokens=1000",
+        "--pair_rows=500", "--micro_batches=2", "--stages=1:1:128,2:1.52:256,3:1.73:384",
+        "--num_iterations=12", "--save_every=4", "--val_loss_every=4", "--adam_eps=1e-7",
+        "--dtype=float32", "--use_fp8=false", "--epochs=100", *shards]
+    train(attempt, *flags, f"--records={tmp_path}/1")
     launch(*flags, f"--records={tmp_path}/2", script=ATTEMPT, ranks=2)
-    logs = [log_of(tmp_path / "1"), log_of(tmp_path / "2")]
-    for kind in ("train_loss", "val_loss"):
-        assert losses(logs[1], kind) == pytest.approx(losses(logs[0], kind), abs=0.003)
-        assert losses(logs[0], kind)[-1] < math.log(320) - 1
-    tokens = 4 * (2 + 4 + 6) * 256
-    assert "step:12/12 train_loss:" in logs[0] and f"tokens:{tokens} lr:" in logs[0]
-    # From step 8 on, the first one of the third stage, once more.
-    middle = newest_checkpoint(tmp_path / "2").with_name("step00000008.pt")
-    resume = [f"--resume={middle}", f"--records={tmp_path}/resumed"]
-    launch(*resume, script=ATTEMPT, ranks=2)
-    log = log_of(tmp_path / "resumed")
-    assert f"\nresumed: {middle} at step 8\n" in log
-    assert losses(log) == losses(logs[1])[2:]
-    assert losses(log, "train_loss") == losses(logs[1], "train_loss")[8:]
-    whole, again = (load_checkpoint(tmp_path / folder)["state"] for folder in ("2", "resumed"))
-    assert sorted(whole) == ["Adam mean", "Adam mean_square", "Muon momentum", "Muon row_squares",
-                             "model"]
-    assert {kind: set(tensors) for kind, tensors in whole.items()} == {
-        kind: set(tensors) for kind, tensors in again.items()}
-    for kind, tensors in whole.items():
-        for name, tensor in tensors.items():
-            assert torch.equal(tensor, again[kind][name]), (kind, name)
-    done = launch(*resume, "--num_iterations=14", script=ATTEMPT, check=False)
-    assert done.returncode == 2 and "must stay: the tokens of a step" in done.stderr
-    assert len(done.stderr.splitlines()) == 1 and len(list((tmp_path / "resumed").iterdir())) == 2
+    assert_same_losses(tmp_path / "1", tmp_path / "2")
+    assert curve(tmp_path / "1")[-1].tokens == 4 * (2 + 4 + 6) * 256
+    middle = newest_checkpoint(tmp_path / "2").with_name("step00000008.pt")  # before stage three
+    launch(f"--resume={middle}", f"--records={tmp_path}/resumed", script=ATTEMPT, ranks=2)
+    assert_same_state(tmp_path / "resumed", tmp_path / "2")
+    with pytest.raises(attempt.UserError, match="must stay: the tokens of a step"):
+        train(attempt, f"--resume={middle}", "--num_iterations=14")

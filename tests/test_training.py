@@ -85,22 +85,6 @@ def test_settings_of_an_earlier_record_train(tmp_path, shards, number):
     assert len(curve) == 3 and curve[-1] < curve[0]
 
 
-# --------------------------------------------------------------------------------------------------
-# Repeatable, on any number of ranks
-
-@pytest.mark.both_scripts
-def test_two_runs_with_one_seed_are_identical(tmp_path, shards, script):
-    logs = []
-    for folder in ("a", "b"):
-        train(script, *TINY, *shards, f"--records={tmp_path}/{folder}")
-        logs.append(log_of(tmp_path / folder))
-    assert losses(logs[0]) == losses(logs[1])
-    assert losses(logs[0], "train_loss") == losses(logs[1], "train_loss")
-    assert_same_weights(tmp_path / "a", tmp_path / "b")
-    train(script, *TINY, *shards, f"--records={tmp_path}/c", "--seed=2")
-    assert losses(log_of(tmp_path / "c"))[1:] != losses(logs[0])[1:]
-
-
 @pytest.mark.both_scripts
 def test_the_warmup_leaves_no_trace(tmp_path, shards, script, monkeypatch):
     train(script, *TINY, *shards, f"--records={tmp_path}/a")
