@@ -140,7 +140,7 @@ MUTANTS = [
     Mutant(9, "a validation target counts by its sequence's mean",
            "* len(inputs_T)", "* (targets_T >= 0).sum()", "test_optimizers.py"),
     Mutant(9, "the warmup keeps no copy to restore", 'x.to("cpu", copy=True)', 'x.to("cpu")',
-           "test_optimizers.py"),
+           "test_training.py::test_the_warmup_leaves_no_trace"),
     # Checks, log, clock, checkpoints
     Mutant(10, "an exclusive limit", "low <= value <= high", "low < value <= high",
            "test_settings.py"),

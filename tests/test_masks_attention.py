@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from train_gpt import BLOCK, attention, band_attention, band_bias, build_block_masks
+from train_gpt import BLOCK, attention, band_attention, build_block_masks
 
 EOT = 9
 
@@ -106,18 +106,6 @@ def test_masks_equal_the_dense_reference_and_split_exactly():
                 assert partial_blocks == {tuple(b) for b in (touched & ~full).nonzero().tolist()}
                 tried += 1
     assert tried > 350
-
-
-def test_a_mask_for_bands_may_have_gaps():
-    """As one of a user's method, in which all tokens see those of the first block."""
-    block = torch.arange(6)
-    distance = block[:, None] - block
-    seen_NN = (distance >= 0) & ((distance < 2) | (block == 0))
-    position = torch.arange(6 * BLOCK)
-    causal = position <= position[:, None]
-    bias = band_bias(seen_NN, lambda batch, head, query, key: key <= query)
-    whole = seen_NN.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-    assert torch.equal(bands_as_dense(bias), whole & causal)
 
 
 def dense_attention(q, k, v, seen, scale):

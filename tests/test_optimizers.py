@@ -11,8 +11,8 @@ from torch import nn
 
 import train_gpt
 from train_gpt import (PRESETS, Adam, CastedLinear, Muon, Optimizer, UserError, build_optimizers,
-                       evaluate, gather_training_state, load_training_state, newton_schulz,
-                       train_step, warm_up)
+                       evaluate, gather_training_state, newton_schulz,
+                       train_step)
 
 HP = dataclasses.replace(PRESETS["demo"], dtype="float32", cooldown_frac=0.0)
 
@@ -72,46 +72,32 @@ def test_the_matrices_of_a_stacked_parameter_are_orthogonalized_one_by_one(parts
             torch.testing.assert_close(matrix, want, rtol=1e-4, atol=1e-5)
 
 
-def test_agrees_with_the_muon_of_torch():
-    """On the same gradients for several steps; torch's own takes one matrix at a time and works in
-    bfloat16."""
+def test_agrees_with_the_muon_of_torch(monkeypatch):
+    """On the same gradients for several steps, whose rate and momentum change; torch's own takes
+    one matrix at a time and works in bfloat16."""
     torch.manual_seed(0)
+    scales = [1.0, 1.0, 0.5, 0.25, 0.125, 0.1]
+    monkeypatch.setattr(train_gpt, "lr_scale", lambda step, hp: scales[step])
     ours = [nn.Parameter(torch.randn(s)) for s in ((32, 16), (16, 32), (32, 16), (16, 16))]
     theirs = [nn.Parameter(p.detach().clone()) for p in ours]
-    oracle = torch.optim.Muon(theirs, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.0,
-                              ns_coefficients=(3.4445, -4.775, 2.0315), ns_steps=5, eps=1e-7)
-    hp = with_momentum(0.9, dtype="bfloat16")
+    oracle = torch.optim.Muon(theirs, nesterov=True, weight_decay=0.0, ns_steps=5, eps=1e-7,
+                              ns_coefficients=(3.4445, -4.775, 2.0315))
+    hp = dataclasses.replace(HP, dtype="bfloat16", muon_momentum_start=0.8, muon_momentum_end=0.9,
+                             muon_momentum_steps=4)
     table = [Muon({str(i): ours[i] for i in same_shape}, 0.05, hp, ALONE)
              for same_shape in ((0, 2), (1,), (3,))]
-    for _ in range(6):
+    for step, scale in enumerate(scales):
+        oracle.param_groups[0]["lr"] = 0.05 * scale
+        oracle.param_groups[0]["momentum"] = min(0.9, 0.8 + 0.025 * step)
         for p, q in zip(ours, theirs):
             p.grad = torch.randn_like(p)
             q.grad = p.grad.clone()
-        before = [p.detach().clone() for p in ours]
         for muon in table:
-            take_step(muon)
+            take_step(muon, step)
         oracle.step()
-    for p, q, old in zip(ours, theirs, before):
-        assert not torch.equal(p, old)
-        # 6 updates of size 0.05, each rounded to bfloat16
-        torch.testing.assert_close(p, q, rtol=0, atol=0.01)
-
-
-def test_nesterov_momentum_by_hand(monkeypatch):
-    monkeypatch.setattr(train_gpt, "newton_schulz", lambda x, steps=5: x)
-    monkeypatch.setattr(train_gpt, "lr_scale", lambda step, hp: 1 / (1 + step))
-    p = nn.Parameter(torch.zeros(2, 2))
-    hp = dataclasses.replace(HP, muon_momentum_start=0.85, muon_momentum_end=0.95,
-                             muon_momentum_steps=2)
-    muon = Muon({"p": p}, 0.1, hp, ALONE)
-    average, want = 0.0, 0.0
-    for step, g in enumerate([1.0, -2.0, 3.0]):
-        momentum = 0.85 + 0.05 * step
-        p.grad = torch.full((2, 2), g)
-        take_step(muon, step)
-        average = momentum * average + (1 - momentum) * g
-        want -= 0.1 / (1 + step) * (momentum * average + (1 - momentum) * g)
-    torch.testing.assert_close(p.detach(), torch.full((2, 2), want))
+        for p, q in zip(ours, theirs):
+            # Updates of size 0.05 and less, each rounded to bfloat16
+            torch.testing.assert_close(p, q, rtol=0, atol=0.005)
 
 
 # ---- Adam
@@ -297,26 +283,6 @@ def test_frozen_parameters_stay_and_the_others_train(tmp_path, shards, frozen):
 
 
 # ---- What is saved
-
-def test_training_goes_on_to_the_same_bits_from_a_state_that_is_loaded():
-    """From one model and its optimizers to others, which have been trained elsewhere and then make
-    a warmup, which leaves no trace."""
-    (ours, hp), (theirs, _) = tiny_model(seed=1), tiny_model(seed=2)
-    a, b = build_optimizers(ours, hp, ALONE), build_optimizers(theirs, hp, ALONE)
-    for step in range(2):
-        train_step(ours, [sequence(seed=step)], a, step, hp, ALONE)
-        train_step(theirs, [sequence(seed=9)], b, step, hp, ALONE)
-    state = gather_training_state(ours, a)
-    means, momenta = set(state["Adam mean"]), set(state["Muon momentum"])
-    assert means | momenta == set(state["model"]) and not means & momenta
-    load_training_state(state, theirs, b, ALONE)
-    warm_up(theirs, b, hp, ALONE)
-    for step in range(2, 4):
-        for model, table in ((ours, a), (theirs, b)):
-            train_step(model, [sequence(seed=step)], table, step, hp, ALONE)
-    for (name, p), q in zip(ours.named_parameters(), theirs.parameters()):
-        assert torch.equal(p, q), name
-
 
 @pytest.mark.parametrize("state", [lambda n: torch.zeros(2 * n, 3), lambda n: [torch.zeros(3)],
                                    lambda n: torch.zeros(n)])

@@ -5,14 +5,12 @@ import dataclasses
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, load_checkpoint, log_of, losses, train, write_shard
+from conftest import TINY, load_checkpoint, log_of, losses, run_helper, train, write_shard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -140,25 +138,14 @@ def test_a_gpu_computes_in_what_it_has(monkeypatch, capability, bf16, dtype, fp8
     assert (hp.dtype, hp.use_fp8) == (dtype, fp8)
 
 
+@pytest.mark.method
 def test_importing_has_no_side_effect_and_a_cpu_never_loads_the_compiler(tmp_path, shards):
     """The compiler takes seconds to import; constructing a torch.optim optimizer would do it, or
     arithmetic on meta tensors."""
-    code = """
-import sys
-sys.path.insert(0, sys.argv[1])
-import train_gpt, torch
-print("after import:", torch.cuda.is_initialized(), torch.distributed.is_initialized())
-train_gpt.main(sys.argv[2:])
-print("compiler:", "torch._dynamo" in sys.modules)
-"""
-    folder = Path(train_gpt.__file__).parent
-    flags = [*TINY, *shards, f"--records={tmp_path}", "--num_iterations=2", "--save_every=1"]
-    out = subprocess.run([sys.executable, "-W", "error", "-c", code, str(folder), *flags],
-                         capture_output=True, text=True,
-                         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
-    assert "after import: False False\n" in out.stdout, out.stdout + out.stderr
-    assert "\ncompiler: False\n" in out.stdout, out.stdout + out.stderr
-    assert "\nfinal_val_loss: " in out.stdout
+    printed = run_helper("first_start.py", *TINY, *shards, f"--records={tmp_path}",
+                         "--num_iterations=2", "--save_every=1", PYTHONWARNINGS="error")
+    assert printed.startswith("after import: False False\n")
+    assert printed.endswith("\ncompiler: False\n") and "\nfinal_val_loss: " in printed
 
 
 # --------------------------------------------------------------------------------------------------
