@@ -18,6 +18,7 @@ import bench_techniques
 import pytest
 import torch
 from conftest import ATTEMPT, ROOT, byte_documents, load_script, write_shard
+from mutants import MUTANTS
 
 import train_gpt
 from records import compare, launch, logs, race
@@ -434,6 +435,14 @@ def test_the_volume_table_is_that_of_the_models_parameters(size):
            f"{milliseconds[1]:.0f} ms | {milliseconds[2]:.0f} ms |")
     assert row in [line for page in TEXTS.values() for block in blocks(page, "volume")
                    for line in block.splitlines()]
+
+
+def test_the_mistakes_of_the_page_are_those_that_are_planted():
+    """And the text of each still stands in the script."""
+    rows = table(blocks(TEXTS["tests/trust.md"], "mutants")[0])
+    assert [row[:2] for row in rows] == [[str(m.section), m.mistake] for m in MUTANTS]
+    assert {m.section for m in MUTANTS} == set(range(1, 12))
+    assert not [m.mistake for m in MUTANTS if SCRIPT.count(m.text) != 1]
 
 
 # --------------------------------------------------------------------------------------------------
