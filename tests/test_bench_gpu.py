@@ -158,7 +158,7 @@ def test_shards_have_the_steps_that_are_measured(tmp_path):
     shards, hp = find_data(hp, False, str(tmp_path), 10)
     shard, = shards
     assert shard.tokens == 10 * 256 + 1
-    starts = [(shard.path, 256 * step) for step in range(10)]
+    starts = [(shard, 256 * step) for step in range(10)]
     assert list(islice(step_starts(shards, hp), 10)) == starts
     real = dataclasses.replace(hp, train_files=shard.path, epochs=1)
     again, hp = find_data(real, True, "", 25)

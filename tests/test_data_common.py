@@ -55,7 +55,7 @@ def another_run(folder):
 
 def test_the_format_is_the_scripts():
     import train_gpt
-    for name in ("SHARD_MAGIC", "SHARD_VERSION", "SHARD_HEADER_BYTES"):
+    for name in ("SHARD_MAGIC", "SHARD_HEADER_BYTES"):
         assert getattr(common, name) == getattr(train_gpt, name), name
     assert shard_header(7)[:12] == np.array([20240520, 1, 7], dtype="<i4").tobytes()
     assert shard_header(7)[12:] == bytes(1012)

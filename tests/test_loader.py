@@ -151,4 +151,4 @@ def test_steps_cover_each_shard_without_gap_or_repeat():
     shards = [Shard("a", 1025, ""), Shard("b", 512, ""), Shard("c", 1024, "")]
     odd = [("a", 0), ("a", 512), ("c", 0)]
     even = [("a", 128), ("c", 128)]
-    assert list(step_starts(shards, hp)) == odd + even + odd
+    assert [(shard.path, start) for shard, start in step_starts(shards, hp)] == odd + even + odd

@@ -1,5 +1,5 @@
-"""Block masks, for FlexAttention and for the CPU's attention in bands, against a dense reference,
-and attention in bands against dense attention."""
+"""Block masks, for FlexAttention and for a CPU's attention, against a dense reference, and a CPU's
+attention against dense attention."""
 
 import random
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from train_gpt import BLOCK, attention, band_attention, build_block_masks
+from train_gpt import BLOCK, attention, build_block_masks, plain_attention
 
 EOT = 9
 
@@ -56,16 +56,13 @@ def as_dense(mask, T):
     return seen, lists
 
 
-def bands_as_dense(bias):
-    """What a mask for band_attention makes visible [T, T]."""
-    N, _, L = bias.shape
-    T = N * BLOCK
-    assert set(bias.unique().tolist()) <= {0.0, -torch.inf}
+def plain_as_dense(mask):
+    """What a mask for plain_attention makes visible [T, T]."""
+    T = len(mask) * BLOCK
     seen = torch.zeros(T, T, dtype=torch.bool)
-    for n, rows in enumerate(bias == 0):
-        first = (n + 1) * BLOCK - L  # the token that the first column stands for
-        assert not rows[:, :max(0, -first)].any(), "a key before the first token"
-        seen[n * BLOCK:(n + 1) * BLOCK, max(0, first):first + L] = rows[:, max(0, -first):]
+    for n, (keys, bias) in enumerate(mask):
+        assert set(bias.unique().tolist()) <= {0.0, -torch.inf}
+        seen[n * BLOCK:(n + 1) * BLOCK, keys] = bias == 0
     return seen
 
 
@@ -95,9 +92,9 @@ def test_masks_equal_the_dense_reference_and_split_exactly():
             long = window // BLOCK
             masks = (build_block_masks(tokens, EOT, torch.tensor(window), flex)
                      for flex in (True, False))
-            for mask, bias, blocks in zip(*masks, (long, max(1, long // 2)), strict=True):
+            for mask, plain, blocks in zip(*masks, (long, max(1, long // 2)), strict=True):
                 want = dense_mask(tokens, blocks)
-                assert torch.equal(bands_as_dense(bias), want)
+                assert torch.equal(plain_as_dense(plain), want)
                 seen, (partial_blocks, full_blocks) = as_dense(mask, T)
                 assert torch.equal(seen, want), (T, window, tokens.nonzero().flatten().tolist())
                 tiles = want.view(T // BLOCK, BLOCK, -1, BLOCK).transpose(1, 2).flatten(2)
@@ -115,7 +112,7 @@ def dense_attention(q, k, v, seen, scale):
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(2, 2), (4, 2), (3, 1)])
-def test_attention_in_bands_equals_dense_attention_forward_and_backward(heads, kv_heads):
+def test_attention_by_query_blocks_equals_dense_attention_forward_and_backward(heads, kv_heads):
     generator = torch.Generator().manual_seed(1)
 
     def random(heads, T):
@@ -156,6 +153,6 @@ def test_no_tensor_is_quadratic_in_the_sequence_length():
     with LargestTensor() as largest:
         mask = build_block_masks(tokens, EOT, torch.tensor(256), flex=False)[0]
         q, k, v = (torch.randn(1, H, T, K, requires_grad=True) for _ in range(3))
-        band_attention(q, k, v, mask, 0.12).sum().backward()
+        plain_attention(q, k, v, mask, 0.12).sum().backward()
     assert q.grad is not None and k.grad is not None
     assert largest.elements <= H * T * 2 * BLOCK < T * T / 16

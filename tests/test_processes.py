@@ -18,7 +18,7 @@ def as_rank(monkeypatch, **variables):
     for name, answer in dict(is_available=lambda: True, device_count=lambda: 4,
                              set_device=chosen.append).items():
         monkeypatch.setattr(torch.cuda, name, answer)
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_NTASKS"):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
@@ -36,7 +36,7 @@ def test_a_process_takes_the_gpu_of_its_local_rank(monkeypatch):
 
 @pytest.mark.parametrize("variables, words", [
     (dict(RANK=4, LOCAL_RANK=4, WORLD_SIZE=8), "one process per GPU"),
-    (dict(SLURM_NTASKS=8), "srun")], ids=str)
+    (dict(SLURM_STEP_NUM_TASKS=8), "srun")], ids=str)
 def test_an_environment_that_makes_no_sense_is_refused(monkeypatch, variables, words):
     chosen = as_rank(monkeypatch, **variables)
     with pytest.raises(UserError, match=words) as caught:
@@ -45,7 +45,7 @@ def test_an_environment_that_makes_no_sense_is_refused(monkeypatch, variables, w
 
 
 def test_with_srun_a_process_may_train_alone(monkeypatch):
-    as_rank(monkeypatch, SLURM_NTASKS=8, WORLD_SIZE=1)
+    as_rank(monkeypatch, SLURM_STEP_NUM_TASKS=8, WORLD_SIZE=1)
     assert world_of_this_process().size == 1
 
 

@@ -91,7 +91,7 @@ def test_the_default_preset_is_the_hardwares(monkeypatch, has_gpu, preset):
     (["--seed=x"], "--seed: invalid int value: 'x'"),
     (["--preset=big"], "choose from '?speedrun'?, '?demo"),
     (["--adam_beta1=0.8,0.9"], "invalid float value"),
-    (["--use_fp8=maybe"], "invalid choice: 'maybe'"),
+    (["--use_fp8=maybe"], "invalid true_or_false value: 'maybe'"),
     (["stray"], "unrecognized arguments: stray"),
     (["--resume"], "--resume: expected one argument"),
     (["--resume=a.pt", "--preset=demo"], "--preset: not allowed with argument --resume"),
@@ -222,6 +222,9 @@ def test_check_makes_every_check_and_starts_nothing(tmp_path, shards, script, mo
         monkeypatch.setenv("RANK", rank)
         train(script, *flags)
         assert capsys.readouterr().out == "checks passed\n"
+    path = write_shard(tmp_path / "bad.bin", [256] * 900 + [257] + [256] * 5000)
+    with refused(f"{path} .* 257.*--vocab_size=257", script.UserError):
+        train(script, *flags, f"--val_files={path}")
     assert not (tmp_path / "none").exists()
 
 

@@ -116,7 +116,7 @@ STAGED = dataclasses.replace(FULL, train_seq_len=128, micro_batches=2, num_itera
 
 def test_steps_lie_end_to_end_in_a_shard_whatever_their_size():
     shards = [attempt.Shard("a", 20 * 128 + 1, ""), attempt.Shard("b", 30 * 128, "")]
-    steps = list(attempt.step_starts(shards, STAGED))[:6]
+    steps = [(shard.path, start) for shard, start in attempt.step_starts(shards, STAGED)][:6]
     assert steps == [("a", 0), ("a", 256), ("a", 512), ("a", 1024), ("a", 1536), ("b", 0)]
 
 
@@ -142,8 +142,8 @@ def test_processes_share_the_micro_batches_of_each_stage(tmp_path):
 def test_a_resumed_run_may_change_a_stage_unless_that_moves_its_place_in_the_data(changes, moves):
     """After four of six steps, which are two stages."""
     shards = [attempt.Shard("a", 100 * 128, "fingerprint")]
-    plan = attempt.Plan(STAGED, "", shards, [])
-    changed = attempt.Plan(dataclasses.replace(STAGED, **changes), "", shards, [])
+    plan = attempt.Plan(STAGED, "", shards, [], None)
+    changed = attempt.Plan(dataclasses.replace(STAGED, **changes), "", shards, [], None)
     assert (plan.data_read(4) != changed.data_read(4)) == moves
 
 

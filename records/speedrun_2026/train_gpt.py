@@ -116,17 +116,17 @@ class Hyperparameters:
     num_heads: int = flag(6, "query heads; any number, whatever model_dim", min=1, max=2**10)
     num_kv_heads: int = flag(0, "number of key and value heads; 0 stands for num_heads")
     head_dim: int = flag(128, "width of a head", min=16, max=2**10, unit=16)
-    attention_scale: float = flag(0.12, "factor on q @ k, which is head_dim at most", min=-10**9)
+    attention_scale: float = flag(0.12, "factor on q @ k, at most head_dim", min=0.001)
     rope_base: float = flag(1024.0, "base of the rotary frequencies", min=1)
     lm_head_softcap: float = flag(15.0, "c: logits z become h * sigmoid(2 * (z + s) / c)", min=0.1)
     softcap_height: float = flag(23.0, "h, the upper bound of the logits", min=0.1)
     softcap_shift: float = flag(5.0, "s, what the cap adds to each logit first", min=-99)
-    use_fp8: bool = flag(True, "train the output head in FP8 where the hardware can")
+    use_fp8: bool = flag(True, "train the head in FP8 where the GPU can, with dtype bfloat16")
     late_input: int = flag(7, "layer (from 0) whose output attention in all later layers reads")
     backout: int = flag(7, "layer (from 0) of whose output a share is subtracted at the end")
     pair_rows: int = flag(377280, "rows of the embedding of pairs of tokens", min=1)
     # Optimization
-    num_iterations: int = flag(1284, "training steps", max=10**7)
+    num_iterations: int = flag(1284, "training steps; all schedules stretch to it", max=10**7)
     future_tokens: int = flag(0, "tokens after the next one that count in the training loss", max=9)
     cooldown_frac: float = flag(0.6, "fraction of the run, at its end, with falling rates", max=1)
     lr_floor: float = flag(0.15, "factor on the learning rates at the end of the run", max=1)
@@ -246,9 +246,9 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
         return (key <= query) & (document_T[query] == document_T[key])
 
     # Maps of [query block, key block], without the window yet. They must agree with `sees`: change
-    # them when you change it, because FlexAttention asks it about partial blocks only. (A CPU asks
-    # it about the others, too, so a wrong all_visible_NN shows on GPUs alone.) Document numbers
-    # never fall, so the numbers of a block's first and last token tell:
+    # them when you change it, because FlexAttention asks it about partial blocks only.
+    # (plain_mask asks it about full blocks, too, and so hides an error in all_visible_NN.) Document
+    # numbers never fall, so the numbers of a block's first and last token tell:
     #   some pair is visible   if the query block is not before the key block, and its first
     #                          document is not after the key block's last one
     #   all pairs are visible  if the query block is after the key block, and both lie in one
@@ -267,52 +267,45 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
         order_NN = chosen_NN.int().argsort(descending=True, stable=True).int()
         return counts_N[None, None], order_NN[None, None]
 
-    def mask(window_blocks: Tensor):
+    def make_mask(window_blocks: Tensor):
         seen_NN = some_visible_NN & (distance_NN < window_blocks)
         if not flex:
-            return band_bias(seen_NN, sees)
+            return plain_mask(seen_NN, sees)
         partial, full = ordered(seen_NN & ~all_visible_NN), ordered(seen_NN & all_visible_NN)
         return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=sees)
 
     long = window // BLOCK
-    return [mask(long), mask((long // 2).clamp(min=1))]
+    return [make_mask(long), make_mask((long // 2).clamp(min=1))]
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
     """Attention of q [1, H, T, K] to k and v [1, kv heads, T, K] under a mask of build_block_masks.
     On GPUs it is FlexAttention, which is compiled with the model. FlexAttention has no gradient on
-    CPUs; there, band_attention computes the same."""
+    CPUs; there, plain_attention computes the same."""
     if isinstance(mask, BlockMask):
         return flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)
-    return band_attention(q, k, v, mask, scale)
+    return plain_attention(q, k, v, mask, scale)
 
-def band_bias(seen_NN: Tensor, sees) -> Tensor:
-    """The mask for band_attention, [N, 128, W]: 0 where a query sees a key of its block's band, and
-    -inf elsewhere. seen_NN says which key blocks each query block sees.
+def plain_mask(seen_NN: Tensor, sees) -> list[tuple[slice, Tensor]]:
+    """The mask for plain_attention, from a map of the key blocks that each query block sees. For
+    each query block it has a range of keys, from the first block that it sees to its own end, and a
+    bias [128, keys]: 0 where a query sees a key, and -inf elsewhere."""
+    position_T = torch.arange(len(seen_NN) * BLOCK, device=seen_NN.device)
+    mask = []
+    for query_T, seen_N in zip(position_T.split(BLOCK), seen_NN):
+        keys = slice(int(seen_N.nonzero()[0]) * BLOCK, int(query_T[-1]) + 1)
+        key_T = position_T[keys]
+        visible = seen_N[key_T // BLOCK] & sees(None, None, query_T[:, None], key_T)
+        mask.append((keys, torch.where(visible, 0.0, -torch.inf)))
+    return mask
 
-    A query block's band are its own block and the blocks just before it, W keys in all. Every query
-    block has equally many, enough for the longest reach of any. If no query block sees farther than
-    the block before its own, the bands of three blocks are the key blocks (-1, 0), (0, 1) and
-    (1, 2). There is no block -1, so it is masked out."""
-    query_block, key_block = seen_NN.nonzero(as_tuple=True)
-    W = BLOCK * (1 + int((query_block - key_block).max()))
-    query = torch.arange(len(seen_NN) * BLOCK, device=seen_NN.device).view(-1, BLOCK, 1)
-    key = query[:, -1:] + torch.arange(1 - W, 1, device=seen_NN.device)  # [N, 1, W]
-    # A negative key would index from the end; `key >= 0` discards what it finds there.
-    visible = (key >= 0) & seen_NN[query // BLOCK, key // BLOCK] & sees(None, None, query, key)
-    return torch.where(visible, 0.0, -torch.inf)
-
-def band_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """Each query block attends to its band, so time grows with T times W, not with T squared. The
-    bias is that of band_bias."""
-    (_, H, T, K), (N, _, W) = q.shape, bias.shape
-
-    def bands(x_1HTK: Tensor) -> Tensor:
-        x_HTK = x_1HTK[0].repeat_interleave(H // x_1HTK.size(1), dim=0)  # kv heads are shared
-        x_HTK = F.pad(x_HTK, (0, 0, W - BLOCK, 0))  # zeros before the first token
-        return x_HTK.unfold(1, W, BLOCK).mT.reshape(H * N, W, K)  # unfold gives [H, N, K, W]
-    bias = bias.to(q.dtype).repeat(H, 1, 1)
-    scores = torch.baddbmm(bias, q.reshape(H * N, BLOCK, K), bands(k).mT, alpha=scale)
-    return (scores.softmax(-1) @ bands(v)).view(1, H, T, K)
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: list, scale: float) -> Tensor:
+    """Attention of one query block after the other, each to its range of keys alone."""
+    k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))  # shared kv heads
+    outputs = []
+    for query, (keys, bias) in zip(q.split(BLOCK, dim=2), mask):
+        scores = scale * query @ k[:, :, keys].mT + bias.to(q.dtype)
+        outputs.append(scores.softmax(-1) @ v[:, :, keys])
+    return torch.cat(outputs, dim=2)
 
 # ---- 4. FP8 linear ------------------------------------------------------------------------------
 
@@ -322,10 +315,10 @@ def band_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) 
 
 # The factors of input, weight and gradient. The input is normed, so |x| <= sqrt(D) = 28 at D = 768,
 # and a factor of 2 leaves room to 448. The weight starts at zero and learns slowly; with 2^9, up to
-# 0.875 fits, and larger weights are clamped. (The weights of a head that is tied to the embedding
-# have size 1.) The gradient of a mean over T tokens is at most 1 / T; times 2^19, that is 11 at
-# T = 49152. Most gradients are much smaller, and a smaller factor would round them to zero. A
-# larger one would work as well.
+# 0.875 fits, and larger weights are clamped. (A head that is tied to the embedding, with weights of
+# size 1, would need a factor of 2^6.) The gradient of a mean over T tokens is at most 1 / T; times
+# 2^19, that is 11 at T = 49152. Most gradients are much smaller: a smaller factor would round more
+# of them to zero.
 FP8_SCALES = (2.0, 2.0**9, 2.0**19)
 
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -334,15 +327,15 @@ def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 def fp8_matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast: bool) -> Tensor:
     """a @ b.T / scale in dtype, for contiguous FP8 matrices. `fast` sums with less precision."""
-    # _scaled_mm takes a factor for each matrix: 1 for a, and the inverse of both for b.
+    # _scaled_mm multiplies by a factor for each matrix. Here a's is 1, and b's undoes both scales.
     one = torch.full((), 1.0, device=a.device)
     inverse = torch.full((), 1 / scale, device=a.device)
     return torch._scaled_mm(a, b.T, one, inverse, out_dtype=dtype, use_fast_accum=fast)
 
 class FP8Linear(torch.autograd.Function):
     """x_TD @ w_VD.T by products in FP8 (record 2025-01-13), with the factors of x, w and gradient.
-    Both matrices of an FP8 product must be contiguous in the dimension that is summed over, which
-    is the last one of both arguments of fp8_matmul; hence the transposes."""
+    fp8_matmul sums over the last dimension of both its arguments, in which FP8 products need them
+    contiguous. So the backward pass copies the matrices transposed."""
 
     @staticmethod
     def forward(ctx, x_TD: Tensor, w_VD: Tensor, scales: tuple[float, float, float]) -> Tensor:
@@ -392,6 +385,7 @@ class CastedLinear(nn.Module):
         self.zero = zero
         self.fp8_scales = fp8_scales
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.reset_parameters()
 
     def reset_parameters(self):
         if self.zero:
@@ -407,8 +401,8 @@ class CastedLinear(nn.Module):
 class Rotary(nn.Module):
     """Rotary positions (arXiv:2104.09864) in the first half of each head's channels. The second
     half is left alone, so that it can match content at any distance (record 2024-12-17). Channel i
-    is paired with i + K/4. In the record it is i + K/2, which is the same model with the rows of
-    queries and keys in another order."""
+    is rotated with channel i + K/4. In the record it is i + K/2: the same model, if the rows of the
+    matrices of queries and keys are put in another order."""
 
     def __init__(self, head_dim: int, max_seq_len: int, base: float):
         super().__init__()
@@ -419,10 +413,9 @@ class Rotary(nn.Module):
         self.register_buffer("sin", angles.sin().float(), persistent=False)
 
     def forward(self, x_THK: Tensor) -> Tensor:
-        K = x_THK.size(-1)
         cos, sin = self.cos[:len(x_THK)], self.sin[:len(x_THK)]
-        a, b, content = x_THK.float().split((K // 4, K // 4, K // 2), dim=-1)
-        return torch.cat((a * cos + b * sin, b * cos - a * sin, content), dim=-1).type_as(x_THK)
+        a, b, *content = x_THK.float().chunk(4, dim=-1)
+        return torch.cat((a * cos + b * sin, b * cos - a * sin, *content), dim=-1).type_as(x_THK)
 
 class CausalSelfAttention(nn.Module):
     """Attention with normed queries and keys (arXiv:2010.04245). An embedding of the token is mixed
@@ -434,13 +427,13 @@ class CausalSelfAttention(nn.Module):
         self.hp = hp
         self.key_offset = hp.windows[layer] == "L"
         self.rotary = rotary
-        # A stack of matrices of num_kv_heads * head_dim rows, which Muon orthogonalizes one by one:
-        # num_heads / num_kv_heads for the queries, one for the keys and one for the values. So
-        # there are three, unless query heads share kv heads.
+        # Three matrices, for queries, keys and values, which Muon orthogonalizes one by one. If
+        # query heads share kv heads, the queries' rows are num_heads / num_kv_heads such matrices.
         parts = hp.num_heads // hp.num_kv_heads + 2
         self.qkv = nn.Parameter(torch.empty(parts, hp.num_kv_heads * hp.head_dim, hp.model_dim))
         self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim, zero=True)
         self.value_mix = nn.Parameter(torch.tensor([0.5, 0.5]))  # weights of value and embedding
+        self.reset_parameters()
 
     def reset_parameters(self):
         init_uniform(self.qkv)
@@ -492,9 +485,9 @@ class GPT(nn.Module):
     """Call it with the tokens and targets of one sequence and the attention window; it returns the
     mean loss per token in nats. In training it also gets the weights that the tokens after the
     target have in the loss (future_weights). With `flex`, attention is by FlexAttention, which is
-    for GPUs.
+    for GPUs and must be compiled: eager, it ignores the lists of blocks, and so the window.
 
-    Embeddings are kept in `dtype`, and the residual stream stays in it, as forward checks after
+    Embeddings are kept in `dtype`, and the residual stream stays in it, as `stream` checks after
     each layer. All other parameters are float32. A bfloat16 stream times a float32 tensor without
     dimensions, such as residual_mix[0], stays bfloat16. Times a vector or a matrix it becomes
     float32: cast these with type_as.
@@ -514,16 +507,15 @@ class GPT(nn.Module):
         self.flex = flex
         self.end_of_text = hp.vocab_size - 1  # in the shards, each document begins with it
         padded_vocab = math.ceil(hp.vocab_size / 64) * 64  # a multiple suits the matrix units
-        self.embed = nn.Embedding(padded_vocab, hp.model_dim, dtype=dtype, sparse=True)
-        self.pair_embed = nn.Embedding(hp.pair_rows, hp.model_dim, dtype=dtype, sparse=True)
+        self.embed = nn.Embedding(padded_vocab, hp.model_dim, sparse=True)
+        self.pair_embed = nn.Embedding(hp.pair_rows, hp.model_dim, sparse=True)
         # RandomState draws the same in every version of NumPy, so that every run has these signs.
         signs = np.random.RandomState(0).choice([-1, 1], (8192, hp.model_dim))
         self.register_buffer("signs", torch.tensor(signs, dtype=dtype), persistent=False)
         self.smear = nn.Parameter(torch.zeros(hp.model_dim))
         # Layers marked by the same digit share a value embedding (record 2024-12-08).
         self.value_embeds = nn.ModuleDict({
-            mark: nn.Embedding(padded_vocab, hp.num_kv_heads * hp.head_dim, dtype=dtype,
-                               sparse=True)
+            mark: nn.Embedding(padded_vocab, hp.num_kv_heads * hp.head_dim, sparse=True)
             for mark in sorted(set(hp.value_embeds) - {"."})})
         rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len), hp.rope_base)
         self.blocks = nn.ModuleList(Block(hp, layer, rotary) for layer in range(len(hp.windows)))
@@ -535,6 +527,9 @@ class GPT(nn.Module):
         scales = hp.use_fp8 and (*FP8_SCALES[:2], FP8_SCALES[2] * hp.micro_batches)
         self.lm_head = CastedLinear(hp.model_dim, padded_vocab, zero=True, fp8_scales=scales)
         draw_weights(self, hp.seed)
+        # They are drawn in float32, because what torch draws in bfloat16 depends on its version.
+        for embed in (self.embed, self.pair_embed, *self.value_embeds.values()):
+            embed.weight.data = embed.weight.data.to(dtype)
 
     def forward(self, tokens_T: Tensor, targets_T: Tensor, window: Tensor, future=()) -> Tensor:
         return self.loss(*self.lookup(tokens_T), tokens_T, targets_T, window, future)
@@ -602,32 +597,27 @@ class GPT(nn.Module):
         return self.hp.softcap_height * torch.sigmoid(shifted_TV * (2 / self.hp.lm_head_softcap))
 
 def draw_weights(model: nn.Module, seed: int):
-    """Calls reset_parameters of each module that has parameters of its own, those that contain
-    others first, each with a seed of its own that depends on `seed` and on the module's name. (So a
-    reset_parameters of MLP, which has no parameters but those in its layers, is not called.) Two
-    scripts then start from equal weights in every layer that they share,
-    and their runs can be compared in pairs. To initialize a layer in another way, override its
-    reset_parameters: what a constructor does to the weights of a module that has one is overwritten
-    here. Parameters of modules without reset_parameters stay as they were constructed.
+    """Calls reset_parameters of every module that has it and has parameters of its own, each with a
+    random seed that depends on `seed` and on the module's name. So two scripts start from equal
+    weights in all layers that they share, and their runs can be compared in pairs.
 
-    Weights are drawn in float32 and then cast, because what torch draws in bfloat16 depends on its
-    version. A weight that two modules share, as a tied head does, is drawn for the first."""
+    To initialize a layer in another way, override its reset_parameters: what its constructor does
+    to the weights is overwritten here. Parameters of modules without reset_parameters stay as they
+    were constructed. A weight that two modules share, as a tied head does, is drawn for the first.
+    """
     drawn = set()
     for name, module in model.named_modules():
-        dtypes = {p: p.dtype for p in module.parameters(recurse=False)}
-        if dtypes.keys() - drawn and hasattr(module, "reset_parameters"):
+        own = set(module.parameters(recurse=False))
+        if own - drawn and hasattr(module, "reset_parameters"):
             # torch takes seeds of 64 bits; these are the first 60 bits of the hash.
             torch.manual_seed(int(sha256(f"{seed} {name}".encode())[:15], 16))
-            for p in dtypes:
-                p.data = p.data.float()
             module.reset_parameters()
-            for p, dtype in dtypes.items():
-                p.data = p.data.to(dtype)
-            drawn.update(dtypes)
+            drawn |= own
 
 # ---- 6. Processes -------------------------------------------------------------------------------
 
-# torch 2.13 renamed all_gather_into_tensor to all_gather_single, and reduce_scatter_tensor.
+# torch 2.13 renamed all_gather_into_tensor to all_gather_single, and reduce_scatter_tensor to
+# reduce_scatter_single.
 if not hasattr(dist, "all_gather_single"):
     dist.all_gather_single = dist.all_gather_into_tensor
     dist.reduce_scatter_single = dist.reduce_scatter_tensor
@@ -706,13 +696,11 @@ class Optimizer:
         begin()       starts to sum the gradients over the processes
         update(step)  computes the update of this process's rows, and starts to send the result
         finish(step)  waits for the results of the others; Muon then applies all of them
-    Clipping by the norm of all gradients would be a phase between begin() and update(), with a norm
-    in which what every process has counts once.
 
     Of a matrix, or a stack of matrices, that is divided among the processes, each has:
         p.grad           all rows (an embedding's: one per token), of its own micro-batches only
         summed gradient  its own rows, in update()
-        parameter        all rows; between Adam's update() and finish(), only its own are new
+        parameter        all rows; between Adam's update() and finish(), those of others are old
         state            tensors for all rows, of which only its own are up to date
     So whatever depends on a whole matrix, such as its norm, needs an exchange of its own in Adam;
     Muon has whole matrices in `direction`.
@@ -721,11 +709,10 @@ class Optimizer:
     between.
 
     What an optimizer remembers from step to step belongs in `state`, under a name; what lies
-    elsewhere is not saved. state[name] is a list, or a stack, whose entry i belongs to parameter i;
-    a stack may have more entries, which are padding. Checkpoints save the state, and it is reset
-    after the warmup. A process reads and writes its own rows, world.rows(tensor), and
-    gather_training_state fetches the others. (Storing its own rows alone would save 2.1 GB on each
-    of eight GPUs, but need code to split and join them.)"""
+    elsewhere is neither saved nor reset after the warmup. In Adam, state[name] is a list of tensors
+    in the shapes of the parameters, in Muon one stack for all of them, which may end in padding. A
+    process reads and writes its own rows, world.rows(tensor), which saves time, not memory;
+    gather_training_state fetches the others' for a checkpoint."""
 
     def __init__(self, params: dict, lr: float, hp: Hyperparameters, world: World):
         self.params = params  # {name: parameter}
@@ -753,8 +740,9 @@ class Adam(Optimizer):
     matrix, and all of every vector and scalar. It steps once every adam_every training steps
     (record #39).
 
-    Embeddings in bfloat16 have a state in bfloat16 as well, without a copy in float32: steps below
-    1/256 of a weight, and a beta2 of 0.999, are lost in rounding."""
+    Embeddings in bfloat16 have gradients and a state in bfloat16 as well, without a copy in
+    float32. There a step below 1/256 of its weight vanishes in rounding, and so does a decay of the
+    mean square by a beta2 of 0.999."""
 
     def __init__(self, params, lr, hp, world, decay=0.0):
         super().__init__(params, lr, hp, world)
@@ -772,8 +760,8 @@ class Adam(Optimizer):
         local = [self.world.rows(p.detach()) for p in self.params.values()]
         means = [self.world.rows(mean) for mean in self.state["mean"]]
         mean_squares = [self.world.rows(square) for square in self.state["mean_square"]]
-        # AdamW's kernel without weight decay is Adam's. It reads a counter of steps for each
-        # tensor, but does not advance it. The empty list is for AMSGrad.
+        # AdamW's kernel without weight decay is Adam's. For each tensor it takes the number of the
+        # step, counted from 1. The empty list is for AMSGrad.
         steps = [torch.full((), (step + 1.0) // self.every, device=self.world.device)] * len(local)
         before = [p.clone() for p in local] if self.decay else []
         torch._fused_adamw_(local, gradients, means, mean_squares, [], steps,
@@ -802,9 +790,10 @@ class Muon(Optimizer):
                 and they start to send them to each other
         finish  every process subtracts all 11 updates, times the learning rate
 
-    Another optimizer of matrices is a subclass with another `direction`, which gets this process's
-    part of the stack, not all of params. On GPUs, newton_schulz is
-    compiled for each shape; the compiler takes up to eight (torch._dynamo.config.recompile_limit).
+    Another optimizer of matrices is a subclass with another `direction`. That gets this process's
+    part of the stack alone, whose row i is not the i-th of params. On GPUs, newton_schulz is
+    compiled for each shape, of which the compiler allows eight
+    (torch._dynamo.config.recompile_limit).
     """
 
     def __init__(self, params, lr, hp, world):
@@ -869,8 +858,8 @@ def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(steps):
         gram = x @ x.mT
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, polynomial, x, beta=a)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b gram + c gram^2
+        x = torch.baddbmm(x, polynomial, x, beta=a)  # a x + polynomial x
     return x.mT if tall else x
 
 def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> list[Optimizer]:
@@ -910,7 +899,6 @@ def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> lis
 # in uint16. Each document begins with the end-of-text token, vocab_size - 1.
 
 SHARD_MAGIC = 20240520
-SHARD_VERSION = 1
 SHARD_HEADER_BYTES = 4 * 256
 
 class Shard(NamedTuple):
@@ -926,7 +914,7 @@ def find_shards(pattern: str) -> list[Shard]:
         require(os.path.isfile(path) and os.path.getsize(path) > SHARD_HEADER_BYTES, problem)
         data = np.memmap(path, mode="r")
         magic, version, tokens = data[:12].view("<i4").tolist()
-        expected = (SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES + 2 * tokens)
+        expected = (SHARD_MAGIC, 1, SHARD_HEADER_BYTES + 2 * tokens)
         require((magic, version, len(data)) == expected, problem)
         ends = data[:2**16].tobytes() + data[-2**16:].tobytes()
         shards.append(Shard(path, tokens, sha256(ends)[:16]))
@@ -934,10 +922,10 @@ def find_shards(pattern: str) -> list[Shard]:
             "data/tokenize_text.py makes shards of other data")
     return shards
 
-def read_tokens(path: str, start: int, count: int, vocab_size: int, pin: bool = False) -> Tensor:
-    """Tokens [count] in uint16 from a shard, from token `start` on; in pinned memory if asked
-    for."""
-    tokens = torch.empty(count, dtype=torch.uint16, pin_memory=pin)
+def read_tokens(path: str, start: int, count: int, vocab_size: int) -> Tensor:
+    """Tokens [count] in uint16 from a shard, from token `start` on. Where there is a GPU, they lie
+    in pinned memory, from which they can be copied to it asynchronously."""
+    tokens = torch.empty(count, dtype=torch.uint16, pin_memory=torch.cuda.is_available())
     with open(path, "rb") as f:
         f.seek(SHARD_HEADER_BYTES + 2 * start)
         require(f.readinto(tokens.numpy()) == tokens.nbytes, f"{path} has become shorter")
@@ -946,32 +934,30 @@ def read_tokens(path: str, start: int, count: int, vocab_size: int, pin: bool = 
             f"--vocab_size={vocab_size}; data/inspect_shards.py says where")
     return tokens
 
-def step_starts(shards: list[Shard], hp: Hyperparameters) -> Iterator[tuple[str, int]]:
-    """(path of a shard, the first token in it that a step reads), for step after step as long as
-    the data last. What is too short for a step at a shard's end is left out. Each further pass over
-    the shards begins a block later, so that it cuts the text at other places."""
+def step_starts(shards: list[Shard], hp: Hyperparameters) -> Iterator[tuple[Shard, int]]:
+    """(shard, the first token in it that a step reads), for step after step as long as the data
+    last. What is too short for a step at a shard's end is left out. Each further pass over the
+    shards begins a block later, so that it cuts the text at other places."""
     step = 0
     for epoch in range(hp.epochs):
         for shard in shards:
             start = (epoch * BLOCK) % hp.train_seq_len
             # Below, not equal: the last target is one token further.
             while (end := start + batch_size(step, hp) * hp.train_seq_len) < shard.tokens:
-                yield shard.path, start
+                yield shard, start
                 start = end
                 step += 1
 
 def train_batches(shards: list[Shard], hp: Hyperparameters, world: World, first_step: int):
     """For each step from first_step on, this process's share of the micro-batches: (inputs_T int32,
-    targets_T int64). They are read into pinned memory and copied to the GPU asynchronously."""
+    targets_T int64). The host does not wait until they are on the GPU."""
     T = hp.train_seq_len
-    for step, (path, start) in islice(enumerate(step_starts(shards, hp)), first_step, None):
+    for step, (shard, start) in islice(enumerate(step_starts(shards, hp)), first_step, None):
         count = batch_size(step, hp) // world.size
         start += world.rank * count * T
-        tokens = read_tokens(path, start, count * T + 1, hp.vocab_size,
-                             pin=world.device.type == "cuda")
         # uint16 has no arithmetic, so the bits travel as int16; & 0xFFFF makes them unsigned again.
-        tokens = tokens.view(torch.int16).to(world.device, non_blocking=True)
-        tokens = tokens.to(torch.int32) & 0xFFFF
+        tokens = read_tokens(shard.path, start, count * T + 1, hp.vocab_size).view(torch.int16)
+        tokens = tokens.to(world.device, non_blocking=True).to(torch.int32) & 0xFFFF
         inputs = tokens[:-1].view(count, T)
         targets = tokens[1:].to(torch.int64).view(count, T)
         yield list(zip(inputs, targets))
@@ -1006,6 +992,8 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
         micro_loss.backward()
         loss += micro_loss.detach()
     due = [optimizer for optimizer in optimizers if (step + 1) % optimizer.every == 0]
+    # Until begin() has summed it, a gradient is that of this process's share alone. To clip by the
+    # norm of all gradients would need a phase of its own after begin().
     with torch.no_grad():
         for optimizer in due:
             optimizer.begin()
@@ -1043,11 +1031,11 @@ def gather_training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict
             for tensor in entries if isinstance(entries, list) else [entries]:
                 # World divides no vector, so a checkpoint would have the first process's part only.
                 # One value for each row of a parameter is a state [rows, 1].
-                assert tensor.ndim != 1 or not matrices, f"state {name} is a vector"
+                assert tensor.ndim > 1 or not matrices, f"state {name}: make [rows] a [rows, 1]"
                 optimizer.world.all_gather(tensor).result()
-            # Muon divides whole matrices. In a list, their rows would be mixed here.
-            assert not (isinstance(optimizer, Muon) and isinstance(entries, list)), f"stack {name}"
-            padding = len(entries) - len(optimizer.params)  # of a stack; zip stops before it
+            stacked = not isinstance(entries, list)  # Muon's, since it divides whole matrices
+            assert stacked or not isinstance(optimizer, Muon), f"state {name} must be one stack"
+            padding = len(entries) - len(optimizer.params)  # zip leaves it out
             assert 0 <= padding < optimizer.world.size, f"state {name}: one entry per parameter"
             kind = f"{type(optimizer).__name__} {name}"
             state.setdefault(kind, {}).update(zip(optimizer.params, entries))
@@ -1059,11 +1047,10 @@ def load_training_state(saved: dict | None, model: nn.Module, optimizers: list, 
     model and the optimizers of every process. All take part; the others may pass None."""
     state = gather_training_state(model, optimizers)
     if world.rank == 0:
-        shapes = [{(kind, name, *tensor.shape) for kind, tensors in each.items()
-                   for name, tensor in tensors.items()} for each in (state, saved)]
-        difference = sorted(shapes[0] ^ shapes[1])
-        require(not difference, "the checkpoint does not fit this script's model and optimizers: "
-                f"only one of them has {difference[:1]} (kind, parameter and shape)")
+        here, there = ({(kind, name, *tensor.shape) for kind, tensors in each.items()
+                        for name, tensor in tensors.items()} for each in (state, saved))
+        require(here == there, "the checkpoint does not fit the script: only the script has "
+                f"{sorted(here - there)[:1]}, only the checkpoint has {sorted(there - here)[:1]}")
     for kind, tensors in state.items():
         for name, tensor in tensors.items():
             if world.rank == 0:
@@ -1106,9 +1093,8 @@ def world_of_this_process() -> World:
     """As torchrun describes it in the environment; without torchrun this process is alone."""
     rank, local_rank, size = (int(os.environ.get(name, default)) for name, default in
                               (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
-    require("WORLD_SIZE" in os.environ or os.environ.get("SLURM_NTASKS", "1") == "1",
-            "srun has started processes that do not know of each other: let it start torchrun, "
-            "once on each node, or set WORLD_SIZE=1 for a process that trains alone")
+    require("WORLD_SIZE" in os.environ or os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1",
+            "these processes do not know of each other: let srun start torchrun, once on each node")
     if not torch.cuda.is_available():
         return World(rank, size, torch.device("cpu"))
     require(local_rank < torch.cuda.device_count(), "start at most one process per GPU")
@@ -1147,6 +1133,9 @@ def cpu_info() -> dict[str, str]:
 
 # ---- Flags and checks
 
+def true_or_false(text: str) -> bool:
+    return bool(["false", "true"].index(text.lower()))
+
 def parse_flags(argv: list[str]) -> tuple[Hyperparameters, argparse.Namespace]:
     """The settings that a command line asks for, and its .preset, .check, .resume (a path or None)
     and .named (only the settings that it names). Raises UserError."""
@@ -1161,15 +1150,13 @@ def parse_flags(argv: list[str]) -> tuple[Hyperparameters, argparse.Namespace]:
     either.add_argument("--resume", metavar="CHECKPOINT", type=Path,
                         help="continue from a checkpoint, in its settings but those named here")
     for f in fields(Hyperparameters):
-        kind = type(f.default)
-        form = dict(type=str.lower, choices=("true", "false")) if kind is bool else dict(type=kind)
+        kind = true_or_false if isinstance(f.default, bool) else type(f.default)
         values = ", ".join(f"{name}: {getattr(at, f.name)}" for name, at in PRESETS.items())
-        parser.add_argument(f"--{f.name}", metavar=kind.__name__, default=argparse.SUPPRESS, **form,
-                            help=f"{f.metadata['help']} ({values})")
+        parser.add_argument(f"--{f.name}", type=kind, metavar=kind.__name__,
+                            default=argparse.SUPPRESS, help=f"{f.metadata['help']} ({values})")
     command = parser.parse_args(argv)
     hp = PRESETS[command.preset]
-    command.named = {name: value == "true" if isinstance(getattr(hp, name), bool) else value
-                     for name, value in vars(command).items() if name in asdict(hp)}
+    command.named = {name: value for name, value in vars(command).items() if name in asdict(hp)}
     return replace(hp, **command.named), command
 
 def resolve(hp: Hyperparameters, device: torch.device) -> Hyperparameters:
@@ -1221,15 +1208,14 @@ class Plan:
     script: str  # the text of this file
     train_shards: list[Shard]
     val_shards: list[Shard]
+    checkpoint: Path | None  # to resume from
     step: int = 0  # that it begins with
     seconds: float = 0.0  # of training time before it
-    checkpoint: Path | None = None  # to resume from
 
     def data_read(self, step: int) -> str:
         """A hash of the tokens that the steps before this one have trained on."""
-        fingerprints = {shard.path: shard.fingerprint for shard in self.train_shards}
         steps = islice(step_starts(self.train_shards, self.hp), step)
-        starts = [(fingerprints[path], start) for path, start in steps]
+        starts = [(shard.fingerprint, start) for shard, start in steps]
         return sha256(f"{starts} {tokens_seen(step, self.hp)}".encode())
 
 def prepare(hp: Hyperparameters, command, script: str, world: World, saved: dict | None) -> Plan:
@@ -1238,8 +1224,8 @@ def prepare(hp: Hyperparameters, command, script: str, world: World, saved: dict
     UserError."""
     if saved:
         own = asdict(hp).keys()
-        known = saved["settings"].keys() | command.named.keys()
-        require(own == known, f"--resume: {sorted(own ^ known)} are settings of only the script or "
+        given = saved["settings"].keys() | command.named.keys()
+        require(own == given, f"--resume: {sorted(own ^ given)} are settings of only the script or "
                 "only the checkpoint: name new ones as flags, or take the script in the run's log")
         hp = Hyperparameters(**(saved["settings"] | command.named))
     check_settings(hp, world.size)
@@ -1260,11 +1246,9 @@ def prepare(hp: Hyperparameters, command, script: str, world: World, saved: dict
     require(steps == hp.num_iterations, f"--train_files={hp.train_files} suffices for {steps} "
             f"steps, not {hp.num_iterations}: add shards, raise --epochs or lower --num_iterations")
 
-    plan = Plan(hp, script, train_shards, val_shards)
+    plan = Plan(hp, script, train_shards, val_shards, command.resume)
     if saved:
-        plan.step = saved["step"]
-        plan.seconds = saved["seconds"]
-        plan.checkpoint = command.resume
+        plan = replace(plan, step=saved["step"], seconds=saved["seconds"])
         require(plan.step <= hp.num_iterations, f"the run has done {plan.step} steps already")
         require(plan.data_read(plan.step) == saved["data_read"], "--resume: what it trained on "
                 "must stay: the tokens of a step, and the shards, to which you may add others")
@@ -1314,13 +1298,12 @@ class RunLog:
         # If the last write failed, half a line may stand in the file: "..." ends it.
         line = f"...\n{text}\n" if self.failed else f"{text}\n"
         line = line.encode(errors="backslashreplace")
-        try:
-            failure = None if self.file.write(line) == len(line) else "the disk is full"
-        except OSError as e:
-            failure = e.strerror
-        if failure and not self.failed:
-            say(f"warning: {self.path} cannot be written ({failure}); training goes on")
-        self.failed = failure is not None
+        complete = False
+        with suppress(OSError):
+            complete = self.file.write(line) == len(line)
+        if not complete and not self.failed:
+            say(f"warning: {self.path} cannot be written (disk full?); training goes on")
+        self.failed = not complete
 
     def write_loss(self, kind: str, step: int, loss: float, seconds: float):
         """Writes the line of a loss after `step` updates and `seconds` of training. A loss that is
@@ -1381,7 +1364,7 @@ class StepClock:
         self.seconds = time.perf_counter() - self.started
 
     def add_loss(self, step: int, loss: Tensor):
-        loss = loss.to("cpu", non_blocking=True)  # from a GPU, has a value when the event is over
+        loss = loss.to("cpu", non_blocking=True)  # from a GPU, it has a value after `arrival`
         arrival = torch.cuda.current_stream().record_event() if self.cuda else None
         self.losses.append((step, loss, arrival))
 
@@ -1398,8 +1381,7 @@ class StepClock:
 def read_checkpoint(path: Path) -> dict:
     """A checkpoint whose checksums are right, its tensors mapped from the disk."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            require(archive.testzip() is None, "a checksum is wrong")
+        require(zipfile.ZipFile(path).testzip() is None, "a checksum is wrong")
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         require("data_read" in saved, "this script did not save it")
         return saved
@@ -1462,13 +1444,14 @@ def main(argv: list[str]):
 
     # What to train
     torch.manual_seed(hp.seed)  # for modules of yours that draw weights without reset_parameters
-    # To debug on a GPU without the compiler, set TORCH_COMPILE_DISABLE=1. FlexAttention would then
-    # ignore the lists of blocks, so attention is that of a CPU.
+    # To debug on a GPU without the compiler, set TORCH_COMPILE_DISABLE=1. Attention is then that of
+    # a CPU, because FlexAttention would ignore the lists of blocks.
     compiles = cuda and not {"TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"} & os.environ.keys()
     model = GPT(hp, getattr(torch, hp.dtype), flex=compiles).to(world.device)
     optimizers = build_optimizers(model, hp, world)
     if plan.checkpoint:
         load_training_state(saved and saved["state"], model, optimizers, world)
+    val_sequences = load_validation(plan.val_shards, hp, world)
     if command.check:
         print("checks passed")
         return
@@ -1476,20 +1459,17 @@ def main(argv: list[str]):
     log = RunLog(plan, world)
     try:
         log.write(f"log: {log.path}")
-        launcher = "python" if world.size == 1 else f"torchrun --nproc_per_node={world.size}"
-        log.write(f"to resume: {launcher} {sys.argv[0]} --resume=FILE of the last checkpoint: line")
+        log.write(f"to resume: start {sys.argv[0]} with --resume=FILE of the last checkpoint: line")
         if saved and saved["script"] != sha256(script.encode()):
             log.write("changed: the script is not the one that saved the checkpoint")
         log.write(f"model: {sum(p.numel() for p in model.parameters())} parameters; "
                   f"{batch_size(0, hp)} x {hp.train_seq_len} tokens at first, {world.size} rank(s)")
-        for each in optimizers:
-            names = ", ".join(each.params)
-            log.write(f"{type(each).__name__}, lr {each.peak_lr}: {names}", console=False)
+        log.write("\n".join(f"{type(each).__name__}, lr {each.peak_lr}: {', '.join(each.params)}"
+                            for each in optimizers), console=False)
 
         # What comes before the clock. (A run on a CPU takes minutes; compiling would not pay.)
         if compiles:
             model.loss = torch.compile(model.loss, dynamic=False, fullgraph=True)
-        val_sequences = load_validation(plan.val_shards, hp, world)
         batches_of_steps = train_batches(plan.train_shards, hp, world, plan.step)
         began = time.perf_counter()
         warm_up(model, optimizers, hp, world)
@@ -1497,7 +1477,7 @@ def main(argv: list[str]):
 
         # The clock runs for training steps alone: it stops to validate and to save.
         clock = StepClock(world.device, plan.seconds)
-        is_saved = True  # false while the newest save has failed
+        ok = True  # whether the newest save worked; of several failures, the first one is reported
         clock.start()
         for step in range(plan.step, hp.num_iterations + 1):
             last = step == hp.num_iterations
@@ -1512,8 +1492,7 @@ def main(argv: list[str]):
                 val_loss = evaluate(model, val_sequences, step, hp, world)
                 log.write_loss("val_loss", step, val_loss, clock.seconds)
                 if save_due and step > plan.step:
-                    is_saved = save_checkpoint(step, clock.seconds, model, optimizers, plan, log,
-                                               warn=is_saved)
+                    ok = save_checkpoint(step, clock.seconds, model, optimizers, plan, log, warn=ok)
                 clock.start()
             if last:
                 break
@@ -1527,7 +1506,7 @@ def main(argv: list[str]):
             log.write(f"peak_memory: {torch.cuda.max_memory_allocated() >> 20} MiB on rank 0")
         log.write(f"final_val_loss: {val_loss:.4f} nats per token, on {hp.val_tokens} tokens")
         log.write(f"log: {log.path}")
-    except Exception as e:  # so that the log does not just stop
+    except Exception as e:  # so that the log does not just stop (others' errors are not in it)
         prefix = "" if isinstance(e, UserError) else f"{type(e).__name__}: "
         log.write(f"error: {prefix}{e}", console=False)
         raise
