@@ -3,15 +3,13 @@ an H100, interpreted (interpreted.py says what that proves). `-rP` prints the di
 
 import dataclasses
 import importlib.metadata
-import importlib.util
 import platform
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import ENVIRONMENT, ROOT
+from conftest import launch, load_script
 from torch.nn.attention.flex_attention import BlockMask
 
 import train_gpt
@@ -320,10 +318,7 @@ def plant_errors(script):
 def case_planted_errors():
     """The comparison finds each error, and none where none is switched on."""
     from helpers.interpreted import gpu_program
-    spec = importlib.util.spec_from_file_location("copy_of_the_script", train_gpt.__file__)
-    script = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = script
-    spec.loader.exec_module(script)
+    script = load_script(train_gpt.__file__, "copy_of_the_script")
     plant_errors(script)
     hp = dataclasses.replace(HP, windows="LS", value_embeds="0.", attention="xx")
     plain, model = models(hp, script=script)
@@ -350,11 +345,7 @@ PROCESSES = ["float32 newton_schulz", "bfloat16_and_fp8 block_lists", "planted_e
 def test_the_gpu_program_equals_the_plain_path(cases, tmp_path):
     asked = dict(TRITON_INTERPRET="1", TORCHINDUCTOR_FORCE_DISABLE_CACHES="1",
                  TORCHINDUCTOR_CACHE_DIR=str(tmp_path), TRITON_CACHE_DIR=str(tmp_path))
-    command = [sys.executable, "-W", "ignore", __file__, *cases.split()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500,
-                          env=ENVIRONMENT | asked)
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout + done.stderr
+    print(launch(*cases.split(), script=__file__, **asked).stdout)
 
 
 if __name__ == "__main__":

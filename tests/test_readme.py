@@ -284,20 +284,6 @@ def test_the_sections_are_the_scripts():
         assert f"def {function.rstrip('`')}" in part[0], name
 
 
-def test_each_source_in_the_script_has_its_address():
-    page = TEXTS["records/techniques/README.md"]
-    papers = set(re.findall(r"arXiv:([\d.]+\d)", SCRIPT))
-    numbers = set(re.findall(r"record (#\d+)", SCRIPT))
-    dates = set(re.findall(r"record (?:of )?(\d{4}-\d\d-\d\d)", SCRIPT))
-    assert papers and numbers and dates
-    missing = [paper for paper in papers if f"https://arxiv.org/abs/{paper})" not in page]
-    missing += [number for number in numbers
-                if f"[record {number}](https://" not in page.lower().replace("\n", " ")]
-    missing += [date for date in dates
-                if f"/{date}_" not in page and f"of {date}" not in README]
-    assert not missing
-
-
 # --------------------------------------------------------------------------------------------------
 # Figures
 

@@ -473,23 +473,12 @@ WEIGHTS = torch.arange(300.0)
 
 
 def damaged(content: bytes, data) -> bytes:
-    """Cut at any byte, a flipped bit, a run of other bytes, or anything appended."""
-    content = bytearray(content)
+    """Cut at any byte, overwritten from there, or with anything appended."""
     at = data.draw(st.integers(0, len(content) - 1) | st.integers(0, 16))
-    damage = data.draw(st.sampled_from(["cut", "flip", "zero", "overwrite", "append"]))
-    if damage == "cut":
-        del content[at:]
-    elif damage == "flip":
-        content[at] ^= 1 << data.draw(st.integers(0, 7))
-    elif damage == "zero":
-        span = slice(at, at + data.draw(st.integers(1, 600)))
-        content[span] = bytes(len(content[span]))
-    elif damage == "overwrite":
-        new = data.draw(st.binary(min_size=1, max_size=16))
-        content[at:at + len(new)] = new
-    else:
-        content += data.draw(st.binary(min_size=1, max_size=64))
-    return bytes(content)
+    new = data.draw(st.binary(min_size=1, max_size=64))
+    return data.draw(st.sampled_from([
+        content[:at], content[:at] + new + content[at + len(new):], content + new,
+        content[:at] + bytes(min(600, len(content) - at)) + content[at + 600:]]))
 
 
 many_examples = settings(max_examples=300, deadline=None,
@@ -685,30 +674,11 @@ def test_a_full_disk_does_not_end_a_run(small_disk, shards, whole, script, capsy
         assert not mark and not after
 
 
-def move_away(log: Path):
-    log.parent.rename(log.parent.with_suffix(".away"))
-
-
-def move_back(log: Path):
-    log.parent.with_suffix(".away").rename(log.parent)
-
-
-OBSTACLES = {
-    "the records folder is away": (move_away, move_back),
-    "a file is where the checkpoints belong": (
-        lambda log: log.with_suffix("").write_text("no folder"),
-        lambda log: log.with_suffix("").unlink()),
-}
-
-
 @pytest.mark.both_scripts
-@pytest.mark.parametrize("what", OBSTACLES)
-def test_a_folder_that_cannot_be_used_is_a_warning(tmp_path, shards, whole, script, what):
-    records = tmp_path / "records"
-    block, clear = OBSTACLES[what]
-    logs = []
-    with (before_step(script, 2, lambda: logs.append(log_path(records)) or block(logs[0])),
-          before_step(script, 8, lambda: clear(logs[0]))):
+def test_a_records_folder_that_is_away_for_a_while_is_a_warning(tmp_path, shards, whole, script):
+    records, away = tmp_path / "records", tmp_path / "away"
+    with (before_step(script, 2, lambda: records.rename(away)),
+          before_step(script, 8, lambda: away.rename(records))):
         train(script, *RUN, *shards, f"--records={records}")
     assert_same_run(records, whole)
     assert checkpoints(records) == ["step00000009.pt", "step00000012.pt"]
@@ -727,7 +697,6 @@ CONSOLES = {
     "a pipe that closes": "| head -3 > {0}/seen",
     "full": "> /dev/full 2> {0}/errors",
     "closed": ">&- 2>&-",
-    "no errors either": "> /dev/full 2> /dev/full",
 }
 
 
