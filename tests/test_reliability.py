@@ -700,11 +700,10 @@ CONSOLES = {
 }
 
 
-@pytest.mark.both_scripts
 @pytest.mark.parametrize("console", CONSOLES)
-def test_a_run_needs_no_console(tmp_path, shards, whole, script, console):
+def test_a_run_needs_no_console(tmp_path, shards, whole, console):
     flags = [*RUN, *shards, f"--records={tmp_path}/r"]
-    words = " ".join(f"'{word}'" for word in command(*flags, script=script.__file__))
+    words = " ".join(f"'{word}'" for word in command(*flags))
     done = subprocess.run(["bash", "-o", "pipefail", "-c",
                            f"{words} {CONSOLES[console].format(tmp_path)}"], env=ENVIRONMENT,
                           capture_output=True, text=True, timeout=200)

@@ -124,7 +124,7 @@ def test_what_reads_all_logits():
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.mark.parametrize("capability, cases", [
-    (80, "shared_memory"), (89, "shared_memory"), (90, "fp8_products validation shared_memory"),
+    (80, "shared_memory"), (89, "shared_memory"), (90, "validation shared_memory"),
     (90, "full_size")])
 def test_the_program_for_a_gpu_keeps_to_its_limits(capability, cases, tmp_path):
     """gpu_program.py says which."""
