@@ -25,8 +25,8 @@ for number in (signal.SIGINT, signal.SIGHUP):
 ROOT = Path(__file__).resolve().parent.parent
 ATTEMPT = ROOT / "records" / "speedrun_2026" / "train_gpt.py"
 SCRIPT = ROOT / "train_gpt.py"  # the script under test; --script changes it
-EVERY_SCRIPT = ("test_training.py", "test_reliability.py", "test_prepare.py", "test_loader.py",
-                "test_schedules_flags.py")
+EVERY_SCRIPT = ("test_training.py", "test_reliability.py", "test_processes.py", "test_settings.py",
+                "test_loader.py")
 sys.path.insert(0, str(ROOT))
 
 # The demo, made small, in settings that every script is expected to have. Layers, windows and
@@ -162,9 +162,19 @@ def launch(*flags, ranks=None, script=None, cwd=None, threads=1, check=True, **e
     """Runs the script at this path, by torchrun if ranks is given; its CompletedProcess."""
     environment = ENVIRONMENT | {"OMP_NUM_THREADS": str(threads), **env}
     done = subprocess.run(command(*flags, ranks=ranks, script=script), capture_output=True,
-                          text=True, cwd=cwd, env=environment, timeout=280)
+                          text=True, cwd=cwd, env=environment, timeout=500)
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def run_helper(name: str, *arguments, ranks=None, **env) -> str:
+    """Runs a program in tests/helpers in a process of its own, by torchrun if ranks is given; what
+    it prints. It must end with status 0."""
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    done = launch(*arguments, ranks=ranks, script=ROOT / "tests" / "helpers" / name,
+                  PYTHONPATH=paths, **env)
+    print(done.stdout)
+    return done.stdout
 
 
 def planted(folder: Path, code: str, script=None) -> Path:

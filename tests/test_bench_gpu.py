@@ -13,8 +13,7 @@ from bench_gpu import (NO_KERNEL, at_window, by_part, cast_shares, compared, fin
                        floor_seconds, fp8_scales, main, peak_rates, split, train_flops, weighted,
                        write_documents)
 from conftest import ROOT, launch
-
-from memory_plan import kept_bytes
+from helpers.memory_plan import kept_bytes
 
 from train_gpt import (GPT, PRESETS, UserError, find_shards, read_tokens, step_starts,
                        window_tokens)

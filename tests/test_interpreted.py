@@ -3,15 +3,13 @@ an H100, interpreted (interpreted.py says what that proves). `-rP` prints the di
 
 import dataclasses
 import importlib.metadata
-import importlib.util
 import platform
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import ENVIRONMENT, ROOT
+from conftest import launch, load_script
 from torch.nn.attention.flex_attention import BlockMask
 
 import train_gpt
@@ -129,7 +127,7 @@ def equal(found):
 # -------- The cases, which run in processes of their own
 def case_float32():
     """Training steps, then validations. A window that grows needs no other program."""
-    from interpreted import gpu_program, graphs, launches
+    from helpers.interpreted import gpu_program, graphs, launches
     plain, model = models(HP)
     program = gpu_program(model)
     windows = (128, 256, 384, 512, 1000, 300)
@@ -158,7 +156,7 @@ def case_bfloat16_and_fp8():
     """The GPU program and the plain path round in different places, so they agree only roughly; but
     the GPU program must be as near to float32 as the plain path. The head is in FP8 in all three,
     because its rounding, of 3 percent, would hide the rest."""
-    from interpreted import gpu_program, sources
+    from helpers.interpreted import gpu_program, sources
     hp = dataclasses.replace(HP, use_fp8=True)
     plain, model = models(hp, torch.bfloat16)
     exact, _ = models(hp)
@@ -190,7 +188,7 @@ def case_bfloat16_and_fp8():
 
 def case_newton_schulz():
     """On wide, tall and square matrices."""
-    from interpreted import gpu_program
+    from helpers.interpreted import gpu_program
     for shape in ((3, 48, 80), (3, 80, 48), (1, 64, 64)):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         found = difference(gpu_program(newton_schulz)(x), newton_schulz(x))
@@ -225,7 +223,7 @@ def slow_lists(tokens, window_blocks):
 
 def case_block_lists():
     """At the speedrun's size, bit for bit."""
-    from interpreted import gpu_program, launches
+    from helpers.interpreted import gpu_program, launches
     launches.clear()
     program = gpu_program(block_lists)
     length = PRESETS["speedrun"].train_seq_len
@@ -319,11 +317,8 @@ def plant_errors(script):
 
 def case_planted_errors():
     """The comparison finds each error, and none where none is switched on."""
-    from interpreted import gpu_program
-    spec = importlib.util.spec_from_file_location("copy_of_the_script", train_gpt.__file__)
-    script = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = script
-    spec.loader.exec_module(script)
+    from helpers.interpreted import gpu_program
+    script = load_script(train_gpt.__file__, "copy_of_the_script")
     plant_errors(script)
     hp = dataclasses.replace(HP, windows="LS", value_embeds="0.", attention="xx")
     plain, model = models(hp, script=script)
@@ -350,11 +345,7 @@ PROCESSES = ["float32 newton_schulz", "bfloat16_and_fp8 block_lists", "planted_e
 def test_the_gpu_program_equals_the_plain_path(cases, tmp_path):
     asked = dict(TRITON_INTERPRET="1", TORCHINDUCTOR_FORCE_DISABLE_CACHES="1",
                  TORCHINDUCTOR_CACHE_DIR=str(tmp_path), TRITON_CACHE_DIR=str(tmp_path))
-    command = [sys.executable, "-W", "ignore", __file__, *cases.split()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500,
-                          env=ENVIRONMENT | asked)
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout + done.stderr
+    print(launch(*cases.split(), script=__file__, **asked).stdout)
 
 
 if __name__ == "__main__":

@@ -2,21 +2,21 @@
 attention against dense attention."""
 
 import random
-import re
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from train_gpt import BLOCK, attention, build_block_masks, plain_attention, plain_mask
+from train_gpt import BLOCK, attention, build_block_masks, plain_attention
 
 EOT = 9
 
 
-def dense_mask(tokens, window_blocks):
-    """By definition: a key in the same document, not in the future, in a block of the window."""
+def dense_mask(tokens, window_blocks, end_of_text=EOT):
+    """Which keys [T, T] a query sees, by definition: those of the same document, not in the future,
+    in a block of the window."""
     position = torch.arange(len(tokens))
-    document = (tokens == EOT).cumsum(0)
+    document = (tokens == end_of_text).cumsum(0)
     query, key = position[:, None], position[None, :]
     same_document = document[:, None] == document[None, :]
     return same_document & (key <= query) & (query // BLOCK - key // BLOCK < window_blocks)
@@ -103,62 +103,6 @@ def test_masks_equal_the_dense_reference_and_split_exactly():
                 assert partial_blocks == {tuple(b) for b in (touched & ~full).nonzero().tolist()}
                 tried += 1
     assert tried > 350
-
-
-def test_a_mask_may_have_gaps():
-    """As one of a user's method, in which all tokens see those of the first block."""
-    block = torch.arange(6)
-    distance = block[:, None] - block
-    seen_NN = (distance >= 0) & ((distance < 2) | (block == 0))
-    position = torch.arange(6 * BLOCK)
-    causal = position <= position[:, None]
-    mask = plain_mask(seen_NN, lambda batch, head, query, key: key <= query)
-    whole = seen_NN.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-    assert torch.equal(plain_as_dense(mask), whole & causal)
-
-
-def test_index_lists_have_the_form_that_flex_attention_kernels_need():
-    """Contiguous above all: the kernels step through a row by one element, whatever its strides."""
-    mask = flex_mask(torch.zeros(1024, dtype=torch.int32), 384)
-    for name in ("kv_indices", "full_kv_indices", "q_indices", "full_q_indices"):
-        indices = getattr(mask, name)
-        assert indices.shape == (1, 1, 8, 8) and indices.dtype == torch.int32, name
-        assert indices.is_contiguous(), name
-        assert 0 <= indices.min() and indices.max() < 8, name  # the kernels read past its end
-    for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
-        counts = getattr(mask, name)
-        assert counts.shape == (1, 1, 8) and counts.dtype == torch.int32, name
-        assert counts.is_contiguous(), name
-
-
-def test_the_example_in_the_docstring_is_true():
-    """Its row `2    . p p .    why` says that query block 2 reads the key blocks 1 and 2 in
-    part."""
-    rows = re.findall(r"^ +(\d)  +([pf.](?: [pf.]){3})  ", build_block_masks.__doc__, re.M)
-    assert [row for row, _ in rows] == ["0", "1", "2", "3"]
-    tokens = torch.zeros(4 * BLOCK, dtype=torch.int32)
-    tokens[[0, BLOCK + 60]] = EOT  # the second document begins inside block 1
-    _, (partial_blocks, full_blocks) = as_dense(flex_mask(tokens, 3 * BLOCK), 4 * BLOCK)
-    marks = dict.fromkeys(partial_blocks, "p") | dict.fromkeys(full_blocks, "f")
-    for query, (_, row) in enumerate(rows):
-        assert row.split() == [marks.get((query, key), ".") for key in range(4)], query
-
-
-def test_a_growing_window_is_one_graph():
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    @torch.compile(backend=backend, fullgraph=True, dynamic=False)
-    def full_blocks(tokens, window):
-        return build_block_masks(tokens, EOT, window, flex=True)[0].full_kv_num_blocks
-
-    tokens = torch.zeros(1024, dtype=torch.int32)
-    windows = [torch.tensor(window, dtype=torch.int32) for window in (128, 256, 512, 1024)]
-    totals = [int(full_blocks(tokens, window).sum()) for window in windows]
-    assert len(graphs) == 1 and totals == sorted(set(totals)), (len(graphs), totals)
 
 
 def dense_attention(q, k, v, seen, scale):

@@ -3,6 +3,7 @@ to exists; and the numbers in their marked tables are those of the committed log
 
 import ast
 import csv
+import math
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ import bench_techniques
 import pytest
 import torch
 from conftest import ATTEMPT, ROOT, byte_documents, load_script, write_shard
+from mutants import MUTANTS
 
 import train_gpt
 from records import compare, launch, logs, page as results, race
@@ -211,14 +213,11 @@ def training(words: list[str]) -> tuple[str, list[str]] | None:
 
 
 TRAINING = [found for found in map(training, COMMANDS) if found]
+assert len(COMMANDS) > 75 and len(TRAINING) > 25, "the commands are not found"
 
 
 def program(path: str):
     return load_script(ATTEMPT, "attempt") if ROOT / path == ATTEMPT else train_gpt
-
-
-def test_the_commands_are_found():
-    assert len(COMMANDS) > 75 and len(TRAINING) > 25
 
 
 @pytest.mark.parametrize("path, flags", TRAINING, ids=str)
@@ -285,45 +284,8 @@ def test_the_sections_are_the_scripts():
         assert f"def {function.rstrip('`')}" in part[0], name
 
 
-def test_each_source_in_the_script_has_its_address():
-    page = TEXTS["records/techniques/README.md"]
-    papers = set(re.findall(r"arXiv:([\d.]+\d)", SCRIPT))
-    numbers = set(re.findall(r"record (#\d+)", SCRIPT))
-    dates = set(re.findall(r"record (?:of )?(\d{4}-\d\d-\d\d)", SCRIPT))
-    assert papers and numbers and dates
-    missing = [paper for paper in papers if f"https://arxiv.org/abs/{paper})" not in page]
-    missing += [number for number in numbers
-                if f"[record {number}](https://" not in page.lower().replace("\n", " ")]
-    missing += [date for date in dates
-                if f"/{date}_" not in page and f"of {date}" not in README]
-    assert not missing
-
-
 # --------------------------------------------------------------------------------------------------
 # Figures
-
-def test_no_figure_is_missing():
-    marks = {page: re.findall("@[A-Z_]+@", text) for page, text in TEXTS.items()}
-    assert not {page: found for page, found in marks.items() if found}
-
-
-def code_lines(text: str) -> int:
-    """Lines with code: neither blank nor a comment nor part of a docstring."""
-    docstrings = set()
-    for node in ast.walk(ast.parse(text)):
-        has_one = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
-        if has_one and ast.get_docstring(node):
-            docstrings |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    return sum(1 for n, line in enumerate(text.splitlines(), 1)
-               if n not in docstrings and line.strip() and not line.lstrip().startswith("#"))
-
-
-def test_the_script_is_as_long_as_is_said():
-    found = re.search(r"Ours has ([\d,]+) lines,\s+([\d,]+) of them code", README).groups()
-    total, code = (int(number.replace(",", "")) for number in found)
-    assert len(SCRIPT.splitlines()) == pytest.approx(total, rel=0.01)
-    assert code_lines(SCRIPT) == pytest.approx(code, rel=0.01)
-
 
 def figures(folder: Path) -> set[str]:
     """The numbers that a page may give of the runs in a folder: their count, their steps, their
@@ -441,43 +403,31 @@ def test_the_table_of_results_is_that_of_the_logs():
     assert results.with_table(page, ROOT / "records") == page
 
 
-@pytest.mark.parametrize("world_size", [8, 16, 64])
-def test_the_volume_table_is_what_the_optimizers_exchange(world_size):
-    sent = []
-    share = (world_size - 1) / world_size
-
-    class Counting(train_gpt.World):
-        def reduce_scatter(self, whole):
-            if not self.divides(whole):
-                return self.all_reduce(whole)
-            sent.append(share * whole.nbytes)
-            return train_gpt.Exchange(torch.empty_like(self.rows(whole)))
-
-        def all_gather(self, whole):
-            if self.divides(whole):
-                sent.append(share * whole.nbytes)
-            return train_gpt.Exchange(whole)
-
-        def all_reduce(self, whole):
-            sent.append(2 * share * whole.nbytes)
-            return train_gpt.Exchange(whole)
-
-    hp = replace(SPEEDRUN, dtype="bfloat16", train_seq_len=128, val_seq_len=128)
-    world = Counting(0, world_size, torch.device("meta"))
-    with world.device:
+@pytest.mark.parametrize("size", [8, 16, 64])
+def test_the_volume_table_is_that_of_the_models_parameters(size):
+    """By the formula on the page; that of a process is W - 1 of W parts."""
+    hp = replace(SPEEDRUN, train_seq_len=128, val_seq_len=128)
+    with torch.device("meta"):
         model = train_gpt.GPT(hp, torch.bfloat16, flex=True)
-        with torch.no_grad():
-            for optimizer in train_gpt.build_optimizers(model, hp, world):
-                for p in optimizer.params.values():
-                    p.grad = torch.empty_like(p)
-                optimizer.begin()
-                optimizer.update(0)
-                optimizer.finish(0)
-    volume = sum(sent)
+    head, shapes = model.lm_head.weight.numel(), {}
+    for p in model.blocks.parameters():
+        if p.ndim > 1:
+            shapes.setdefault(p.shape, []).append(p.numel())
+    matrices = sum(counts[0] * math.ceil(len(counts) / size) * size for counts in shapes.values())
+    embeddings = model.embed.weight.numel() * (1 + len(model.value_embeds))
+    volume = (size - 1) / size * (4 * matrices + 8 * head + 4 * embeddings)
     milliseconds = [1e3 * volume / rate for rate in (450e9, 50e9, 12.5e9)]
-    row = (f"| {world_size} | {volume / 1e9:.2f} GB | {milliseconds[0]:.1f} ms | "
+    row = (f"| {size} | {volume / 1e9:.2f} GB | {milliseconds[0]:.1f} ms | "
            f"{milliseconds[1]:.0f} ms | {milliseconds[2]:.0f} ms |")
     assert row in blocks(TEXTS["records/cluster.md"], "volume")[0].splitlines(), row
+
+
+def test_the_mistakes_of_the_page_are_those_that_are_planted():
+    """And the text of each still stands in the script."""
+    rows = table(blocks(TEXTS["tests/trust.md"], "mutants")[0])
+    assert [row[:2] for row in rows] == [[str(m.section), m.mistake] for m in MUTANTS]
+    assert {m.section for m in MUTANTS} == set(range(1, 12))
+    assert not [m.mistake for m in MUTANTS if SCRIPT.count(m.text) != 1]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ optimizers against plain definitions."""
 import ast
 import dataclasses
 import difflib
-import math
 import re
 import sys
 
@@ -12,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import (ATTEMPT, ROOT, launch, load_checkpoint, load_script, log_of, losses,
-                      newest_checkpoint, write_shard)
-from fake_mode import mode_of
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention import flex_attention as flex_module
+from conftest import ATTEMPT, ROOT, launch, load_script, newest_checkpoint, train, write_shard
+from test_masks_attention import dense_mask
+from test_model import rms_norm, rotated, sequence
+from test_reliability import assert_same_losses, assert_same_state, curve
 
 attempt = sys.modules.get("speedrun_2026") or load_script(ATTEMPT, "speedrun_2026")
 
@@ -28,13 +26,6 @@ TINY = attempt.resolve(dataclasses.replace(
     FULL, model_dim=32, num_heads=2, head_dim=16, vocab_size=257, train_seq_len=512,
     val_seq_len=512, pair_rows=500, micro_batches=2, num_iterations=12, adam_eps=1e-7, seed=1,
     num_kv_heads=2, dtype="float32", use_fp8=False), CPU)
-TINY_FLAGS = [
-    "--preset=speedrun", "--model_dim=32", "--num_heads=2", "--head_dim=16", "--vocab_size=257",
-    "--train_seq_len=256", "--val_seq_len=512", "--val_tokens=1000", "--pair_rows=500",
-    "--micro_batches=2", "--stages=1:1:128,2:1.52:256,3:1.73:384", "--num_iterations=12",
-    "--save_every=4", "--val_loss_every=4", "--adam_eps=1e-7", "--seed=1", "--dtype=float32",
-    "--use_fp8=false", "--epochs=100",
-]
 
 
 # ---- What it shares with train_gpt.py
@@ -194,21 +185,13 @@ def tiny_model(hp=TINY, dtype=torch.float32):
     return model
 
 
+BEGINS = (0, 100, 130, 300)  # of documents
+
+
 @pytest.fixture
 def float64(monkeypatch):
     """What the script keeps in float32 whatever the dtype is then in float64."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-
-
-def sequence(seed=0, length=512, begins=(0, 100, 130, 300)):
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(256, (length,), generator=generator, dtype=torch.int32)
-    tokens[list(begins)] = 256
-    return tokens, torch.roll(tokens, -1).long()
-
-
-def plain_norm(x):
-    return x / (x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt()
 
 
 def plain_attention(p, name, x, value_embed, visible, begins, key_offset, hp):
@@ -217,14 +200,8 @@ def plain_attention(p, name, x, value_embed, visible, begins, key_offset, hp):
     kv_heads = hp.num_kv_heads
     qkv = x @ p[f"{name}.qkv"].flatten(0, 1).T
     q, k, v = qkv.view(T, -1, K).split([H, kv_heads, kv_heads], dim=1)
-    frequencies = hp.rope_base ** -torch.linspace(0, 1, K // 4, dtype=torch.float64)
-    angle = torch.outer(torch.arange(T), frequencies)
-    turn = torch.polar(torch.ones_like(angle), -angle)[:, None]
-    rotated = []
-    for y in (plain_norm(q), plain_norm(k)):
-        turned = torch.complex(y[..., :K // 4], y[..., K // 4:K // 2]) * turn
-        rotated.append(torch.cat((turned.real, turned.imag, y[..., K // 2:]), dim=-1))
-    q, k = rotated
+    q, k = (torch.stack([rotated(rms_norm(y_TK), hp.rope_base) for y_TK in y.unbind(1)], dim=1)
+            for y in (q, k))
     shifted = k.clone()
     if key_offset:  # the half without a position comes from the token before
         for t in range(T):
@@ -251,18 +228,14 @@ def plain_logits(p, tokens, window, hp):
         before = 256 if t == 0 or begins[t] else int(tokens[t - 1])
         pair = p["pair_embed.weight"][(before * 2654435761 + token) % hp.pair_rows]
         x[t] = p["embed.weight"][token] + pair * torch.tensor(signs[(before ^ token) % 8192])
-    x = plain_norm(x)
+    x = rms_norm(x)
     smeared = x.clone()
     for t in range(T):
         if not begins[t]:
             smeared[t] = x[t] + p["smear"] * x[t - 1]
     x = x0 = smeared
-    document = torch.tensor(begins).cumsum(0)
-    query, key = torch.arange(T)[:, None], torch.arange(T)
-    visible = {}
-    for mark, blocks in (("L", window // 128), ("S", max(1, window // 256))):
-        near = query // 128 - key // 128 < blocks
-        visible[mark] = (key <= query) & near & (document[:, None] == document)
+    visible = {"L": dense_mask(tokens, window // 128, 256),
+               "S": dense_mask(tokens, max(1, window // 256), 256)}
     outputs = {}
     for i in range(11):
         if i >= 6:
@@ -274,12 +247,12 @@ def plain_logits(p, tokens, window, hp):
             embed = {0: "1", 1: "2", 8: "0", 9: "1", 10: "2"}.get(i)
             value_embed = p[f"value_embeds.{embed}.weight"][tokens.long()] if embed else None
             long = i in (3, 10)
-            x = x + plain_attention(p, f"blocks.{i}.attn", plain_norm(read), value_embed,
+            x = x + plain_attention(p, f"blocks.{i}.attn", rms_norm(read), value_embed,
                                     visible["L" if long else "S"], begins, long, hp)
-        hidden = (plain_norm(x) @ p[f"blocks.{i}.mlp.fc.weight"].T).clamp(min=0) ** 2
+        hidden = (rms_norm(x) @ p[f"blocks.{i}.mlp.fc.weight"].T).clamp(min=0) ** 2
         x = x + hidden @ p[f"blocks.{i}.mlp.proj.weight"].T
         outputs[i] = x
-    raw = plain_norm(x - p["backout"] * outputs[7]) @ p["lm_head.weight"].T
+    raw = rms_norm(x - p["backout"] * outputs[7]) @ p["lm_head.weight"].T
     return 23 / (1 + torch.exp(-(raw + 5) / 7.5))
 
 
@@ -307,7 +280,7 @@ def test_loss_and_gradients_are_those_of_the_plain_definition(heads, kv_heads, f
     hp = dataclasses.replace(TINY, num_heads=heads, num_kv_heads=kv_heads)
     model = tiny_model(hp, torch.float64)
     model.LOGITS_TOKENS = 100  # so that the logits are computed in portions
-    tokens, targets = sequence()
+    tokens, targets = sequence(512, eots=BEGINS)
     targets[77] = -1
     weights = [1, 0.5, 0.125]
     loss = model(tokens, targets, torch.tensor(384), tuple(map(torch.tensor, weights[1:])))
@@ -328,7 +301,7 @@ def test_loss_and_gradients_are_those_of_the_plain_definition(heads, kv_heads, f
 
 def test_validation_counts_the_next_token_alone(float64):
     model = tiny_model(dtype=torch.float64)
-    tokens, targets = sequence()
+    tokens, targets = sequence(512, eots=BEGINS)
     p = {name: x.detach().double() for name, x in model.named_parameters()}
     want = F.cross_entropy(plain_logits(p, tokens, 256, TINY), targets)
     got = model(tokens, targets, torch.tensor(256)).detach()
@@ -389,11 +362,8 @@ def test_decay_acts_where_the_update_shrinks_the_weight(kind, monkeypatch):
             stepped(attempt.Muon(params, 0.6, changed, ALONE))
         ends[decays] = [p.detach() for p in params.values()]
     for start, without, with_decay in zip(starts, ends[False], ends[True]):
-        want = without.clone()
-        for i in range(8):
-            for j in range(4):
-                if (start[i, j] - without[i, j]) * start[i, j] > 0:
-                    want[i, j] -= factor * start[i, j]
+        shrinks = (start - without) * start > 0
+        want = torch.where(shrinks, without - factor * start, without)
         assert not torch.allclose(want, without, atol=1e-4)
         torch.testing.assert_close(with_decay, want, rtol=1e-5, atol=1e-6)
 
@@ -441,7 +411,7 @@ def test_adam_steps_on_the_sum_of_two_steps_gradients():
                             betas=(hp.adam_beta1, hp.adam_beta2), eps=hp.adam_eps, fused=True)
     summed = {name: torch.zeros_like(p) for name, p in reference.items()}
     for step in range(4):
-        batches = [sequence(seed=10 * step + i) for i in range(2)]
+        batches = [sequence(512, 10 * step + i, BEGINS) for i in range(2)]
         twin.load_state_dict(model.state_dict())
         twin.zero_grad()
         for batch in batches:
@@ -465,95 +435,22 @@ def test_adam_steps_on_the_sum_of_two_steps_gradients():
                 torch.testing.assert_close(model.get_parameter(name), p, rtol=1e-4, atol=1e-4)
 
 
-# ---- Compiled
-
-@pytest.fixture
-def compiler(monkeypatch):
-    """A backend for torch.compile that collects the graphs. FlexAttention refuses gradients on CPU
-    tensors, which stand for CUDA's here."""
-    monkeypatch.setattr(flex_module, "_validate_device", lambda *args: None)
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        with mode_of(inputs):
-            return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
-    backend.graphs = graphs
-    torch._dynamo.reset()
-    yield backend
-    torch._dynamo.reset()
-
-
-def number_of(graph, name):
-    return sum(name in str(node.target) for module in graph.modules()
-               if isinstance(module, torch.fx.GraphModule) for node in module.graph.nodes)
-
-
-# Every kind of layer, in fewer of them, which take less time to compile.
-FEW_LAYERS = dict(windows="SLSS", attention="xx.x", value_embeds="0..0", skips="..1.",
-                  late_input=2, backout=1)
-
-
-def test_the_step_is_one_graph_in_every_stage(compiler):
-    """At full width and length, in bfloat16 with the FP8 head."""
-    hp = dataclasses.replace(FULL, dtype="bfloat16", future_tokens=1, **FEW_LAYERS)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model = attempt.GPT(hp, torch.bfloat16, flex=True)
-        model.loss = torch.compile(model.loss, backend=compiler, fullgraph=True, dynamic=False)
-        for step in (0, 428, 1283):
-            tokens = torch.zeros(hp.train_seq_len, dtype=torch.int32)
-            loss = model(tokens, tokens.long(), attempt.window_tensor(step, hp, CPU),
-                         attempt.future_weights(step, hp, CPU))
-            loss.backward()
-        assert len(compiler.graphs) == 1 and loss.dtype == torch.float32
-        for name, p in model.named_parameters():
-            assert p.grad is not None and p.grad.dtype == p.dtype, name
-            assert p.grad.is_sparse == ("embed" in name), name
-        model.eval()
-        with torch.no_grad():
-            tokens = torch.zeros(hp.val_seq_len, dtype=torch.int32)
-            model(tokens, tokens.long(), attempt.window_tensor(1284, hp, CPU))
-    training, validation = compiler.graphs
-    for graph, products in ((training, 3), (validation, 0)):
-        assert number_of(graph, "flex_attention") == 3
-        assert number_of(graph, "_scaled_mm") == products  # of the FP8 head
-
-
-# ---- Whole runs
+# ---- A whole run
 
 def test_two_processes_train_the_same_and_a_resumed_run_gives_the_same_bits(tmp_path, shards):
-    flags = [*TINY_FLAGS, *shards]
-    launch(*flags, f"--records={tmp_path}/1", script=ATTEMPT)
+    """In three stages, with Adam on every second step."""
+    flags = [
+        "--preset=speedrun", "--model_dim=32", "--num_heads=2", "--head_dim=16", "--seed=1",
+        "--vocab_size=257", "--train_seq_len=256", "--val_seq_len=512", "--val_tokens=1000",
+        "--pair_rows=500", "--micro_batches=2", "--stages=1:1:128,2:1.52:256,3:1.73:384",
+        "--num_iterations=12", "--save_every=4", "--val_loss_every=4", "--adam_eps=1e-7",
+        "--dtype=float32", "--use_fp8=false", "--epochs=100", *shards]
+    train(attempt, *flags, f"--records={tmp_path}/1")
     launch(*flags, f"--records={tmp_path}/2", script=ATTEMPT, ranks=2)
-    logs = [log_of(tmp_path / "1"), log_of(tmp_path / "2")]
-    for kind in ("train_loss", "val_loss"):
-        assert losses(logs[1], kind) == pytest.approx(losses(logs[0], kind), abs=0.003)
-        assert losses(logs[0], kind)[-1] < math.log(320) - 1
-    tokens = 4 * (2 + 4 + 6) * 256
-    assert "step:12/12 train_loss:" in logs[0] and f"tokens:{tokens} lr:" in logs[0]
-    # From step 8 on, the first one of the third stage, once more.
-    middle = newest_checkpoint(tmp_path / "2").with_name("step00000008.pt")
-    resume = [f"--resume={middle}", f"--records={tmp_path}/resumed"]
-    launch(*resume, script=ATTEMPT, ranks=2)
-    log = log_of(tmp_path / "resumed")
-    assert f"\nresumed: {middle} at step 8\n" in log
-    assert losses(log) == losses(logs[1])[2:]
-    assert losses(log, "train_loss") == losses(logs[1], "train_loss")[8:]
-    whole, again = (load_checkpoint(tmp_path / folder)["state"] for folder in ("2", "resumed"))
-    assert sorted(whole) == ["Adam mean", "Adam mean_square", "Muon momentum", "Muon row_squares",
-                             "model"]
-    assert {kind: set(tensors) for kind, tensors in whole.items()} == {
-        kind: set(tensors) for kind, tensors in again.items()}
-    for kind, tensors in whole.items():
-        for name, tensor in tensors.items():
-            assert torch.equal(tensor, again[kind][name]), (kind, name)
-    done = launch(*resume, "--num_iterations=14", script=ATTEMPT, check=False)
-    assert done.returncode == 2 and "must stay: the tokens of a step" in done.stderr
-    assert len(done.stderr.splitlines()) == 1 and len(list((tmp_path / "resumed").iterdir())) == 2
-
-
-def test_a_run_that_would_save_between_adams_steps_is_refused(tmp_path, shards):
-    done = launch(*TINY_FLAGS, *shards, "--save_every=3", f"--records={tmp_path}", script=ATTEMPT,
-                  check=False)
-    assert done.returncode == 2 and "must be multiples of --adam_every=2" in done.stderr
-    assert not list(tmp_path.iterdir())
+    assert_same_losses(tmp_path / "1", tmp_path / "2")
+    assert curve(tmp_path / "1")[-1].tokens == 4 * (2 + 4 + 6) * 256
+    middle = newest_checkpoint(tmp_path / "2").with_name("step00000008.pt")  # before stage three
+    launch(f"--resume={middle}", f"--records={tmp_path}/resumed", script=ATTEMPT, ranks=2)
+    assert_same_state(tmp_path / "resumed", tmp_path / "2")
+    with pytest.raises(attempt.UserError, match="must stay: the tokens of a step"):
+        train(attempt, f"--resume={middle}", "--num_iterations=14")

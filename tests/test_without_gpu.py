@@ -1,74 +1,157 @@
-"""What can be told about a run on GPUs without one: the programs that are compiled for it, its
-collectives under NCCL's rules, its start and its end."""
+"""The program for a GPU, as far as it can be told without one: the code of the CUDA path as one
+graph, on fake tensors of full size; the kernels that are generated from it, compiled but not run;
+and a training in which nothing may recompile. test_interpreted.py runs the kernels."""
 
 import dataclasses
-import shutil
-import subprocess
-import sys
-import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
-from compiled_run import dense
-from conftest import (ATTEMPT, ENVIRONMENT, ROOT, TINY, launch, load_script, log_of, losses,
-                      planted, write_shard)
+import torch.nn.functional as F
+from conftest import ATTEMPT, run_helper, write_shard
+from functorch.compile import make_boxed_func
+from helpers.fake_mode import mode_of
 from test_interpreted import why_not
-from test_trace import nodes_of, number_of
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.autograd_cache import check_cacheable
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import flex_attention as flex_module
 
-from train_gpt import UserError, World, world_of_this_process
+from train_gpt import GPT, PRESETS
+
+HP = PRESETS["speedrun"]
+FEW_LAYERS = dict(windows="LSSL", value_embeds="0..0", attention="xx.x")
 
 
-def python(*command, timeout=500, **environment):
-    return subprocess.run([sys.executable, "-W", "ignore", *map(str, command)], cwd=ROOT,
-                          capture_output=True, text=True, timeout=timeout,
-                          env=ENVIRONMENT | environment)
+@pytest.fixture(autouse=True)
+def no_device_check(monkeypatch):
+    """FlexAttention refuses gradients of CPU tensors. Here fake CPU tensors stand for those of
+    CUDA."""
+    monkeypatch.setattr(flex_module, "_validate_device", lambda *args: None)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
-# -------- The program for a GPU
+def nodes_of(graph_module):
+    """The nodes of a graph and of the graphs in it, such as that of an autograd function."""
+    return [node for module in graph_module.modules() if isinstance(module, torch.fx.GraphModule)
+            for node in module.graph.nodes]
+
+
+def number_of(nodes, name):
+    return sum(name in str(node.target) for node in nodes)
+
+
+@pytest.mark.parametrize("changes", [{}, dict(use_fp8=False, num_kv_heads=2)], ids=str)
+def test_training_step_and_validation_are_one_graph_each(changes):
+    """In fewer layers; gpu_program.py compiles all of them."""
+    hp = dataclasses.replace(HP, **FEW_LAYERS, **changes)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        # This raises where a second start would not find the compiled program on the disk. With
+        # this option, which the script sets, programs with an autograd function are kept too.
+        with torch._functorch.config.patch(autograd_cache_allow_custom_autograd_functions=True):
+            check_cacheable(graph)
+        with mode_of(inputs):
+            return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = GPT(hp, torch.bfloat16, flex=True)
+        compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+        for window in (128, 896, 1792):  # a window that grows needs no other graph
+            tokens = torch.zeros(hp.train_seq_len, dtype=torch.int32)
+            loss = compiled(tokens, tokens.long(), torch.tensor(window, dtype=torch.int32))
+            loss.backward()
+        assert len(graphs) == 1 and loss.shape == () and loss.dtype == torch.float32
+        for name, p in model.named_parameters():
+            assert p.grad is not None and p.grad.shape == p.shape and p.grad.dtype == p.dtype, name
+        nodes = nodes_of(graphs[0])
+        assert number_of(nodes, "flex_attention") == hp.attention.count("x")
+        # These are in the head alone: one product forward, two backward.
+        assert number_of(nodes, "_scaled_mm") == 3 * hp.use_fp8
+        model.eval()
+        with torch.no_grad():
+            tokens = torch.zeros(hp.val_seq_len, dtype=torch.int32)
+            compiled(tokens, tokens.long(), torch.tensor(1792, dtype=torch.int32))
+        assert len(graphs) == 2
+        nodes = nodes_of(graphs[1])
+        assert number_of(nodes, "flex_attention") == hp.attention.count("x")
+        assert number_of(nodes, "_scaled_mm") == 0
+
+
+def test_what_reads_all_logits():
+    """Each pass over T x V logits costs a millisecond at full size."""
+    hp = dataclasses.replace(HP, **FEW_LAYERS)
+    logits = hp.train_seq_len * 50304
+    passes = {"forward": [], "backward": []}
+
+    def numel(node):
+        value = node.meta.get("val")
+        return value.numel() if isinstance(value, torch.Tensor) else 0
+
+    def recorder(direction):
+        def compiler(graph, inputs):
+            for node in graph.graph.nodes:
+                read = max(map(numel, node.all_input_nodes), default=0)
+                if read == logits and 0 < numel(node) < logits:
+                    passes[direction].append(str(node.target))
+            return make_boxed_func(graph.forward)
+        return compiler
+
+    def backend(graph, inputs):
+        with mode_of(inputs):
+            return aot_autograd(fw_compiler=recorder("forward"), bw_compiler=recorder("backward"),
+                                decompositions=select_decomp_table())(graph, inputs)
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = GPT(hp, torch.bfloat16, flex=True)
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        tokens = torch.zeros(hp.train_seq_len, dtype=torch.int32)
+        compiled(tokens, tokens.long(), torch.tensor(128, dtype=torch.int32)).backward()
+    # These read the logits and make fewer numbers of them; everything else is fused into them. They
+    # are a softmax, whose maximum and sum Inductor takes in one pass, and its gradient, which goes
+    # into two products.
+    softmax = ["aten.amax.default", "aten.sum.dim_IntList"]
+    assert passes == {"forward": [*softmax, "aten.gather.default"],
+                      "backward": [softmax[1], *2 * ["aten._scaled_mm.default"]]}
+
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.mark.parametrize("capability, cases", [
-    (80, "shared_memory"), (89, "shared_memory"), (90, "fp8_products validation shared_memory"),
+    (80, "shared_memory"), (89, "shared_memory"), (90, "validation shared_memory"),
     (90, "full_size")])
 def test_the_program_for_a_gpu_keeps_to_its_limits(capability, cases, tmp_path):
     """gpu_program.py says which."""
-    done = python("tests/gpu_program.py", capability, *cases.split(),
-                  TORCHINDUCTOR_CACHE_DIR=str(tmp_path), TRITON_CACHE_DIR=str(tmp_path))
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_helper("gpu_program.py", capability, *cases.split(),
+               TORCHINDUCTOR_CACHE_DIR=str(tmp_path), TRITON_CACHE_DIR=str(tmp_path))
 
 
-TWO_LAYERS = ["--windows=LS", "--value_embeds=0.", "--attention=xx"]
+def dense(q, k, v, mask, scale):
+    """Attention that torch.compile takes whole on a CPU, in place of FlexAttention."""
+    position = torch.arange(q.size(2))
+    seen = mask.mask_mod(0, 0, position[:, None], position)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor's CPU programs need g++")
-@pytest.mark.skipif(torch.__version__ < "2.10", reason="Inductor of torch 2.9 writes past the end "
-                    "of FP8 rows on a CPU, where the script compiles nothing")
-def test_a_compiled_run_has_backward_passes_in_another_thread_and_starts_faster_again(tmp_path,
-                                                                                      shards):
-    """The first start finds nothing in the compiler's cache; the second one finds everything, the
-    model with its FP8 head included, and compiles nothing anew."""
-    counts = []
-    for folder in ("first", "second"):
-        done = python("tests/compiled_run.py", *TINY, *shards, *TWO_LAYERS, "--num_iterations=3",
-                      "--val_loss_every=2", "--save_every=0", "--dtype=bfloat16",
-                      f"--records={tmp_path}/{folder}", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
-        assert done.returncode == 0, done.stdout + done.stderr
-        counts.append(done.stdout.splitlines()[-1])
-    assert "miss" in counts[0] and "bypass" not in counts[0]
-    assert "hit" in counts[1] and "bypass" not in counts[1] and "miss" not in counts[1]
+def backward_in_another_thread(loss, backward=torch.Tensor.backward):
+    """As autograd runs it on a GPU. A recompile there would be an error that nobody sees."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(backward, loss).result()
 
 
-@pytest.mark.parametrize("path", [ROOT / "train_gpt.py", ATTEMPT], ids=["train_gpt", "attempt"])
-def test_nothing_recompiles_after_the_warmup(path, tmp_path, monkeypatch):
+@pytest.mark.both_scripts
+def test_nothing_recompiles_after_the_warmup(script, tmp_path, monkeypatch):
     """Everything that is compiled on a GPU (the model with its FP8 head, and what optimizers
     compile) goes through the warmup. Then real steps, growing windows and validations follow, under
     the stance that makes a recompile an error. torch gives up a function that has been compiled for
     more than 8 kinds of arguments, so none may come near that."""
-    torch._dynamo.reset()
-    script = load_script(path, "script_that_is_compiled")
+    is_attempt = script.__file__ == str(ATTEMPT)
     compiled = []
 
     def backend(graph, inputs):
@@ -80,7 +163,7 @@ def test_nothing_recompiles_after_the_warmup(path, tmp_path, monkeypatch):
         "--model_dim=32", "--num_heads=2", "--head_dim=16", "--vocab_size=257",
         "--train_seq_len=256", "--val_seq_len=512", "--val_tokens=2000", "--micro_batches=2",
         "--num_iterations=8", "--save_every=0", "--seed=1", "--dtype=bfloat16", "--epochs=100"]
-    if path == ATTEMPT:
+    if is_attempt:
         flags += ["--stages=1:1:128,2:1.5:256,3:1.7:384", "--skips=..1.", "--late_input=1",
                   "--backout=1", "--pair_rows=300"]
     else:
@@ -92,9 +175,10 @@ def test_nothing_recompiles_after_the_warmup(path, tmp_path, monkeypatch):
     shards = script.find_shards(f"{tmp_path}/s.bin")
     cpu = script.World(0, 1, torch.device("cpu"))
     monkeypatch.setattr(script, "attention", dense)
+    monkeypatch.setattr(torch.Tensor, "backward", backward_in_another_thread)
     model = script.GPT(hp, torch.bfloat16, flex=True)
     compile = partial(torch.compile, dynamic=False, fullgraph=True, backend=backend)
-    if path == ATTEMPT:
+    if is_attempt:
         model.loss = compile(model.loss)
         whole, functions = model, {script.GPT.loss}
     else:
@@ -107,6 +191,7 @@ def test_nothing_recompiles_after_the_warmup(path, tmp_path, monkeypatch):
     batches = script.train_batches(shards, hp, cpu, 0)
     sequences = script.load_validation(shards, hp, cpu)
     script.warm_up(whole, optimizers, hp, cpu)
+    assert torch._functorch.config.autograd_cache_allow_custom_autograd_functions
     in_warmup = len(compiled)
     assert in_warmup >= 2 + 4  # training, validation, and four shapes of matrices
     assert sum(number_of(nodes_of(graph), "_scaled_mm") for graph in compiled) == 3
@@ -121,64 +206,4 @@ def test_nothing_recompiles_after_the_warmup(path, tmp_path, monkeypatch):
     assert len(compiled) == in_warmup
     entries = {function.__name__: len(_debug_get_cache_entry_list(function.__code__))
                for function in functions}
-    print(entries)
-    assert entries["loss" if path == ATTEMPT else "forward"] == 2 and max(entries.values()) < 8
-    torch._dynamo.reset()
-
-
-# -------- Collectives
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_nobody_touches_a_tensor_on_its_way_between_processes(ranks):
-    """collectives_worker.py says how."""
-    done = python("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
-                  "tests/collectives_worker.py", timeout=280)
-    assert done.returncode == 0 and done.stdout.count("equal") == ranks, done.stdout + done.stderr
-
-
-# -------- Start and end
-
-def as_rank(monkeypatch, **variables):
-    """Sets what torchrun tells a process in its environment, and gives this machine four GPUs. What
-    the process does with them is noted in the list that is returned."""
-    chosen = []
-    for name, answer in dict(is_available=lambda: True, device_count=lambda: 4,
-                             set_device=chosen.append).items():
-        monkeypatch.setattr(torch.cuda, name, answer)
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")  # which the script sets
-    return chosen
-
-
-def test_a_process_takes_the_gpu_of_its_local_rank(monkeypatch):
-    """On a second machine rank and local rank differ."""
-    chosen = as_rank(monkeypatch, RANK=6, LOCAL_RANK=2, WORLD_SIZE=8)
-    assert world_of_this_process() == World(6, 8, torch.device("cuda", 2)) and chosen == [2]
-    chosen = as_rank(monkeypatch)
-    assert world_of_this_process() == World(0, 1, torch.device("cuda", 0)) and chosen == [0]
-
-
-@pytest.mark.parametrize("variables, words", [
-    (dict(RANK=4, LOCAL_RANK=4, WORLD_SIZE=8), "one process per GPU"),
-    (dict(SLURM_STEP_NUM_TASKS=8), "srun")], ids=str)
-def test_an_environment_that_makes_no_sense_is_refused(monkeypatch, variables, words):
-    chosen = as_rank(monkeypatch, **variables)
-    with pytest.raises(UserError, match=words) as caught:
-        world_of_this_process()
-    assert "\n" not in str(caught.value) and not chosen
-
-
-def test_an_unexpected_error_on_one_process_ends_all_with_its_traceback(tmp_path, shards):
-    """The other process waits in a collective meanwhile. Only a limit far above what this takes
-    (torchrun gives processes 30 s to end) tells a hang from it."""
-    error = "raise RuntimeError('NCCL error: unhandled cuda error')"
-    script = planted(tmp_path, f"if world.rank == 1 and step == 2: {error}")
-    began = time.monotonic()
-    done = launch(*TINY, *shards, f"--records={tmp_path}/records", script=script, ranks=2,
-                  check=False)
-    assert done.returncode == 1 and time.monotonic() - began < 280
-    assert "Traceback" in done.stderr and "NCCL error: unhandled cuda error" in done.stderr
-    assert len(losses(log_of(tmp_path / "records"), "train_loss")) in (1, 2)
+    assert entries["loss" if is_attempt else "forward"] == 2 and max(entries.values()) < 8, entries

@@ -1,6 +1,6 @@
 """Looks at the program that Inductor generates for a GPU, without a GPU, and runs none of it:
 
-    python tests/gpu_program.py CAPABILITY CASE...
+    PYTHONPATH=.:tests python tests/helpers/gpu_program.py CAPABILITY CASE...
 
 fake_gpu.py has the program generated, from fake tensors. Each case prints what it has found, and
 fails where a limit is passed. test_without_gpu.py runs them in processes of their own."""
@@ -11,24 +11,19 @@ import dataclasses
 import os
 import re
 import sys
-from pathlib import Path
 
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # whose keys cannot tell a relabelled graph
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # so that kernels are compiled in this process
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 import torch
-from fake_gpu import GPUS, compile_as_cuda, gpu_program, pretend, sources
 from functorch.compile import make_boxed_func
-from memory_plan import estimated_peaks, kept_bytes
-from torch import nn
+from helpers.fake_gpu import GPUS, compile_as_cuda, gpu_program, pretend, sources
+from helpers.memory_plan import estimated_peaks, kept_bytes
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from train_gpt import (
-    FP8_SCALES, GPT, PRESETS, CastedLinear, attention, build_block_masks, norm)
+from train_gpt import GPT, PRESETS, attention, build_block_masks
 
 SPEEDRUN = dataclasses.replace(PRESETS["speedrun"], dtype="bfloat16")
-DEMO = dataclasses.replace(PRESETS["demo"], dtype="bfloat16")
 GIB = 2**30
 
 
@@ -136,33 +131,6 @@ def check_scaled_products(source: str) -> int:
         assert b_stride == (1, inner), "B is not column-major"
         assert not rows % 16 and not inner % 16 and not columns % 16, "not a multiple of 16"
     return len(products)
-
-
-class Head(nn.Module):
-    """The head and the loss of a model, without the rest of it."""
-
-    LOGITS_TOKENS = GPT.LOGITS_TOKENS
-    logits = GPT.logits
-    forward = GPT.forward
-
-    def __init__(self, hp):
-        super().__init__()
-        self.hp = hp
-        rows = -(-hp.vocab_size // 64) * 64
-        self.lm_head = CastedLinear(hp.model_dim, rows, fp8_scales=FP8_SCALES)
-
-    def features(self, x_TD, window):
-        return norm(x_TD)
-
-
-def case_fp8_products(capability):
-    """The head at lengths of sequences that the README names, and at the demo's."""
-    for hp, T in ((SPEEDRUN, 24576), (SPEEDRUN, 16384), (DEMO, DEMO.train_seq_len)):
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            x = torch.empty(T, hp.model_dim, dtype=torch.bfloat16, requires_grad=True)
-            _, targets, window = micro_batch(T)
-            programs, _ = generate(Head(hp), x, targets, window)
-        assert sum(map(check_scaled_products, programs)) == 3
 
 
 # -------- The program of full size

@@ -1,7 +1,7 @@
 """Run as a program: trains one run that is killed at one chosen place after another, and resumed
 each time from the newest checkpoint. Prints how many kills there were.
 
-    python tests/killed_runs.py SCRIPT RECORDS FLAGS...
+    PYTHONPATH=.:tests python tests/helpers/killed_runs.py SCRIPT RECORDS FLAGS...
 
 Each attempt is a forked child, which SIGKILL ends without warning. The run validates every fourth
 step, saves every third, and has two micro-batches."""

@@ -1,26 +1,14 @@
-"""Run by torchrun: some training steps whose collectives behave as NCCL's may, against plain gloo.
+"""Collectives that behave as NCCL's may, on gloo.
 
 gloo reads its input and writes its output right away, so with it a program that touches a tensor on
 its way looks right. NCCL does both at any time between the start of a collective and the wait for
 it. Here each collective runs either at its start or, in the order of their starts, not before one
 is waited for; meanwhile what it will write is NaN. NCCL's rules on layouts are checked as well."""
 
-import os
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
-from test_model import sequence, tiny_model
-
-import train_gpt
-from train_gpt import (build_optimizers, gather_training_state, train_step,
-                       world_of_this_process)
-
-torch.set_num_threads(1)
 
 
 class Collectives:
@@ -81,33 +69,3 @@ class Collectives:
             dist.all_reduce(whole)
 
         return self.start(run, lambda: whole.fill_(torch.nan))
-
-
-def trained(world, dtype, collectives):
-    """What three steps make of a tiny model and of its optimizers' state."""
-    train_gpt.dist = collectives
-    model, hp = tiny_model(seed=1, micro_batches=world.size, window_start=256, dtype=dtype)
-    optimizers = build_optimizers(model, hp, world)
-    for step in range(3):
-        loss = train_step(model, [sequence(seed=10 * step + world.rank)], optimizers, step, hp,
-                          world)
-        assert loss.isfinite()
-    train_gpt.dist = dist
-    state = gather_training_state(model, optimizers)
-    return {(kind, name): tensor.clone() for kind, tensors in state.items()
-            for name, tensor in tensors.items()}
-
-
-world = world_of_this_process()
-dist.init_process_group("gloo")
-for dtype in (torch.float32, torch.bfloat16):
-    want = trained(world, dtype, dist)
-    for late in (False, True):
-        collectives = Collectives(world, late)
-        got = trained(world, dtype, collectives)
-        assert collectives.started > 30 and not collectives.unwaited, "one was never waited for"
-        for key, tensor in want.items():
-            assert torch.equal(got[key], tensor), (dtype, late, key)
-print(f"rank {world.rank}: equal", flush=True)
-dist.barrier()
-os._exit(0)

@@ -1,0 +1,96 @@
+"""The processes of a run: each takes its place and its GPU, all train what one trains, and an error
+on one ends all. (What they exchange is in test_optimizers.py; machines that differ, and another
+number of processes after a kill, are in test_reliability.py.)"""
+
+import re
+
+import pytest
+import torch
+from conftest import SCRIPT, TINY, launch, log_of, losses, planted, train
+
+from train_gpt import UserError, World, world_of_this_process
+
+
+def as_rank(monkeypatch, **variables):
+    """Sets what torchrun tells a process in its environment, and gives this machine four GPUs. What
+    the process does with them is noted in the list that is returned."""
+    chosen = []
+    for name, answer in dict(is_available=lambda: True, device_count=lambda: 4,
+                             set_device=chosen.append).items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")  # which the script sets
+    return chosen
+
+
+def test_a_process_takes_the_gpu_of_its_local_rank(monkeypatch):
+    """On a second machine rank and local rank differ."""
+    chosen = as_rank(monkeypatch, RANK=6, LOCAL_RANK=2, WORLD_SIZE=8)
+    assert world_of_this_process() == World(6, 8, torch.device("cuda", 2)) and chosen == [2]
+    chosen = as_rank(monkeypatch)
+    assert world_of_this_process() == World(0, 1, torch.device("cuda", 0)) and chosen == [0]
+
+
+@pytest.mark.parametrize("variables, words", [
+    (dict(RANK=4, LOCAL_RANK=4, WORLD_SIZE=8), "one process per GPU"),
+    (dict(SLURM_STEP_NUM_TASKS=8), "srun")], ids=str)
+def test_an_environment_that_makes_no_sense_is_refused(monkeypatch, variables, words):
+    chosen = as_rank(monkeypatch, **variables)
+    with pytest.raises(UserError, match=words) as caught:
+        world_of_this_process()
+    assert "\n" not in str(caught.value) and not chosen
+
+
+def test_with_srun_a_process_may_train_alone(monkeypatch):
+    as_rank(monkeypatch, SLURM_STEP_NUM_TASKS=8, WORLD_SIZE=1)
+    assert world_of_this_process().size == 1
+
+
+@pytest.mark.both_scripts
+def test_ranks_do_not_change_the_training(tmp_path, shards, script):
+    """The demo preset, made narrower, on 1, 2 and 4 ranks in float32. The ranks sum the same
+    gradients in another order: over 20 steps, losses agree to 0.002. (With Adam's epsilon at 1e-10
+    they would not: a gradient that is a mere rounding error then makes a full-size step.)"""
+    curves = []
+    for ranks in (1, 2, 4):
+        flags = ["--preset=demo", *shards, "--num_iterations=20", "--val_loss_every=10",
+                 "--val_tokens=0", "--epochs=200", "--train_seq_len=128", "--val_seq_len=1024",
+                 "--model_dim=64", "--num_heads=2", "--head_dim=32", "--seed=1", "--dtype=float32",
+                 f"--records={tmp_path}/{ranks}"]
+        if ranks == 1:
+            train(script, *flags)
+        else:
+            launch(*flags, ranks=ranks, script=script.__file__)
+        log = log_of(tmp_path / str(ranks))
+        assert f"\nranks: {ranks}\n" in log
+        curves.append(losses(log) + losses(log, "train_loss"))
+    assert len(curves[0]) == 3 + 20
+    for curve in curves[1:]:
+        assert curve == pytest.approx(curves[0], abs=0.002)
+
+
+@pytest.mark.parametrize("flag, message", [
+    ("--val_tokens=99999999", "99999999"),  # is found before the ranks meet
+    ("--records=/dev/null", "/dev/null"),  # by the first rank, when they have met
+    ("--scalar_lr=1e9", "_loss is nan"),  # by all of them
+])
+def test_an_error_on_several_ranks_is_printed_once_and_none_hangs(tmp_path, shards, flag,
+                                                                  message):
+    done = launch(*TINY, *shards, f"--records={tmp_path}", flag, ranks=2, check=False)
+    errors = re.findall("(?m)^error: .*", done.stderr)
+    assert done.returncode == 1 and len(errors) == 1 and message in errors[0], done.stderr
+    assert f"{SCRIPT.name}\", line" not in done.stderr
+    for log in tmp_path.glob("*.log"):
+        assert log.read_text().endswith(f"\n{errors[0]}\n")
+
+
+def test_a_rank_that_fails_ends_the_run_with_its_traceback(tmp_path, shards):
+    """A defect in the script that meets rank 1 alone, in the middle of the training."""
+    copy = planted(tmp_path, "assert step < 2 or world.rank == 0, 'planted defect'")
+    done = launch(*TINY, *shards, f"--records={tmp_path}/r", ranks=2, script=copy, check=False)
+    assert done.returncode == 1 and "AssertionError: planted defect" in done.stderr, done.stderr
+    assert f'{copy}", line' in done.stderr, "the place is there to read"
+    assert len(losses(log_of(tmp_path / "r"), "train_loss")) <= 2

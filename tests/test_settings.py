@@ -1,0 +1,314 @@
+"""Settings, flags and presets, and what is refused before a run begins, in one line: settings that
+make no sense, and data that are damaged, too few or the same twice."""
+
+import dataclasses
+import os
+import shutil
+import signal
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, load_checkpoint, log_of, losses, run_helper, train, write_shard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import train_gpt
+from train_gpt import PRESETS, Hyperparameters, UserError, cpu_info, parse_flags, resolve
+
+HP = PRESETS["speedrun"]
+CPU = torch.device("cpu")
+
+
+def prepare(*flags, script=train_gpt, ranks=1):
+    """The plan of a run that does not resume."""
+    hp, command = script.parse_flags([*TINY, "--use_fp8=false", *map(str, flags)])
+    return script.prepare(hp, command, "", script.World(0, ranks, CPU), None)
+
+
+@contextmanager
+def refused(words: str, error=UserError):
+    """Expects an error of one line with these words."""
+    with pytest.raises(error, match=words) as caught:
+        yield
+    assert "\n" not in str(caught.value)
+
+
+@contextmanager
+def time_limit(seconds: int):
+    """Ends what hangs, by a TimeoutError."""
+    def give_up(number, frame):
+        raise TimeoutError(f"no answer after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+# --------------------------------------------------------------------------------------------------
+# Flags and presets
+
+def test_every_field_is_a_flag_of_its_name(capsys):
+    for f in dataclasses.fields(Hyperparameters):
+        value = getattr(PRESETS["demo"], f.name)
+        hp, command = parse_flags(["--preset=speedrun", f"--{f.name}={value}"])
+        assert hp == dataclasses.replace(HP, **{f.name: value}), f.name
+        assert command.named == {f.name: value}
+    with pytest.raises(SystemExit) as caught:
+        parse_flags(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert caught.value.code == 0
+    assert all(f"--{f.name}" in text for f in dataclasses.fields(Hyperparameters))
+    steps = ", ".join(f"{name}: {hp.num_iterations}" for name, hp in PRESETS.items())
+    assert f"({steps})" in text, "its value in each preset"
+
+
+@pytest.mark.method
+def test_forms_of_flags():
+    hp, _ = parse_flags(["--preset=speedrun", "--seed", "3", "--seed=4", "--use_fp8=false"])
+    assert hp == dataclasses.replace(HP, seed=4, use_fp8=False)
+    assert parse_flags(["--preset=demo", "--use_fp8=True"])[0].use_fp8
+    hp, command = parse_flags(["--check"])
+    assert (command.check, command.resume, command.named) == (True, None, {})
+    assert not parse_flags([])[1].check
+    assert parse_flags(["--resume=a/b.pt"])[1].resume == Path("a/b.pt")
+
+
+@pytest.mark.parametrize("has_gpu, preset", [(True, "speedrun"), (False, "demo")])
+def test_the_default_preset_is_the_hardwares(monkeypatch, has_gpu, preset):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    hp, command = parse_flags([])
+    assert (hp, command.preset) == (PRESETS[preset], preset)
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--num_iteration=3"], "unrecognized arguments: --num_iteration=3"),
+    (["--seed=x"], "--seed: invalid int value: 'x'"),
+    (["--preset=big"], "choose from '?speedrun'?, '?demo"),
+    (["--adam_beta1=0.8,0.9"], "invalid float value"),
+    (["--use_fp8=maybe"], "invalid true_or_false value: 'maybe'"),
+    (["stray"], "unrecognized arguments: stray"),
+    (["--resume"], "--resume: expected one argument"),
+    (["--resume=a.pt", "--preset=demo"], "--preset: not allowed with argument --resume"),
+])
+def test_wrong_flags_are_one_line(flags, words):
+    with refused(words):
+        parse_flags(flags)
+
+
+# --------------------------------------------------------------------------------------------------
+# What the machine decides
+
+@pytest.mark.parametrize("units, dtype", [
+    ("avx2 amx_bf16", "bfloat16"), ("avx2 avx512_bf16", "bfloat16"), ("avx512f", "float32"),
+    (None, "float32")])
+def test_a_cpu_has_no_fp8_and_takes_fast_or_chosen_bfloat16(monkeypatch, units, dtype):
+    info = {"model name": "a CPU", "flags": units} if units else {}
+    monkeypatch.setattr(train_gpt, "cpu_info", lambda: info)
+    hp = dataclasses.replace(HP, seed=1)
+    assert resolve(hp, CPU) == dataclasses.replace(hp, use_fp8=False, dtype=dtype)
+    for chosen in ("bfloat16", "float32"):
+        hp = dataclasses.replace(HP, dtype=chosen, seed=1)
+        assert resolve(hp, CPU) == dataclasses.replace(hp, use_fp8=False)
+
+
+@pytest.mark.skipif(not hasattr(torch.cpu, "get_capabilities"), reason="torch has it since 2.11")
+def test_the_units_of_this_cpu_are_those_that_torch_finds():
+    units = cpu_info().get("flags", "").split()
+    capabilities = torch.cpu.get_capabilities()
+    for unit in ("avx2", "avx512_bf16", "amx_bf16"):
+        assert (unit in units) == capabilities.get(unit, False), unit
+
+
+@pytest.mark.parametrize("capability, bf16, dtype, fp8", [
+    ((9, 0), True, "bfloat16", True), ((8, 9), True, "bfloat16", True),
+    ((8, 0), True, "bfloat16", False), ((7, 5), False, "float32", False)])
+def test_a_gpu_computes_in_what_it_has(monkeypatch, capability, bf16, dtype, fp8):
+    def supported(including_emulation=True):
+        return including_emulation or bf16
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    hp = resolve(HP, torch.device("cuda"))
+    assert (hp.dtype, hp.use_fp8) == (dtype, fp8)
+
+
+@pytest.mark.method
+def test_importing_has_no_side_effect_and_a_cpu_never_loads_the_compiler(tmp_path, shards):
+    """The compiler takes seconds to import; constructing a torch.optim optimizer would do it, or
+    arithmetic on meta tensors."""
+    printed = run_helper("first_start.py", *TINY, *shards, f"--records={tmp_path}",
+                         "--num_iterations=2", "--save_every=1", PYTHONWARNINGS="error")
+    assert printed.startswith("after import: False False\n")
+    assert printed.endswith("\ncompiler: False\n") and "\nfinal_val_loss: " in printed
+
+
+# --------------------------------------------------------------------------------------------------
+# Settings that are refused, and those that are not
+
+@pytest.fixture
+def tiny(tmp_path):
+    """Flags for data of nine steps a pass, and of 2,010 tokens to validate on."""
+    write_shard(tmp_path / "a_train_000001.bin", [256, *range(200)] * 50)
+    write_shard(tmp_path / "a_val_000000.bin", [256, *range(200)] * 10)
+    return [f"--train_files={tmp_path}/a_train_*.bin", f"--val_files={tmp_path}/a_val_*.bin",
+            "--val_tokens=2000", "--num_iterations=9", "--epochs=1", "--micro_batches=4"]
+
+
+def test_a_plan_has_the_shards_and_the_settings(tiny):
+    plan = prepare(*tiny, ranks=2)
+    assert [shard.tokens for shard in plan.train_shards] == [10050]
+    assert [shard.tokens for shard in plan.val_shards] == [2010]
+    assert plan.step == plan.seconds == 0
+    assert prepare(*tiny, "--val_tokens=0").hp.val_tokens == 2009
+    # The second pass begins at another offset, and fewer steps fit behind it.
+    assert prepare(*tiny, "--num_iterations=18", "--epochs=2").hp.epochs == 2
+    seeds = {prepare(*tiny, "--seed=-1").hp.seed for _ in range(3)}
+    assert len(seeds) == 3 and min(seeds) >= 0, "a seed is drawn where none is given"
+    assert prepare(*tiny, "--seed=5").hp.seed == 5
+
+
+OUT_OF_RANGE = f"""
+    --adam_beta1=-0.1 --adam_beta1=nan --adam_beta2=1 --adam_eps=0 --adam_eps=-1
+    --attention_scale=inf --attention_scale=nan --cooldown_frac=1.5 --cooldown_frac=nan --dtype=half
+    --embed_lr=-0.1 --epochs=0 --epochs=1{'0' * 400} --head_dim=72 --head_lr=-1e-9
+    --lm_head_softcap=0 --lr_floor=-0.1 --lr_floor=1.1 --micro_batches=0 --model_dim=200
+    --muon_lr=1e308 --muon_lr=inf --muon_lr=nan --muon_momentum_end=1.5 --name= --name=a/b
+    --num_heads=0 --num_iterations=-1 --rope_base=0 --save_every=-1 --scalar_lr=nan --seed=-2
+    --seed={2**70} --train_seq_len=200 --val_loss_every=-1 --vocab_size=70000 --windows=
+    --windows=LSLX --window_start=0""".split()
+
+
+@pytest.mark.method
+@pytest.mark.parametrize("flag", OUT_OF_RANGE, ids=lambda flag: flag[:30])
+def test_a_value_that_makes_no_sense_is_refused(tiny, flag):
+    with refused(flag.split("=")[0]):
+        prepare(*tiny, flag)
+
+
+@pytest.mark.method
+@pytest.mark.parametrize("flags, words", [
+    ("--num_iterations=10", "suffices for 9 steps.* raise --epochs"),
+    ("--train_seq_len=7680", "suffices for 0 steps"),
+    ("--val_tokens=2010", "2009 tokens to predict"),
+    ("--micro_batches=3", r"2 processes cannot share 3 micro-batches equally: start .* divides"),
+    ("--windows=LL", "--attention and --windows differ"),
+    ("--windows=LSL --value_embeds=... --attention=xxx", "--windows=LSL: .* even number"),
+    ("--attention=....", r"--value_embeds=0\.\.0 marks a layer without --attention"),
+    ("--value_embeds=0..x", r"--value_embeds=0\.\.x"),
+    ("--value_embeds=0..00", "--value_embeds and --windows differ"),
+    ("--num_kv_heads=3", "--num_kv_heads must divide --num_heads"),
+    ("--window_start=4096", "--window_start is above --window_end"),
+    ("--train_files=nowhere/*.bin", "no file matches .*nowhere"),
+])
+def test_settings_that_contradict_each_other_are_refused(tiny, flags, words):
+    with refused(words):
+        prepare(*tiny, *flags.split(), ranks=2)
+
+
+@pytest.mark.both_scripts
+def test_check_makes_every_check_and_starts_nothing(tmp_path, shards, script, monkeypatch, capsys):
+    flags = [*TINY, *shards, "--check", "--micro_batches=4", f"--records={tmp_path}/none"]
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with refused("3 processes cannot share 4 micro-batches", script.UserError):
+        train(script, *flags)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in "0", "1":
+        monkeypatch.setenv("RANK", rank)
+        train(script, *flags)
+        assert capsys.readouterr().out == "checks passed\n"
+    path = write_shard(tmp_path / "bad.bin", [256] * 900 + [257] + [256] * 5000)
+    with refused(f"{path} .* 257.*--vocab_size=257", script.UserError):
+        train(script, *flags, f"--val_files={path}")
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.both_scripts
+@pytest.mark.parametrize("without", ["value_embeds", "attention"])
+def test_an_ablation_of_every_layer_trains(tmp_path, shards, script, without):
+    """The first ablation that anyone tries. Without attention there are no value embeddings."""
+    dots = "." * len(script.PRESETS["demo"].windows)
+    flags = ["--value_embeds=" + dots] + ["--attention=" + dots] * (without == "attention")
+    train(script, *TINY, *shards, f"--records={tmp_path}", *flags)
+    curve = losses(log_of(tmp_path), "train_loss")
+    assert len(curve) == 6 and curve[-1] < curve[0] - 0.5
+    names = load_checkpoint(tmp_path)["state"]["model"]
+    assert not any("value_embeds" in name for name in names)
+    assert any(".attn." in name for name in names) == (without == "value_embeds")
+
+
+TEXT = st.text(st.characters(exclude_characters="\0/", exclude_categories=["Cs"]), max_size=12)
+VALUES = st.one_of(
+    st.integers(-2, 600), st.integers(), st.floats(), TEXT,
+    st.sampled_from(["true", "inf", "-0", "1e400", "0x10", "1_000", "LSSL", "x", "01.0", "*", "",
+                     "LLL", "..10", "xxxx", "9999999999", "1e9", "128", "65536", "-1", "**"]))
+
+
+@pytest.mark.both_scripts
+@settings(max_examples=int(os.environ.get("STRANGE_SETTINGS", 100)), deadline=None,
+          suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_strange_settings_make_a_plan_or_one_line(shards, tmp_path, script, monkeypatch, data):
+    """STRANGE_SETTINGS=2000 ./run.sh test tests/test_settings.py -k strange tries more of them."""
+    monkeypatch.chdir(tmp_path)
+    names = [field.name for field in dataclasses.fields(script.Hyperparameters)]
+    names += ["preset", "resume", "no_such_flag"]
+    changes = data.draw(st.dictionaries(st.sampled_from(names), VALUES, min_size=1, max_size=3))
+    flags = [f"--{name}={value}" for name, value in changes.items()]
+    try:
+        with time_limit(120):
+            plan = prepare(*shards, *flags, script=script)
+    except script.UserError as e:
+        assert "\n" not in str(e) or any("\n" in str(value) for value in changes.values())
+    else:
+        hp = plan.hp
+        last = hp.num_iterations
+        assert 0 <= script.lr_scale(0, hp) <= 100 and 0 <= script.lr_scale(last, hp) <= 100
+        assert script.window_tokens(0, hp) > 0 and script.window_tokens(last, hp) > 0
+        assert script.tokens_seen(0, hp) == 0 <= script.tokens_seen(last, hp)
+        assert all(0 <= script.muon_momentum(step, hp) <= 1 for step in (0, 5, 10**6))
+
+
+def test_huge_numbers_get_an_answer(tmp_path, shards):
+    """--check counts steps, but no more than it needs, and keeps none in memory."""
+    for flags in (["--num_iterations=99999999999", "--epochs=100000"],
+                  ["--num_iterations=10000000", "--epochs=10000"],
+                  ["--train_seq_len=1000000000", "--epochs=10000"]):
+        with time_limit(120), pytest.raises(UserError):
+            prepare(*shards, *flags)
+    path = write_shard(tmp_path / "large.bin", [256, *range(250)] * 4000)
+    with time_limit(120):
+        prepare(f"--train_files={path}", shards[1], "--train_seq_len=128", "--micro_batches=1",
+                "--epochs=10000", "--num_iterations=1000000")
+
+
+# --------------------------------------------------------------------------------------------------
+# Data that are refused
+
+LINKS = {"a copy": shutil.copy, "a hard link": os.link, "a link": os.symlink}
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_validation_on_training_data_is_refused(tmp_path, shards, link):
+    """However the shard got there, and where a glob finds one shard twice."""
+    shard = Path(shards[0].partition("=")[2]).parent / "t_train_000002.bin"
+    for name in ("copy.bin", "again.bin"):
+        LINKS[link](shard, tmp_path / name)
+    for flags in ([shards[0], f"--val_files={tmp_path}/copy.bin", "--val_tokens=0"],
+                  [shards[0], f"--val_files={shard.parent}/t_*.bin", "--val_tokens=0"],
+                  [f"--train_files={tmp_path}/*.bin", shards[1]]):
+        with refused("has the same tokens as .*name each shard once"):
+            prepare(*flags)
+
+
+def test_a_fifo_or_a_folder_as_a_shard_is_refused(tmp_path, shards):
+    os.mkfifo(tmp_path / "fifo.bin")
+    (tmp_path / "folder.bin").mkdir()
+    for name in ("fifo.bin", "folder.bin"):
+        with time_limit(60), pytest.raises(UserError, match=f"{name} is not "):
+            prepare(f"--train_files={tmp_path}/{name}", shards[1])
