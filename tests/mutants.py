@@ -32,8 +32,8 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     # Settings
-    Mutant(1, "the rates fall over the last 60 %, not 40 %", 'flag(0.4, "fraction',
-           'flag(0.6, "fraction', "test_schedules.py"),
+    Mutant(1, "the rates fall over the last 60 %, not 40 %", 'flag(0.4, "last fraction',
+           'flag(0.6, "last fraction', "test_schedules.py"),
     Mutant(1, "a sequence of 200 tokens is allowed", 'training sequence", min=1, unit=BLOCK',
            'training sequence", min=1', "test_settings.py"),
     Mutant(1, "a beta2 of 1 is allowed", 'mean square", max=1 - 1e-9', 'mean square", max=1',
@@ -124,7 +124,7 @@ MUTANTS = [
     Mutant(8, "a token of vocab_size is taken", "largest < vocab_size", "largest <= vocab_size",
            "test_loader.py"),
     Mutant(8, "every process validates on the sequences of later ones",
-           "range(world.rank, len(inputs), world.size)", "range(world.rank, len(inputs))",
+           "sequences[world.rank::world.size]", "sequences[world.rank:]",
            "test_loader.py"),
     Mutant(8, "the padding of the validation counts", "(0, padding), value=-1)",
            "(0, padding), value=0)", "test_loader.py"),
@@ -162,7 +162,7 @@ MUTANTS = [
            "test_training.py::test_validating_and_saving_stop_the_clock"),
     Mutant(10, "a save that is not atomic", 'path.with_name("unfinished")', "path",
            "test_reliability.py::test_kills_at_every_place"),
-    Mutant(10, "the one newest checkpoint is kept", '"step*.pt"))[:-2]', '"step*.pt"))[:-1]',
+    Mutant(10, "the one newest checkpoint is kept", '.pt"))[:-2]', '.pt"))[:-1]',
            "test_reliability.py::test_checkpoints_hold_all_that_decides_the_rest"),
     Mutant(10, "a damaged checkpoint is read", "zipfile.ZipFile(path).testzip() is None", "True",
            "test_reliability.py::test_no_damage_to_a_checkpoint_changes_what_is_read"),

@@ -322,7 +322,7 @@ def test_repeats_with_fresh_seeds_and_ends_with_the_table(tmp_path, shards):
 
 
 def test_what_the_check_finds_is_one_line_and_nothing_is_trained(tmp_path, shards):
-    flags = ["speedrun", *TINY[1:], *shards, f"--records={tmp_path}"]
+    flags = ["speedrun", "--vocab_size=257", *TINY[1:], *shards, f"--records={tmp_path}"]
     done = run_sh(*flags, "--num_iterations=99999", NPROC="2")
     assert done.returncode == 2 and "not 99999: add shards, raise --epochs" in done.stderr
     assert done.stderr.count("\n") == 1 and "preset speedrun: 2 rank(s)" in done.stdout
