@@ -114,8 +114,8 @@ class Hyperparameters:
     use_fp8: bool = flag(True, "train the head in FP8 where the GPU can, with dtype bfloat16")
     window_start: int = flag(128, "long window at first, in tokens", min=BLOCK, unit=BLOCK)
     window_end: int = flag(1792, "long window at the end, in tokens", min=BLOCK, unit=BLOCK)
-    # Optimization. All schedules stretch to num_iterations. If a resumed run gets more steps, its
-    # learning rates therefore rise again.
+    # Optimization. Learning rates and the window stretch to num_iterations: if a resumed run gets
+    # more steps, its learning rates rise again. Muon's momentum does not.
     num_iterations: int = flag(1770, "training steps", max=10**7)
     cooldown_frac: float = flag(0.4, "last fraction of the run, in which rates fall", max=1)
     lr_floor: float = flag(0.1, "what the learning rates fall to, as a share of their peak", max=1)
@@ -151,8 +151,8 @@ def tokens_seen(step: int, hp: Hyperparameters) -> int:
 def window_tokens(step: int, hp: Hyperparameters) -> int:
     """The long window in tokens: a whole number of blocks, which grows linearly from zero, but is
     never below window_start."""
-    # It grows to half a block less than window_end, as in the record: in `speedrun` to 13.5 blocks.
-    # So the 14th and last block comes after 13 / 13.5 = 96 % of the run.
+    # As in the record, `grown` ends half a block below window_end, in `speedrun` at 13.5 blocks. It
+    # is rounded up, so the 14th and last block comes after 13 / 13.5 = 96 % of the run.
     grown = (hp.window_end - BLOCK / 2) * step / max(1, hp.num_iterations)
     return max(hp.window_start, math.ceil(grown / BLOCK) * BLOCK)
 
@@ -199,10 +199,10 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     def sees(batch, head, query, key):
         return (key <= query) & (document_T[query] == document_T[key])
 
-    # Maps of [query block, key block], without the window yet. If you change `sees`, change both:
-    # FlexAttention asks it about partial blocks only. (An error in all_visible_NN shows on GPUs
-    # alone, since plain_mask asks about every block.) Document numbers never fall, so those of a
-    # block's first and last token suffice:
+    # Maps of [query block, key block], without the window yet. If you change `sees`, change these
+    # two as well: FlexAttention asks `sees` about partial blocks only. (An error in all_visible_NN
+    # shows on GPUs alone, since plain_mask asks about every block.) Document numbers never fall, so
+    # those of a block's first and last token suffice:
     #   some pair is visible   if query block >= key block, and first[query] <= last[key]
     #   all pairs are visible  if query block > key block, and last[query] == first[key]
     block_N = torch.arange(len(tokens_T) // BLOCK, dtype=torch.int32, device=tokens_T.device)
@@ -214,7 +214,7 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
 
     def ordered(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
         """For each row, how many blocks it chooses, and the numbers of all blocks, those chosen
-        first; FlexAttention reads only these. The dimensions in front are batch and head."""
+        first: FlexAttention reads no others. The dimensions in front are batch and head."""
         counts_N = chosen_NN.sum(1, dtype=torch.int32)
         order_NN = chosen_NN.int().argsort(descending=True, stable=True).int()
         return counts_N[None, None], order_NN[None, None]
@@ -267,8 +267,8 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: list, scale: float) -
 
 # The factors of input, weight and gradient. The input is normed, so |x| <= sqrt(D) = 28 at D = 768,
 # and a factor of 2 leaves room to 448. The weight starts at zero and learns slowly; with 2^9, up to
-# 0.875 fits, and larger weights are clamped. (A head that is tied to the embedding, with weights of
-# size 1, would need a factor of 2^6.) The gradient of a mean over T tokens is at most 1 / T; times
+# 0.875 fits, and larger weights are clamped. (The weights of a head that is tied to the embedding
+# have size 1: at most 2^6 for them.) The gradient of a mean over T tokens is at most 1 / T; times
 # 2^19, that is 11 at T = 49152. Most gradients are much smaller: a smaller factor would round more
 # of them to zero.
 FP8_SCALES = (2.0, 2.0**9, 2.0**19)
@@ -372,9 +372,8 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.hp = hp
         self.rotary = rotary
-        # A stack of matrices of equal size, which Muon orthogonalizes one by one: those of the
-        # queries, then one for the keys and one for the values. There are three, unless query heads
-        # share kv heads.
+        # A stack of matrices of equal size, which Muon orthogonalizes one by one:
+        # num_heads / num_kv_heads for the queries, one for the keys and one for the values.
         parts = hp.num_heads // hp.num_kv_heads + 2
         self.qkv = nn.Parameter(torch.empty(parts, hp.num_kv_heads * hp.head_dim, hp.model_dim))
         self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim, zero=True)
@@ -453,7 +452,7 @@ class GPT(nn.Module):
         scales = (*FP8_SCALES[:2], FP8_SCALES[2] * hp.micro_batches) if hp.use_fp8 else None
         self.lm_head = CastedLinear(hp.model_dim, padded_vocab, zero=True, fp8_scales=scales)
         draw_weights(self, hp.seed)
-        # These were drawn in float32, since what torch draws in bfloat16 depends on its version.
+        # Embeddings were drawn in float32: what torch draws in bfloat16 depends on its version.
         for embed in (self.embed, *self.value_embeds.values()):
             embed.weight.data = embed.weight.data.to(dtype)
 
@@ -498,9 +497,9 @@ def draw_weights(model: nn.Module, seed: int):
     random seed that depends on `seed` and on the module's name. So two scripts start from equal
     weights in all layers that they share, and their runs can be compared in pairs.
 
-    To initialize a layer in another way, override its reset_parameters: what a constructor does to
-    weights that reset_parameters draws is overwritten here. All other parameters stay as they were
-    constructed. A weight that two modules share, as a tied head does, is drawn for the first.
+    To initialize a layer in another way, override its reset_parameters: what it draws overwrites
+    what the layer's constructor did. All other parameters stay as they were constructed. A weight
+    that two modules share, as a tied head does, is drawn for the first.
     """
     drawn = set()
     for name, module in model.named_modules():
@@ -664,8 +663,8 @@ class Muon(Optimizer):
 
     Each state[name] is one stack for all parameters, padded in the same way. Another optimizer of
     matrices is a subclass with another `direction`, which gets this process's part of the stack
-    alone. On GPUs, newton_schulz is compiled for each shape, of which the compiler allows eight
-    (torch._dynamo.config.recompile_limit): a ninth ends the warmup.
+    alone. On GPUs, newton_schulz is compiled for each shape of stack. The compiler allows eight
+    (torch._dynamo.config.recompile_limit): a ninth is an error in the warmup.
     """
 
     def __init__(self, params, lr, hp, world):
@@ -709,7 +708,7 @@ class Muon(Optimizer):
 
     def gather_state(self):
         for stack in self.state.values():
-            assert len(stack) == len(self.updates), "state that is not padded as the stack is"
+            assert len(stack) == len(self.updates) and stack.ndim > 1, "state of another stack"
             self.world.all_gather(stack).result()
 
 def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
@@ -944,8 +943,8 @@ def world_of_this_process() -> World:
     if not torch.cuda.is_available():
         return World(rank, size, torch.device("cpu"))
     require(local_rank < torch.cuda.device_count(), "start at most one process per GPU")
-    # torch reads this when it first allocates memory on a GPU. It has an older and a newer name;
-    # all versions read the older one, and let it win.
+    # torch reads this when it first allocates memory on a GPU. PYTORCH_ALLOC_CONF is its newer
+    # name; the older one works with all versions, and overrides the newer.
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     torch.cuda.set_device(local_rank)
@@ -1335,7 +1334,7 @@ def main(argv: list[str]):
                 val_loss = evaluate(model, val_sequences, step, hp, world)
                 log.write_loss("val_loss", step, val_loss, clock.seconds)
                 if save_due and step > plan.step:
-                    # Of failures in a row, the first and that of the last step are reported.
+                    # A failure is reported if the save before it worked, or at the last step.
                     is_saved = save_checkpoint(step, clock.seconds, model, optimizers, plan, log,
                                                warn=is_saved or last)
                 clock.start()
