@@ -51,9 +51,16 @@ SIZES = [
     "--seed=1", "--dtype=float32", "--name=honesty",
 ]
 
-LOSS_BOUND = 1e-5
+# What right scripts show was measured with 8 seeds on train_gpt.py and on the record attempt, demo
+# and speedrun. A wide multiple of it is allowed.
+LOSS_BOUND = 1e-5  # of the loss, for a sum in float32; seen: 9e-8
+# For targets up to a token, where later tokens begin other documents, so that the sums of another
+# kind of attention may get another shape; seen: 0.
 BORDERS_BOUND = 1e-4
-RANKS_BOUND = 0.02
+# Of the losses of 8 steps on two processes; seen: SEEN. It is wider than that because rounding grows
+# in an optimizer that takes full-size steps on tiny gradients: with an adam_eps of 1e-10 it became
+# 0.016. Processes that read the same data differ by 0.14.
+RANKS_BOUND = 0.05
 
 
 class Dishonest(Exception):
@@ -134,7 +141,7 @@ class Trial:
             done = subprocess.run(
                 [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone",
                  f"--nproc_per_node={processes}", str(self.path), *arguments],
-                env=alone() | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+                env=alone() | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
             require(done.returncode == 0, f"{self.path} fails on {processes} processes: "
                     f"{one_line((done.stderr.strip() or 'no output')[-400:])}")
         (log,) = records.glob("*.log")

@@ -213,7 +213,8 @@ def check_honesty(race: Race):
         flags = [flag for flag in racer.flags if not flag.startswith("--text=")]
         done = subprocess.run([sys.executable, "-W", "ignore", str(HONESTY), racer.script, *flags],
                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT, text=True, errors="replace")
+                              stderr=subprocess.STDOUT, text=True, errors="replace",
+                              check=False)
         last = logs.printable(done.stdout.strip().rpartition("\n")[2])
         if done.returncode:  # 3: it is not honest; another one: it could not be checked
             found.append(f"{racer.script}: {last}")

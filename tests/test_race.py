@@ -30,7 +30,7 @@ for name, value in dict(seed=0, num_iterations=5, val_loss_every=1, save_every=0
     parser.add_argument(f"--{name}", type=int, default=value)
 for name, value in dict(muon_lr=1.0).items():
     parser.add_argument(f"--{name}", type=float, default=value)
-for name in ("name", "records"):
+for name in ("name", "records", "text"):
     parser.add_argument(f"--{name}")
 args = parser.parse_args()
 with open(os.environ["STARTS"], "a") as file:
