@@ -13,9 +13,9 @@ Honest means that its validation loss is what the verdict of a race takes it for
 - Two processes train what one trains, but for rounding.
 
 The settings are those of the copy's demo, or the ones that are named; sizes, steps and data are the
-check's own. It prints a line for each property and ends with `honest`. Where one does not hold, the last
-line says what was seen, and the status is 3. A wrong command, or settings that the copy refuses,
-are one line and status 2; another error of the copy keeps its traceback.
+check's own. It prints a line for each property and ends with `honest`. Where one does not hold, the
+last line says what was seen, and the status is 3. A wrong command, or settings that the copy
+refuses, are one line and status 2; another error of the copy keeps its traceback.
 """
 
 import contextlib
@@ -51,15 +51,15 @@ SIZES = [
     "--seed=1", "--dtype=float32", "--name=honesty",
 ]
 
-# What right scripts show was measured with 8 seeds on train_gpt.py and on the record attempt, demo
-# and speedrun. A wide multiple of it is allowed.
-LOSS_BOUND = 1e-5  # of the loss, for a sum in float32; seen: 9e-8
+# Each is a wide multiple of what right scripts showed: train_gpt.py with 8 seeds of the demo and of
+# the speedrun, the record attempt with 8 of the demo and 3 of the speedrun.
+LOSS_BOUND = 1e-5  # share of the loss, for a sum in float32; at most 9e-8 was seen
 # For targets up to a token, where later tokens begin other documents, so that the sums of another
-# kind of attention may get another shape; seen: 0.
+# kind of attention may get another shape; 0 was seen.
 BORDERS_BOUND = 1e-4
-# Of the losses of 8 steps on two processes; seen: SEEN. It is wider than that because rounding grows
-# in an optimizer that takes full-size steps on tiny gradients: with an adam_eps of 1e-10 it became
-# 0.016. Processes that read the same data differ by 0.14.
+# For the losses of 8 steps on two processes; at most 0.0004 was seen. Rounding grows in an optimizer
+# that takes full-size steps on tiny gradients: with an adam_eps of 1e-10 it became 0.016. Processes
+# that read the same data differed by 0.14.
 RANKS_BOUND = 0.05
 
 

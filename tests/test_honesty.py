@@ -219,7 +219,8 @@ def check(*arguments):
 @pytest.mark.method
 def test_the_program_ends_with_what_was_seen_and_status_3(tmp_path):
     """Here with a setting of the copy's own, which makes it dishonest."""
-    copy = changed(tmp_path, ("    epochs: int", "    peek: int = flag(0, 'tokens')\n    epochs: int"),
+    setting = "    peek: int = flag(0, 'tokens')\n"
+    copy = changed(tmp_path, ("    epochs: int", setting + "    epochs: int"),
                    (EMBED, EMBED + " + self.embed(tokens_T.roll(-1)) * bool(self.hp.peek)"))
     done = check(copy, "demo", "--peek=1", "--num_iterations=3")
     assert done.returncode == 3 and not done.stderr
