@@ -32,8 +32,8 @@ def changed(folder: Path, *changes) -> Path:
 
 EMBED = "x_TD = x0_TD = norm(self.embed(tokens_T))"
 MLP = "return x_TD + self.mlp(norm(x_TD))"
-LOSS = """            total += F.cross_entropy(self.logits(x), targets, ignore_index=-1, reduction="sum")
-"""
+LOSS = ("            total += F.cross_entropy(self.logits(x), targets, ignore_index=-1, "
+        'reduction="sum")\n')
 MEAN = "        return total / len(x_TD)\n"
 EVALUATE = "    model.eval()\n"
 RELU = "F.relu(self.fc(x_TD)).square()"
