@@ -7,7 +7,9 @@ Both scripts train in turn, --repeat times each, with seeds that both sides shar
 change leaves alone then begin with the same weights, and the data come in the same order, so that
 the differences of the pairs spread far less than the runs do. Each run is started as run.sh starts
 any other, on the same number of processes and threads. Before the first one each script trains one
-step, which does not count but shows its mistakes.
+step, which does not count but shows its mistakes, and records/honesty.py checks that its validation
+loss is honest. A copy that fails is not raced, unless --dishonest says so; the verdict then begins
+with what the check saw.
 
 The race lies in records/race_NAME, a folder of logs for each side; NAME is the copy's, or --name.
 If it is interrupted, the same command goes on with it; it refuses if a script or a flag has changed
@@ -40,6 +42,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = ROOT / "records" / "launch.py"
+HONESTY = ROOT / "records" / "honesty.py"
 sys.path.insert(0, str(ROOT))
 from records import compare, logs, stats
 
@@ -50,6 +53,7 @@ with logs.installed():
 
 STEP = re.compile(r"step:(\d+)/(\d+) (?:.*?val_loss:(\S+))?")
 LOG = re.compile(r"(?m)^log: (.+)$")
+NOTE = "dishonest.txt"  # what the check of honesty saw, for a verdict that may come much later
 
 @dataclass
 class Racer:
@@ -66,6 +70,7 @@ class Race:
     theirs: Racer
     seeds: list[int]
     target: float | None
+    dishonest: bool  # whether scripts are raced that fail the check of their honesty
 
     def racers(self):
         return self.ours, self.theirs
@@ -83,6 +88,8 @@ def parse(arguments) -> Race:
     parser.add_argument("--records", default="records", help="where the race's folder lies")
     parser.add_argument("--seed", type=int, default=1, help="the first seed (default: 1)")
     parser.add_argument("--target", type=float, help="a validation loss to reach")
+    parser.add_argument("--dishonest", action="store_true", help="race a script that fails the "
+                        "check of its honesty all the same")
     options, flags = parser.parse_known_args(arguments)
     require(options.script.endswith(".py"), f"found {options.script!r} as the first word, expected "
             "the copy's file: ./run.sh race my_record.py [preset] [flags]")
@@ -104,7 +111,7 @@ def parse(arguments) -> Race:
     theirs = Racer(names[1], options.vs, script_hash(options.vs), flags)
     folder = Path(options.records, f"race_{options.name or names[0]}")
     seeds = list(range(options.seed, options.seed + options.repeat))
-    return Race(folder, ours, theirs, seeds, options.target)
+    return Race(folder, ours, theirs, seeds, options.target, options.dishonest)
 
 def script_text(script: str) -> str:
     try:
@@ -199,6 +206,24 @@ def one_step(race: Race, racer: Racer):
             f"seed = {one.seed} at step {one.steps}, expected --seed={race.seeds[0]} and a "
             "validation after the last step; a race needs both")
 
+def check_honesty(race: Race):
+    """Refuses a script whose validation loss is not honest; or notes it, with --dishonest."""
+    found = []
+    for racer in race.racers():
+        flags = [flag for flag in racer.flags if not flag.startswith("--text=")]
+        done = subprocess.run([sys.executable, "-W", "ignore", str(HONESTY), racer.script, *flags],
+                              stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, text=True, errors="replace",
+                              check=False)
+        last = logs.printable(done.stdout.strip().rpartition("\n")[2])
+        if done.returncode:  # 3: it is not honest; another one: it could not be checked
+            found.append(f"{racer.script}: {last}")
+            require(race.dishonest, f"{found[-1]}; it is not raced, unless you add --dishonest")
+    note = race.folder / NOTE
+    note.unlink(missing_ok=True)
+    if found:
+        note.write_text("".join(f"{line}\n" for line in found), encoding="utf-8")
+
 def show(line: str, bar: tqdm):
     """Moves the progress bar to the step that a line of output tells."""
     found = STEP.match(line)
@@ -246,8 +271,13 @@ def run_all(race: Race):
         say(f"{total - len(missing)} of {total} runs are done")
     else:
         say("one step of each script, which does not count, to see whether it runs")
-        for racer in race.racers():
-            one_step(race, racer)
+        try:
+            for racer in race.racers():
+                one_step(race, racer)
+            check_honesty(race)
+        except UserError:  # a script that is mended may begin the race
+            (race.folder / "race.json").unlink()
+            raise
     began = time.monotonic()
     for i, (pair, racer, seed) in enumerate(missing):
         what = f"pair {pair} of {len(race.seeds)}, {racer.name}, seed {seed}"
@@ -280,9 +310,11 @@ def finish(race: Race):
         arguments.append(f"--target={race.target}")
     with contextlib.redirect_stdout(io.StringIO()) as out:
         compare.main(arguments)
+    note = race.folder / NOTE
+    verdict = (note.read_text(encoding="utf-8") if note.exists() else "") + out.getvalue()
     print()
-    print(out.getvalue(), end="", flush=True)
-    (race.folder / "verdict.txt").write_text(out.getvalue(), encoding="utf-8")
+    print(verdict, end="", flush=True)
+    (race.folder / "verdict.txt").write_text(verdict, encoding="utf-8")
     texts = [script_text(racer.script).splitlines(True) for racer in (race.theirs, race.ours)]
     patch = difflib.unified_diff(*texts, race.theirs.script, race.ours.script)
     (race.folder / f"{race.ours.name}.patch").write_text("".join(patch), encoding="utf-8")

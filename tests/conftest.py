@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ATTEMPT = ROOT / "records" / "speedrun_2026" / "train_gpt.py"
 SCRIPT = ROOT / "train_gpt.py"  # the script under test; --script changes it
 EVERY_SCRIPT = ("test_training.py", "test_reliability.py", "test_processes.py", "test_settings.py",
-                "test_loader.py")
+                "test_loader.py", "test_honesty.py")
 sys.path.insert(0, str(ROOT))
 
 # The demo, made small, in settings that every script is expected to have. Layers, windows and

@@ -30,7 +30,7 @@ for name, value in dict(seed=0, num_iterations=5, val_loss_every=1, save_every=0
     parser.add_argument(f"--{name}", type=int, default=value)
 for name, value in dict(muon_lr=1.0).items():
     parser.add_argument(f"--{name}", type=float, default=value)
-for name in ("name", "records"):
+for name in ("name", "records", "text"):
     parser.add_argument(f"--{name}")
 args = parser.parse_args()
 with open(os.environ["STARTS"], "a") as file:
@@ -64,6 +64,17 @@ print(f"log: {path}", flush=True)
 
 LAUNCHER = "import os, sys\nos.execv(sys.executable, [sys.executable, *sys.argv[1:]])\n"
 
+# It takes the flags that the script takes.
+HONESTY = """import sys
+text = open(sys.argv[1]).read()
+with open(__file__ + ".asked", "a") as file:
+    print(*sys.argv[1:], file=file)
+print("validation: fine")
+if "DISHONEST" in text or "--muon_lr=13" in sys.argv:
+    print("not honest: the loss of token 7 changes by 0.5")
+    sys.exit(3)
+"""
+
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
@@ -71,7 +82,9 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "base.py").write_text(STAND_IN)
     (tmp_path / "record.py").write_text(STAND_IN.replace("OFFSET = 0.0", "OFFSET = -0.1"))
     (tmp_path / "launch.py").write_text(LAUNCHER)
+    (tmp_path / "honesty.py").write_text(HONESTY)
     monkeypatch.setattr(race, "LAUNCH", tmp_path / "launch.py")
+    monkeypatch.setattr(race, "HONESTY", tmp_path / "honesty.py")
     monkeypatch.setenv("STARTS", str(tmp_path / "starts"))
     monkeypatch.delenv("NPROC", raising=False)
     return tmp_path
@@ -158,6 +171,36 @@ def test_a_mistake_shows_at_once_with_its_traceback(place, capsys):
     assert err.splitlines()[-1] == (f"error: {place}/record.py fails in a run of 1 step, whose "
                                     "output is above; mend it and start the race again")
     assert len(starts(place)) == 1 and "NPROC=1" in (place / "starts").read_text()
+    (place / "record.py").write_text(STAND_IN)  # mended, it is raced
+    assert run_race(place, "--repeat=1") == 0
+
+
+def test_a_copy_that_is_not_honest_is_not_raced(place, capsys):
+    """Once it is mended, the race begins."""
+    (place / "record.py").write_text(STAND_IN + "# DISHONEST\n")
+    assert run_race(place, "--repeat=1", "--muon_lr=1") == 2
+    assert capsys.readouterr().err == (
+        f"error: {place}/record.py: not honest: the loss of token 7 changes by 0.5; it is not "
+        "raced, unless you add --dishonest\n")
+    assert len(starts(place)) == 2  # one step of each
+    (place / "record.py").write_text(STAND_IN.replace("OFFSET = 0.0", "OFFSET = -0.1"))
+    assert run_race(place, "demo", "--repeat=1", "--text=a.txt", "--muon_lr=1") == 0
+    asked = (place / "honesty.py.asked").read_text().splitlines()
+    assert asked[1:] == [f"{place}/{name} demo --muon_lr=1" for name in ("record.py", "base.py")]
+    verdict = (place / "records" / "race_record" / "verdict.txt").read_text()
+    assert "honest" not in verdict
+
+
+def test_a_dishonest_copy_may_be_raced_and_the_verdict_says_so_first(place, capsys):
+    """Also when pairs are added later; a setting can make a script dishonest, too."""
+    flags = ["--only_ours=--muon_lr=13", "--dishonest"]
+    assert run_race(place, "--repeat=1", *flags) == 0
+    assert run_race(place, "--repeat=2", *flags) == 0
+    seen = f"{place}/record.py: not honest: the loss of token 7 changes by 0.5\n"
+    folder = place / "records" / "race_record"
+    assert (folder / "verdict.txt").read_text().startswith(seen)
+    assert "\n\n" + seen in capsys.readouterr().out
+    assert len((place / "honesty.py.asked").read_text().splitlines()) == 2
 
 
 def test_a_script_that_takes_no_single_step_is_tried_with_two(place):
@@ -233,6 +276,7 @@ sys.path.insert(0, {root!r})
 from records import race, logs
 from data import common
 race.LAUNCH = race.Path({launcher!r})
+race.HONESTY = race.LAUNCH.with_name("honesty.py")
 sys.exit(common.run(race.main, errors=(logs.BadInput,)))
 """
 
