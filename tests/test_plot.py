@@ -7,7 +7,7 @@ import matplotlib
 import pytest
 from scipy import stats
 from test_compare import GOOD, SAME, side_of, write
-from test_logs import FORGED, LOGS, STRANGE, log_text, read_text
+from test_logs import LOGS, log_text, read_text
 
 from records import compare, logs, plot
 
@@ -120,12 +120,6 @@ def test_a_run_alone_has_its_training_its_rates_and_its_speed(tmp_path):
 def test_without_tokens_the_steps_are_drawn(name):
     sides = [compare.Side(label, [logs.read_run(LOGS / name, name)], 3.28) for label in "AB"]
     assert drawn(*sides).axes[1].get_xlabel() == "training step"
-
-
-@pytest.mark.parametrize("line", [f"{FORGED} tokens:7", *STRANGE])
-def test_strange_lines_can_be_drawn(tmp_path, line):
-    run = read_text(tmp_path, f"step:0/9 val_loss:9.0 train_time:0ms step_avg:nanms\n{line}\n")
-    drawn(compare.Side("A", [run], 3.28), target=3.28)
 
 
 def test_no_loss_no_picture(tmp_path):
