@@ -106,8 +106,7 @@ def test_it_fetches_checks_and_records_and_then_has_nothing_to_do(hub, tmp_path,
     assert hub.fetched == NAMES and "0 fetched now" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[:-100], lambda b: b[:2000] + b"\xff\xff" + b[2002:],
-                                    lambda b: b""])
+@pytest.mark.parametrize("damage", [lambda b: b[:-100], lambda b: b[:-2] + b"\xff\xff"])
 def test_a_damaged_file_is_fetched_again(hub, tmp_path, capsys, damage):
     fetch(tmp_path)
     path = tmp_path / NAMES[1]
@@ -119,7 +118,6 @@ def test_a_damaged_file_is_fetched_again(hub, tmp_path, capsys, damage):
 
 @pytest.mark.parametrize("content, words", [
     (shard(1)[:-2], "promises 5000 tokens, the file holds 4999"),
-    (shard(1)[:1024] + b"\xff\xff" * 5000, "token 65535 at byte 1024"),
     (b"<html></html>" * 100, "not a token shard"), (None, "404")])
 def test_a_bad_file_on_the_hub_does_not_stay(hub, tmp_path, content, words):
     hub.files[NAMES[2]] = content or b""
