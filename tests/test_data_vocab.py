@@ -105,7 +105,7 @@ def test_a_piece_never_ends_within_white_space():
             assert piece_end(head + b"  d" * 9) == 1, repr(space)
 
 
-@pytest.mark.parametrize("unit", [" ", "\n", "a", "-", "的"])
+@pytest.mark.parametrize("unit", [" ", "a"])
 def test_a_run_that_overflows_the_regex_engine_does_not_reach_it(gpt2, unit):
     text = unit * 1_200_000 + "x"
     assert gpt2.decode(gpt2.encode(text)) == text
@@ -146,8 +146,6 @@ def test_where_the_vocabulary_cannot_be_had(vocab_dir, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tiktoken.load", None)
     with pytest.raises(UserError, match="needs tiktoken: pip install tiktoken"):
         load_tokenizer("gpt2", "elsewhere")
-    with pytest.raises(UserError, match="unknown tokenizer 'bpe'; there are gpt2 and bytes"):
-        load_tokenizer("bpe")
 
 
 def test_shards_of_gpt2_tokens(vocab_dir, gpt2, tmp_path, capsys):
