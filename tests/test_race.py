@@ -213,12 +213,9 @@ def test_a_race_that_goes_on_refuses_what_has_changed(change, words, place, caps
 
 @pytest.mark.parametrize("flags, words", [
     (["--repeat=0"], "--repeat=0: takes a number above 0"),
-    (["--seed=-1"], "--seed=-1: takes the first seed"),
     (["--resume=x.log"], "--resume=x.log: a race starts runs of its own"),
-    (["--check"], "--check: a race starts runs of its own"),
     (["--only_ours='"], "cannot be split into flags (No closing quotation); close its quotes"),
     (["--target=nan"], "--target must be a number"),
-    (["--vs=absent.py"], "absent.py: cannot be read"),
     (["demo"], "as the first word, expected the copy's file")])
 def test_wrong_usage_starts_nothing(flags, words, place, capsys):
     script = flags.pop() if flags == ["demo"] else "record.py"
