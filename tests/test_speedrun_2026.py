@@ -150,22 +150,15 @@ def test_a_resumed_run_may_change_a_stage_unless_that_moves_its_place_in_the_dat
 # ---- Settings
 
 @pytest.mark.parametrize("changes, words", [
-    (dict(stages=""), "--stages= is not BATCH:LR:WINDOW"),
     (dict(stages="1:1"), "--stages=1:1 is not BATCH:LR:WINDOW"),
-    (dict(stages="1:1:128,"), "--stages=1:1:128, is not"),
-    (dict(stages="1:1:1282:1:128"), "--stages="),
     (dict(stages="0:1:128"), "--stages="),
-    (dict(stages="1:1.2.3:128"), "--stages="),
     (dict(skips="......3..."), "--skips and --windows differ in their length"),
     (dict(skips="..........."), r"--skips=\.{11} must name earlier layers, at least one"),
-    (dict(skips="......6...."), "must name earlier layers"),
-    (dict(skips="......x...."), r"--skips=\.{6}x\.{4}"),
     (dict(late_input=11), "--late_input or --backout too high"),
     (dict(backout=99), "--late_input or --backout too high"),
     (dict(adam_every=3), "must be multiples of --adam_every=3"),
     (dict(num_iterations=1285), "must be multiples of --adam_every=2"),
     (dict(save_every=501), "must be multiples of --adam_every=2"),
-    (dict(num_iterations=1285, save_every=501), "must be multiples of --adam_every=2"),
 ])
 def test_contradictions_are_refused_in_one_line(changes, words):
     with pytest.raises(attempt.UserError, match=words) as caught:
