@@ -214,23 +214,13 @@ def test_what_cannot_be_used_is_passed_over_in_a_line_each(bare, tmp_path):
     folder, run = bare
     program(folder / ".venv/bin/python", "echo a warning >&2; " + has_torch("2.8.0+cu128"))
     program(tmp_path / "bin/python3", "echo 'ImportError: libcudart.so: not there' >&2; exit 1")
-    program(tmp_path / "bin/python", has_torch("2.9.1+cpu"))
+    program(tmp_path / "bin/python", has_torch("2.10.0a0+git1"))
     done = run("--seed=1", "demo")
     assert done.returncode == 0 and done.stdout.splitlines() == [
         "run.sh: passed over .venv/bin/python: torch 2.8.0+cu128 is older than 2.9.1",
         "run.sh: passed over python3: ImportError: libcudart.so: not there",
-        f"run.sh: using {tmp_path}/bin/python (Python 3.10.1, torch 2.9.1+cpu)",
+        f"run.sh: using {tmp_path}/bin/python (Python 3.10.1, torch 2.10.0a0+git1)",
         f"{tmp_path}/bin/python -W ignore records/launch.py --seed=1 demo"], done.stderr
-
-
-@pytest.mark.parametrize("version, works", [
-    ("2.9.0", False), ("2.10.0a0+git1", True)])
-def test_versions_are_compared_as_numbers(bare, tmp_path, version, works):
-    python = program(tmp_path / "python", has_torch(version))
-    done = run_sh("race", "x", folder=bare[0], PYTHON=python)
-    assert done.returncode == (0 if works else 2), done.stdout + done.stderr
-    assert (f"torch {version} is older" in done.stderr) == (not works)
-    assert ("records/race.py x" in done.stdout) == works
 
 
 def test_an_interpreter_that_is_asked_for_is_never_replaced(tmp_path):

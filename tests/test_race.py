@@ -121,9 +121,6 @@ def test_a_race_in_turn_with_the_same_seeds(place, capsys):
     assert re.search(r"race: 5 runs are left, about 00:\d\d\n", out)
     patch = (folder / "record.patch").read_text()
     assert "-OFFSET = 0.0\n+OFFSET = -0.1\n" in patch
-    again = subprocess.run(["patch", "-o", "-", str(place / "base.py")], input=patch, text=True,
-                           capture_output=True, check=False)
-    assert again.returncode or again.stdout == (place / "record.py").read_text()
     assert (folder / "race.png").read_bytes().startswith(b"\x89PNG")
     assert all("--muon_lr=2" in line and "--save_every=0" in line
                for line in (place / "starts").read_text().splitlines())

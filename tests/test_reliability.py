@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (ENVIRONMENT, TINY, command, launch, load_checkpoint, log_of, log_path,
-                      newest_checkpoint, planted, run_helper, train, write_shard)
+                      newest_checkpoint, planted, refused, run_helper, train, write_shard)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -35,14 +35,6 @@ from train_gpt import UserError, read_checkpoint
 SAVES = [*TINY, "--val_loss_every=4", "--save_every=3", "--micro_batches=2"]
 RUN = [*SAVES, "--num_iterations=12"]
 LONG = [*SAVES, "--num_iterations=60"]
-
-
-@contextmanager
-def refused(words: str):
-    """Expects an error of one line with these words."""
-    with pytest.raises(UserError, match=words) as raised:
-        yield
-    assert "\n" not in str(raised.value)
 
 
 class Broken(Exception):

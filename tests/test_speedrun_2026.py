@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ATTEMPT, ROOT, launch, load_script, newest_checkpoint, train, write_shard
+from conftest import (ATTEMPT, ROOT, launch, load_script, newest_checkpoint, refused, train,
+                      write_shard)
 from test_masks_attention import dense_mask
 from test_model import rms_norm, rotated, sequence
 from test_reliability import assert_same_losses, assert_same_state, curve
@@ -161,9 +162,8 @@ def test_a_resumed_run_may_change_a_stage_unless_that_moves_its_place_in_the_dat
     (dict(save_every=501), "must be multiples of --adam_every=2"),
 ])
 def test_contradictions_are_refused_in_one_line(changes, words):
-    with pytest.raises(attempt.UserError, match=words) as caught:
+    with refused(words, attempt.UserError):
         attempt.check_settings(dataclasses.replace(FULL, **changes), 1)
-    assert "\n" not in str(caught.value)
 
 
 # ---- Model and loss
@@ -247,22 +247,6 @@ def plain_logits(p, tokens, window, hp):
         outputs[i] = x
     raw = rms_norm(x - p["backout"] * outputs[7]) @ p["lm_head.weight"].T
     return 23 / (1 + torch.exp(-(raw + 5) / 7.5))
-
-
-def test_pairs_of_the_full_vocabulary_read_their_rows_with_the_same_signs_in_every_run():
-    """Where tokens differ in more than their lowest 13 bits, and with signs that stay the same in
-    every version of NumPy and torch."""
-    hp = dataclasses.replace(TINY, vocab_size=50257)
-    model = attempt.GPT(hp, torch.float32, flex=False)
-    signs = np.random.RandomState(0).randint(0, 2, (8192, hp.model_dim)) * 2 - 1
-    assert model.signs[0].tolist() == [-1, 1, 1, -1, 1, 1, 1, 1, 1, 1, 1, -1, -1, 1, -1, -1, -1, -1,
-                                       -1, 1, -1, 1, 1, -1, -1, 1, 1, 1, 1, -1, 1, -1]
-    tokens = torch.tensor([50256, 8191, 0, 8192, 50255, 50255], dtype=torch.int32)
-    x, _ = model.lookup(tokens)
-    for t, (before, token) in enumerate(zip([50256, *tokens.tolist()], tokens.tolist())):
-        pair = model.pair_embed.weight[(before * 2654435761 + token) % hp.pair_rows]
-        sign = torch.tensor(signs[(before ^ token) % 8192])
-        assert torch.allclose(x[t], model.embed.weight[token] + sign * pair, atol=1e-6), t
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(2, 2), (4, 2)])
