@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import refused
 
 from data import fineweb
 from data.common import UserError, run, shard_header
@@ -122,9 +123,8 @@ def test_a_damaged_file_is_fetched_again(hub, tmp_path, capsys, damage):
 def test_a_bad_file_on_the_hub_does_not_stay(hub, tmp_path, content, words):
     hub.files[NAMES[2]] = content or b""
     fetch(tmp_path, chunks=1)
-    with pytest.raises(UserError, match=words) as caught:
+    with refused(f"{NAMES[2]}.*{words}", UserError):
         fetch(tmp_path)
-    assert NAMES[2] in str(caught.value) and "\n" not in str(caught.value)
     assert names(tmp_path) == sorted([*NAMES[:2], "SHA256SUMS"])  # the sound ones are kept
 
 
@@ -144,9 +144,9 @@ def test_a_mirror_without_checksums_will_do(hub, tmp_path):
 def test_without_a_network_it_says_so_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
     words = "could not be fetched from http://127.0.0.1:9 .*; HF_ENDPOINT can name a mirror"
-    with pytest.raises(UserError, match=words) as caught:
+    with refused(words, UserError):
         fetch(tmp_path / "new")
-    assert "\n" not in str(caught.value) and not (tmp_path / "new").exists()
+    assert not (tmp_path / "new").exists()
 
 
 def test_other_user_errors(tmp_path):

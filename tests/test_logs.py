@@ -338,16 +338,11 @@ def test_two_branches_share_their_ancestors(tmp_path):
 def test_a_finished_run_that_is_continued_is_a_run_too(tmp_path):
     write_log(tmp_path / "a.log", (10.8, 4.0, 3.3), total=250, hyper={"num_iterations": 250})
     more = {"parent": "gone/a", "first": 250, "total": 500, "hyper": {"num_iterations": 500}}
-    child = write_log(tmp_path / "b.log", (3.3, 3.2, 3.1), **more)
+    write_log(tmp_path / "b.log", (3.3, 3.2, 3.1), **more)
     runs = read(tmp_path)
     assert {name: (run.steps, run.finished) for name, run in runs.items()} == {
         "a": (250, True), "b": (500, True)}
     assert runs["b"].changed == ["num_iterations was 250 and is 500"]
-    text = child.read_text()
-    for end in ("step:250/", "step:374/"):  # it has just begun
-        child.write_text(text[:text.index(end)])
-        assert {name: run.finished for name, run in read(tmp_path).items()} == {
-            "a": True, "b": False}
 
 
 @pytest.mark.parametrize("more, mixed", [

@@ -30,12 +30,6 @@ def with_momentum(momentum, **changes):
                                **changes)
 
 
-def copied(state):
-    if isinstance(state, dict):
-        return {name: copied(value) for name, value in state.items()}
-    return state.clone()
-
-
 # ---- Newton-Schulz and Muon
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

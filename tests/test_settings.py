@@ -4,8 +4,6 @@ make no sense, and data that are damaged, too few or the same twice."""
 import dataclasses
 import os
 import shutil
-import signal
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -26,21 +24,6 @@ def prepare(*flags, script=train_gpt, ranks=1):
     """The plan of a run that does not resume."""
     hp, command = script.parse_flags([*TINY, "--use_fp8=false", *map(str, flags)])
     return script.prepare(hp, command, "", script.World(0, ranks, CPU), None)
-
-
-@contextmanager
-def time_limit(seconds: int):
-    """Ends what hangs, by a TimeoutError."""
-    def give_up(number, frame):
-        raise TimeoutError(f"no answer after {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -247,8 +230,7 @@ def test_strange_settings_make_a_plan_or_one_line(shards, tmp_path, script, monk
     changes = data.draw(st.dictionaries(st.sampled_from(names), VALUES, min_size=1, max_size=3))
     flags = [f"--{name}={value}" for name, value in changes.items()]
     try:
-        with time_limit(120):
-            plan = prepare(*shards, *flags, script=script)
+        plan = prepare(*shards, *flags, script=script)
     except script.UserError as e:
         assert "\n" not in str(e) or any("\n" in str(value) for value in changes.values())
     else:
