@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -99,6 +100,14 @@ def script(request):
     if request.param not in sys.modules:
         load_script(ATTEMPT, request.param)
     return sys.modules[request.param]
+
+
+@contextmanager
+def refused(words: str, error=None):
+    """Expects an error of one line with these words, the script's own where none is named."""
+    with pytest.raises(error or sys.modules["train_gpt"].UserError, match=words) as raised:
+        yield
+    assert "\n" not in str(raised.value)
 
 
 def write_shard(path, tokens, magic=20240520, version=1, count=None):

@@ -185,10 +185,10 @@ does_it_run() {
     local signal=INT  # pytest then prints what has failed so far
     local pytest=("$python" -m pytest -o addopts= -m gpu -q -rfEP --tb=short tests/test_gpu.py
                   --basetemp="$work/tmp/pytest" -o faulthandler_timeout=100)
-    part "tests: attention" 200 "${pytest[@]}" -k "flex_attention or window_growth"
+    part "tests: attention" 200 "${pytest[@]}" -k flex_attention
     part "tests: FP8, a step" 120 "${pytest[@]}" -k "fp8_head or one_training_step"
     part "tests: the others" 900 "${pytest[@]}" \
-        -k "not (flex_attention or window_growth or fp8_head or one_training_step)"
+        -k "not (flex_attention or fp8_head or one_training_step)"
 }
 
 how_fast() {

@@ -9,13 +9,11 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from bench_gpu import (NO_KERNEL, at_window, by_part, cast_shares, compared, find_data,
-                       floor_seconds, fp8_scales, main, peak_rates, split, train_flops, weighted,
-                       write_documents)
+from bench_gpu import (NO_KERNEL, by_part, cast_shares, find_data,
+                       floor_seconds, main, peak_rates, split, weighted)
 from conftest import ROOT, launch
-from helpers.memory_plan import kept_bytes
 
-from train_gpt import (GPT, PRESETS, UserError, find_shards, read_tokens, step_starts,
+from train_gpt import (PRESETS, UserError, step_starts,
                        window_tokens)
 
 SMALL = [
@@ -28,29 +26,18 @@ SCRIPT = ROOT / "tests" / "bench_gpu.py"
 
 @pytest.mark.parametrize("region, name, part", [
     ("model", "triton_tem_fused__to_copy_add_arange_flex_attention_mul_3", "attention"),
-    ("model", "triton_tem_fused_flex_attention_backward_select_backward_view_17", "attention"),
     ("model", "triton_per_fused_flex_attention_backward_transpose_unsqueeze_view_9", "attention"),
     ("model", "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTN", "products"),
-    ("model", "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<...>>", "products"),
-    ("model", "void cublasLt::splitKreduce_kernel<32, 16, int, float>", "products"),
     ("model", "triton_per_fused__fused_rms_norm_add_mul_select_unbind_2", "norms and rotary"),
-    ("model", "triton_per_fused__to_copy_add_mean_mul_pow_rsqrt_select_16", "norms and rotary"),
     ("model", "triton_red_fused__to_copy_add_cat_div_expand_mul_neg_pow_slice_sum_transpose_14",
-     "norms and rotary"),
-    ("model", "triton_per_fused__scaled_mm__to_copy_add_clamp_full_mean_mul_pow_rsqrt_24",
      "norms and rotary"),
     ("model", "triton_poi_fused__scaled_mm__to_copy_clamp_full_mul_permute_25", "head"),
     ("model", "triton_poi_fused_pow_relu_15", "ReLU^2"),
-    ("model", "triton_poi_fused_mul_pow_relu_threshold_backward_6", "ReLU^2"),
     ("model", "triton_red_fused__log_softmax__to_copy_mul_nll_loss_forward_sigmoid_sub_29",
      "loss and softcap"),
-    ("model", "triton_poi_fused__scaled_mm__to_copy_clamp_clone_mul_sigmoid_sigmoid_backward_1",
-     "loss and softcap"),
-    ("model", "triton_poi_fused_embedding_dense_backward_37", "embeddings and masks"),
     ("model", "triton_poi_fused__to_copy_add_embedding_dense_backward_mul_nll_loss_forward_pow_33",
      "embeddings and masks"),
     ("model", "triton_spl_fused_cumsum_eq_0", "embeddings and masks"),
-    ("model", "triton_poi_fused__to_copy_8", "other"),
     ("model", "Memcpy DtoD (Device -> Device)", "other: data and copies"),
     ("model", "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", "exchange"),
     ("optimizer", "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64",
@@ -58,20 +45,12 @@ SCRIPT = ROOT / "tests" / "bench_gpu.py"
     ("optimizer", "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>",
      "optimizer: Adam"),
     ("optimizer", "triton_poi_fused_lerp_0", "optimizer: Muon's elementwise"),
-    ("optimizer", "void at::native::CatArrayBatchedCopy_contig<float>",
-     "optimizer: Muon's elementwise"),
-    ("optimizer", "Memset (Device)", "other: data and copies"),
     ("data", "void at::native::vectorized_elementwise_kernel<4, BitwiseAnd>",
      "other: data and copies"),
 ])
 def test_every_kernel_has_its_part(region, name, part):
     assert by_part(region, [(name, 0.25), (name, 0.5)]) == {part: 0.75}
-    assert not NO_KERNEL.fullmatch(name)
-
-
-def test_waiting_is_no_kernel():
-    for name in ("Context Sync", "Stream Sync", "Event Sync", "Stream Wait Event"):
-        assert NO_KERNEL.fullmatch(name)
+    assert not NO_KERNEL.fullmatch(name) and NO_KERNEL.fullmatch("Stream Wait Event")
 
 
 def test_the_heads_products_are_moved_and_the_parts_sum_to_the_wall_time():
@@ -87,15 +66,6 @@ def test_the_heads_products_are_moved_and_the_parts_sum_to_the_wall_time():
     assert sum(parts.values()) == 14.0
 
 
-def test_predicted_and_measured_stand_in_one_table():
-    parts = {"attention": 0.008, "optimizer: Adam": 0.002, "optimizer: Muon": 0.004, "other": 0.0}
-    rows = compared(parts, 8, {"attention": 1.5, "exchange": 0.25}).splitlines()
-    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-    assert cells[2:] == [["attention", "1.50", "1.00"], ["optimizer", "", "0.75"],
-                         ["other", "", "0.00"], ["exchange", "0.25", ""], ["sum", "1.75", "1.75"]]
-    assert compared(parts, 8, {}).count("|           |") == 4, "nothing was predicted"
-
-
 def test_floor_and_schedule_by_hand():
     assert floor_seconds(1000, (500e6, 200e6), (1e15, 2e15)) == pytest.approx(6e-4)
     hp = dataclasses.replace(PRESETS["speedrun"], num_iterations=4)
@@ -103,24 +73,6 @@ def test_floor_and_schedule_by_hand():
     # At 512 half-way from 1 to 3, at 1408 4/7 of the way from 3 to 10.
     got = weighted([128, 896, 1792], [1.0, 3.0, 10.0], hp)
     assert got == pytest.approx((1 + 2 + 3 + 7) / 4)
-
-
-def test_flops_of_the_speedrun_are_those_worked_out_by_hand():
-    hp = PRESETS["speedrun"]
-    with torch.device("meta"):
-        model = GPT(hp, torch.bfloat16, flex=False)
-    # In a window of one block a token sees (1 + ... + 128) / 128 keys.
-    in_blocks, in_head = train_flops(model, at_window(hp, 128))
-    in_matrices = 6 * (11 * 4 + 12 * 8) * 768**2
-    assert in_head == 6 * 50304 * 768
-    assert in_blocks == pytest.approx(in_matrices + 12 * 768 * 11 * 64.5)
-    grown, _ = train_flops(model, hp)
-    assert 40e6 < grown - in_matrices < 60e6  # 44 MFLOP with document borders, over the schedule
-
-
-def test_a_window_is_held_through_the_whole_schedule():
-    hp = at_window(PRESETS["speedrun"], 896)
-    assert {window_tokens(step, hp) for step in range(hp.num_iterations + 1)} == {896}
 
 
 def test_rates_of_the_data_sheet(monkeypatch):
@@ -135,48 +87,12 @@ def test_rates_of_the_data_sheet(monkeypatch):
     assert peak_rates(hp, cuda) is None
 
 
-def test_scales_of_the_casts_are_the_scripts():
-    hp = PRESETS["speedrun"]
-    assert fp8_scales(hp) == (2.0, 2.0**9, 2.0**22)
-    hp = dataclasses.replace(PRESETS["demo"], use_fp8=False)
-    assert fp8_scales(hp)[1] == 2.0**9
-
-
-def test_memory_that_is_kept_is_that_worked_out_by_hand():
-    """For the speedrun on 8 processes and on one, to 1 %."""
-    hp = dataclasses.replace(PRESETS["speedrun"], dtype="bfloat16")
-    embeddings = 4 * 50304 * 768
-    matrices = 11 * 4 * 768**2 + 12 * 8 * 768**2
-    head = 50304 * 768
-    weights = 2 * embeddings + 4 * (matrices + head)
-    tables = 2 * 4 * hp.val_seq_len * 32
-    for processes, accumulated in ((8, 0), (1, weights)):
-        # Muon fills 11 and 12 matrices of a shape up to a multiple of the processes, here 16.
-        filled = 16 * (4 + 8) * 768**2 if processes == 8 else matrices
-        momentum, gradients_and_updates = 4 * filled, 2 * (2 * filled)
-        adam = 2 * (2 * embeddings + 4 * head)
-        by_hand = weights + tables + momentum + gradients_and_updates + adam + accumulated
-        assert kept_bytes(hp, processes) == pytest.approx(by_hand, rel=0.01)
-
-
 def test_shares_that_a_cast_loses():
     x = torch.tensor([1.0, -1000.0, 0.0, 1e-9, 3.0])
     saturated, flushed, mass = cast_shares(x, 2.0, torch.float8_e4m3fn)
     assert saturated == pytest.approx(1 / 5) and flushed == pytest.approx(1 / 4)
     assert mass == pytest.approx(1e-9 / 1004)
     assert cast_shares(torch.zeros(3), 1.0, torch.float8_e5m2) == (0, 0, 0)
-
-
-def test_synthetic_documents_are_a_shard_with_documents_of_all_lengths(tmp_path):
-    path = str(tmp_path / "s.bin")
-    write_documents(tmp_path / "s.bin", 1_000_000, 50257)
-    shard, = find_shards(path)
-    assert shard.path == path and shard.tokens == 1_000_000
-    tokens = read_tokens(path, 0, 1_000_000, 50257)
-    begins = np.flatnonzero(tokens.numpy() == 50256)
-    lengths = np.diff(begins)
-    assert tokens[0] == 50256 and 600 < 1e6 / len(begins) < 800
-    assert (lengths < 128).mean() > 0.05 and lengths.max() > 3000
 
 
 def test_shards_have_the_steps_that_are_measured(tmp_path):
@@ -194,10 +110,9 @@ def test_shards_have_the_steps_that_are_measured(tmp_path):
             find_data(dataclasses.replace(real, **changes), True, "", 25)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_figures_agree_with_each_other(tmp_path, dtype):
+def test_figures_agree_with_each_other(tmp_path):
     path = tmp_path / "bench.json"
-    done = launch("--cpu", "--repeat=2", f"--json={path}", *SMALL, f"--dtype={dtype}",
+    done = launch("--cpu", "--repeat=2", f"--json={path}", *SMALL, "--dtype=bfloat16",
                   script=SCRIPT)
     content = json.loads(path.read_text())
     figures = content["figures"]
@@ -210,7 +125,7 @@ def test_figures_agree_with_each_other(tmp_path, dtype):
         assert min(measured) <= value[f"{what}, mean of the schedule"] <= max(measured)
     mean = value["step, mean of the schedule"]
     assert value["20 steps at that mean"] == pytest.approx(20 * mean / 1000)
-    best = max(v for name, v in value.items() if name.startswith(f"matrix products, {dtype}"))
+    best = max(v for name, v in value.items() if name.startswith("matrix products, bfloat16"))
     for where in ("window 128", "window 512", "mean of the schedule"):
         seconds = value[f"step, {where}"] / 1000
         assert value[f"throughput, {where}"] == pytest.approx(512 / seconds)
@@ -238,9 +153,7 @@ def test_figures_agree_with_each_other(tmp_path, dtype):
 @pytest.mark.parametrize("flags, words", [
     (["--cpu", "--repeat=0"], "--repeat counts from 1"),
     (["--cpu", "--check"], "--check"),
-    (["--cpu", "--no_such=1"], "unrecognized arguments: --no_such=1"),
     (["--cpu", *SMALL, "--train_files=none.bin"], r"no file matches .*none\.bin"),
-    (["--cpu", "--train_seq_len=100"], "--train_seq_len=100.* 128"),
 ])
 def test_refuses_what_it_cannot_measure(flags, words, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["bench_gpu.py", *flags])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import refused
 
 from data import fineweb
 from data.common import UserError, run, shard_header
@@ -106,8 +107,7 @@ def test_it_fetches_checks_and_records_and_then_has_nothing_to_do(hub, tmp_path,
     assert hub.fetched == NAMES and "0 fetched now" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[:-100], lambda b: b[:2000] + b"\xff\xff" + b[2002:],
-                                    lambda b: b""])
+@pytest.mark.parametrize("damage", [lambda b: b[:-100], lambda b: b[:-2] + b"\xff\xff"])
 def test_a_damaged_file_is_fetched_again(hub, tmp_path, capsys, damage):
     fetch(tmp_path)
     path = tmp_path / NAMES[1]
@@ -119,14 +119,12 @@ def test_a_damaged_file_is_fetched_again(hub, tmp_path, capsys, damage):
 
 @pytest.mark.parametrize("content, words", [
     (shard(1)[:-2], "promises 5000 tokens, the file holds 4999"),
-    (shard(1)[:1024] + b"\xff\xff" * 5000, "token 65535 at byte 1024"),
     (b"<html></html>" * 100, "not a token shard"), (None, "404")])
 def test_a_bad_file_on_the_hub_does_not_stay(hub, tmp_path, content, words):
     hub.files[NAMES[2]] = content or b""
     fetch(tmp_path, chunks=1)
-    with pytest.raises(UserError, match=words) as caught:
+    with refused(f"{NAMES[2]}.*{words}", UserError):
         fetch(tmp_path)
-    assert NAMES[2] in str(caught.value) and "\n" not in str(caught.value)
     assert names(tmp_path) == sorted([*NAMES[:2], "SHA256SUMS"])  # the sound ones are kept
 
 
@@ -146,9 +144,9 @@ def test_a_mirror_without_checksums_will_do(hub, tmp_path):
 def test_without_a_network_it_says_so_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
     words = "could not be fetched from http://127.0.0.1:9 .*; HF_ENDPOINT can name a mirror"
-    with pytest.raises(UserError, match=words) as caught:
+    with refused(words, UserError):
         fetch(tmp_path / "new")
-    assert "\n" not in str(caught.value) and not (tmp_path / "new").exists()
+    assert not (tmp_path / "new").exists()
 
 
 def test_other_user_errors(tmp_path):

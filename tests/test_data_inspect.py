@@ -75,10 +75,3 @@ def test_the_tokenizer_comes_from_the_sidecar_or_the_flag(tmp_path, capsys):
             inspect_shards.main([path])
     inspect_shards.main([path, "--tokenizer=bytes"])
     assert "it begins: 'A'" in capsys.readouterr().out
-
-
-def test_shards_of_another_tokenizer_are_told(tmp_path, capsys):
-    """Bytes taken for GPT-2's tokens: all of them in range, and never an end of text."""
-    path = write_shard(tmp_path / "t_train_000001.bin", [256, 65, 66, 256, 67])
-    inspect_shards.main([path, "--tokenizer=gpt2"])
-    assert "no end-of-text token (50256): made by another tokenizer" in capsys.readouterr().out

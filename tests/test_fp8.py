@@ -7,9 +7,7 @@ import torch
 import torch.nn.functional as F
 from test_model import sequence, tiny_model
 
-import train_gpt
-from train_gpt import (BLOCK, FP8_SCALES, GPT, PRESETS, CastedLinear, FP8Linear, fp8_matmul,
-                       to_fp8)
+from train_gpt import BLOCK, FP8_SCALES, GPT, PRESETS, CastedLinear, FP8Linear, to_fp8
 
 SCALES = (2.0, 2.0**9, 2.0**19)  # the record's, for a mean loss over 48K tokens
 
@@ -42,14 +40,6 @@ def test_forward_and_gradients_are_close_to_float32():
     assert 0.001 < relative_error(got, y.detach()) < 0.06
     assert 0.001 < relative_error(x8.grad, x32.grad) < 0.12
     assert 0.001 < relative_error(w8.grad, w32.grad) < 0.12
-
-
-def test_exact_where_values_are_representable():
-    x = torch.randint(-4, 5, (16, 16)).bfloat16().requires_grad_()
-    w = (torch.randint(-4, 5, (32, 16)).float() / 512).requires_grad_()
-    y = FP8Linear.apply(x, w, SCALES)
-    torch.testing.assert_close(y.float(), x.float() @ w.T, rtol=0, atol=0)
-    assert {t.dtype for t in y.grad_fn.saved_tensors} == {torch.float8_e4m3fn}
 
 
 @pytest.mark.parametrize("dtype, limit",
@@ -125,21 +115,3 @@ def test_a_whole_training_step_of_the_model():
     assert len(mixing) == 4 + 3 + 1 and relative_error(*together) < 0.25
     for (name, p), q in zip(plain.named_parameters(), with_fp8.parameters()):
         assert name in mixing or relative_error(q.grad, p.grad) < 0.1, name
-
-
-def test_a_gradient_in_a_transposed_layout_is_accepted(monkeypatch):
-    """What follows the head may return a gradient in another layout than the output's. CUDA's FP8
-    kernels take contiguous matrices only."""
-    def strict(a, b, *args, **kwargs):
-        assert a.is_contiguous() and b.is_contiguous()
-        return fp8_matmul(a, b, *args, **kwargs)
-
-    monkeypatch.setattr(train_gpt, "fp8_matmul", strict)
-    x, w, g = operands()
-    gradients = []
-    for grad in (g, g.T.contiguous().T):
-        inputs, weight = x.clone().requires_grad_(), w.clone().requires_grad_()
-        y = FP8Linear.apply(inputs, weight, SCALES)
-        gradients.append(torch.autograd.grad(y, (inputs, weight), grad))
-    for a, b in zip(*gradients):
-        assert torch.equal(a, b)

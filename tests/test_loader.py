@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from conftest import write_shard
+from conftest import refused, write_shard
 
 from train_gpt import (PRESETS, Shard, UserError, World, find_shards, load_validation, step_starts,
                        train_batches)
@@ -96,9 +96,8 @@ def test_tokens_out_of_range_are_caught_when_they_are_read(tmp_path):
     path = write_shard(tmp_path / "bad.bin", tokens)
     batches = batches_of(shard_at(path), hyperparameters(vocab_size=257))
     assert next(batches) and next(batches)  # 3,072 tokens before it
-    with pytest.raises(UserError, match=r"bad\.bin.* 257.*vocab_size=257") as caught:
+    with refused(r"bad\.bin.* 257.*vocab_size=257"):
         next(batches)
-    assert "\n" not in str(caught.value)
     assert next(batches_of(shard_at(path), hyperparameters(vocab_size=258), first=2))
     hp = hyperparameters(vocab_size=257, val_tokens=4500, val_seq_len=512)
     with pytest.raises(UserError, match=r"bad\.bin.* 257"):
@@ -127,20 +126,6 @@ def test_a_shard_without_tokens_is_refused(tmp_path):
     write_shard(tmp_path / "s_1.bin", [])
     with pytest.raises(UserError, match=r"s_1\.bin is not a whole token shard"):
         find_shards(f"{tmp_path}/s_*.bin")
-
-
-def test_a_fingerprint_tells_data_apart_by_their_first_and_last_tokens(tmp_path):
-    tokens = np.arange(60000)
-    changed = {"same": [], "first": [0], "late": [30000 - 1], "last": [59999]}
-    for name, places in changed.items():
-        other = tokens.copy()
-        other[places] += 1
-        write_shard(tmp_path / f"{name}.bin", other)
-    found = {shard.path: shard.fingerprint for shard in find_shards(f"{tmp_path}/*.bin")}
-    assert len(set(found.values())) == 4
-    write_shard(tmp_path / "copy.bin", tokens)
-    (copy,) = find_shards(f"{tmp_path}/copy.bin")
-    assert copy.fingerprint == found[f"{tmp_path}/same.bin"]
 
 
 @pytest.mark.method

@@ -31,11 +31,6 @@ def blocks_of(counts, indices):
     return set(named)
 
 
-def flex_mask(tokens, window):
-    """The long mask for FlexAttention."""
-    return build_block_masks(tokens, EOT, torch.tensor(window), flex=True)[0]
-
-
 def as_dense(mask, T):
     """What a BlockMask makes visible [T, T], and its partial and its full blocks as sets of (query
     block, key block)."""

@@ -59,13 +59,3 @@ def test_what_is_written_by_hand_stays_in_the_table(checkout):
     rows = {row.split("](")[0]: row for row in readme.read_text().splitlines()}
     assert rows["| [one"].endswith(f"| 50.00 | 250 | 250k | 8x H100 | 2.11.0 | {said} |")
     assert rows["| [two"].endswith("| 2.11.0 | - |") and rows["| [three"].endswith("| 2.11.0 | - |")
-
-
-def test_errors_about_the_table(checkout):
-    with pytest.raises(page.BadInput, match="git tracks no log here"):
-        page.update(checkout)
-    write(checkout / "one", SAME)
-    track(checkout, "one")
-    (checkout / "README.md").write_text("no markers")
-    with pytest.raises(page.BadInput, match="expected the markers"):
-        page.update(checkout)

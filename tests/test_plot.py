@@ -7,7 +7,7 @@ import matplotlib
 import pytest
 from scipy import stats
 from test_compare import GOOD, SAME, side_of, write
-from test_logs import FORGED, LOGS, STRANGE, log_text, read_text
+from test_logs import LOGS, log_text, read_text
 
 from records import compare, logs, plot
 
@@ -75,31 +75,6 @@ def test_the_difference_is_drawn_by_step_in_pairs(tmp_path):
     assert len(drawn(a, longer).axes) == 2  # other schedules are no pairs by step
 
 
-def test_few_validations_come_with_smoothed_training_losses(tmp_path):
-    a = side_of("A", write(tmp_path / "a", GOOD))
-    b = side_of("B", write(tmp_path / "b", SAME, first_seed=30))
-    for panel in drawn(a, b).axes:
-        dotted = [line for line in panel.get_lines() if line.get_linestyle() == ":"]
-        assert len(dotted) == 2 and "training loss, smoothed" in dotted[0].get_label()
-        assert not panel.yaxis.get_major_formatter().get_useOffset()
-    (tmp_path / "x.log").write_text(log_text(range(30, 0, -1), every=1))  # a loss a step
-    _, losses = plot.training_curve(logs.read_run(tmp_path / "x.log", "x"), "step")
-    shown = [loss for loss in range(15, 0, -1) for _ in (0, 1)]
-    width = len(shown) - len(losses) + 1
-    assert width > 2 and losses[-1] == pytest.approx(sum(shown[-width:]) / width)
-
-
-def test_the_range_is_the_end_of_the_runs(tmp_path):
-    side = long_side("A", tmp_path / "a", GOOD)
-    for target, low in ((3.28, 3.2), (2.9, 2.8), (0.5, 3.2)):  # a target far below is left out
-        for panel in (*drawn(side, side, target=target).axes[:2],
-                      drawn(side, target=target).axes[0]):
-            bottom, top = panel.get_ylim()
-            assert low < bottom < 3.277 and 3.5 < top < 3.75, (bottom, top)
-            start, end = panel.get_xlim()
-            assert 0.5 <= start / end < 0.6
-
-
 def test_a_run_alone_has_its_training_its_rates_and_its_speed(tmp_path):
     text = log_text((10.8, 4.0, 3.5), total=1000).replace("lr:1.000", "lr:0.500")
     (tmp_path / "x.log").write_text(text)
@@ -120,12 +95,6 @@ def test_a_run_alone_has_its_training_its_rates_and_its_speed(tmp_path):
 def test_without_tokens_the_steps_are_drawn(name):
     sides = [compare.Side(label, [logs.read_run(LOGS / name, name)], 3.28) for label in "AB"]
     assert drawn(*sides).axes[1].get_xlabel() == "training step"
-
-
-@pytest.mark.parametrize("line", [f"{FORGED} tokens:7", *STRANGE])
-def test_strange_lines_can_be_drawn(tmp_path, line):
-    run = read_text(tmp_path, f"step:0/9 val_loss:9.0 train_time:0ms step_avg:nanms\n{line}\n")
-    drawn(compare.Side("A", [run], 3.28), target=3.28)
 
 
 def test_no_loss_no_picture(tmp_path):

@@ -134,9 +134,6 @@ def test_a_race_in_turn_with_the_same_seeds(place, capsys):
     assert re.search(r"race: 5 runs are left, about 00:\d\d\n", out)
     patch = (folder / "record.patch").read_text()
     assert "-OFFSET = 0.0\n+OFFSET = -0.1\n" in patch
-    again = subprocess.run(["patch", "-o", "-", str(place / "base.py")], input=patch, text=True,
-                           capture_output=True, check=False)
-    assert again.returncode or again.stdout == (place / "record.py").read_text()
     assert (folder / "race.png").read_bytes().startswith(b"\x89PNG")
     assert all("--muon_lr=2" in line and "--save_every=0" in line
                for line in (place / "starts").read_text().splitlines())
@@ -256,12 +253,9 @@ def test_a_race_that_goes_on_refuses_what_has_changed(change, words, place, caps
 
 @pytest.mark.parametrize("flags, words", [
     (["--repeat=0"], "--repeat=0: takes a number above 0"),
-    (["--seed=-1"], "--seed=-1: takes the first seed"),
     (["--resume=x.log"], "--resume=x.log: a race starts runs of its own"),
-    (["--check"], "--check: a race starts runs of its own"),
     (["--only_ours='"], "cannot be split into flags (No closing quotation); close its quotes"),
     (["--target=nan"], "--target must be a number"),
-    (["--vs=absent.py"], "absent.py: cannot be read"),
     (["demo"], "as the first word, expected the copy's file")])
 def test_wrong_usage_starts_nothing(flags, words, place, capsys):
     script = flags.pop() if flags == ["demo"] else "record.py"

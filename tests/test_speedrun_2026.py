@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ATTEMPT, ROOT, launch, load_script, newest_checkpoint, train, write_shard
+from conftest import (ATTEMPT, ROOT, launch, load_script, newest_checkpoint, refused, train,
+                      write_shard)
 from test_masks_attention import dense_mask
 from test_model import rms_norm, rotated, sequence
 from test_reliability import assert_same_losses, assert_same_state, curve
@@ -82,15 +83,6 @@ def test_the_preset_is_the_published_schedule():
     assert attempt.tokens_seen(FULL.num_iterations, FULL) == 428 * 6 * 131072 < 339e6
 
 
-@pytest.mark.parametrize("num_iterations", [0, 2, 7, 1284])
-def test_tokens_seen_before_a_step_are_those_of_all_earlier_steps(num_iterations):
-    hp = dataclasses.replace(FULL, num_iterations=num_iterations)
-    tokens = 0
-    for step in range(num_iterations + 1):
-        assert attempt.tokens_seen(step, hp) == tokens
-        tokens += attempt.batch_size(step, hp) * hp.train_seq_len
-
-
 def test_learning_rates_fall_from_the_stage_to_the_floor():
     """m (1 - t) + 0.15 t, over the last 60 %."""
     peaks = {0: 1.0, 427: 1.0, 428: 1.52, 855: 1.52, 856: 1.73, 1284: 1.73}
@@ -150,27 +142,19 @@ def test_a_resumed_run_may_change_a_stage_unless_that_moves_its_place_in_the_dat
 # ---- Settings
 
 @pytest.mark.parametrize("changes, words", [
-    (dict(stages=""), "--stages= is not BATCH:LR:WINDOW"),
     (dict(stages="1:1"), "--stages=1:1 is not BATCH:LR:WINDOW"),
-    (dict(stages="1:1:128,"), "--stages=1:1:128, is not"),
-    (dict(stages="1:1:1282:1:128"), "--stages="),
     (dict(stages="0:1:128"), "--stages="),
-    (dict(stages="1:1.2.3:128"), "--stages="),
     (dict(skips="......3..."), "--skips and --windows differ in their length"),
     (dict(skips="..........."), r"--skips=\.{11} must name earlier layers, at least one"),
-    (dict(skips="......6...."), "must name earlier layers"),
-    (dict(skips="......x...."), r"--skips=\.{6}x\.{4}"),
     (dict(late_input=11), "--late_input or --backout too high"),
     (dict(backout=99), "--late_input or --backout too high"),
     (dict(adam_every=3), "must be multiples of --adam_every=3"),
     (dict(num_iterations=1285), "must be multiples of --adam_every=2"),
     (dict(save_every=501), "must be multiples of --adam_every=2"),
-    (dict(num_iterations=1285, save_every=501), "must be multiples of --adam_every=2"),
 ])
 def test_contradictions_are_refused_in_one_line(changes, words):
-    with pytest.raises(attempt.UserError, match=words) as caught:
+    with refused(words, attempt.UserError):
         attempt.check_settings(dataclasses.replace(FULL, **changes), 1)
-    assert "\n" not in str(caught.value)
 
 
 # ---- Model and loss
@@ -254,22 +238,6 @@ def plain_logits(p, tokens, window, hp):
         outputs[i] = x
     raw = rms_norm(x - p["backout"] * outputs[7]) @ p["lm_head.weight"].T
     return 23 / (1 + torch.exp(-(raw + 5) / 7.5))
-
-
-def test_pairs_of_the_full_vocabulary_read_their_rows_with_the_same_signs_in_every_run():
-    """Where tokens differ in more than their lowest 13 bits, and with signs that stay the same in
-    every version of NumPy and torch."""
-    hp = dataclasses.replace(TINY, vocab_size=50257)
-    model = attempt.GPT(hp, torch.float32, flex=False)
-    signs = np.random.RandomState(0).randint(0, 2, (8192, hp.model_dim)) * 2 - 1
-    assert model.signs[0].tolist() == [-1, 1, 1, -1, 1, 1, 1, 1, 1, 1, 1, -1, -1, 1, -1, -1, -1, -1,
-                                       -1, 1, -1, 1, 1, -1, -1, 1, 1, 1, 1, -1, 1, -1]
-    tokens = torch.tensor([50256, 8191, 0, 8192, 50255, 50255], dtype=torch.int32)
-    x, _ = model.lookup(tokens)
-    for t, (before, token) in enumerate(zip([50256, *tokens.tolist()], tokens.tolist())):
-        pair = model.pair_embed.weight[(before * 2654435761 + token) % hp.pair_rows]
-        sign = torch.tensor(signs[(before ^ token) % 8192])
-        assert torch.allclose(x[t], model.embed.weight[token] + sign * pair, atol=1e-6), t
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(2, 2), (4, 2)])

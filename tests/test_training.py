@@ -114,17 +114,13 @@ def test_the_log_has_its_sections_and_its_last_lines(tmp_path, shards, script, c
         text = f.read()
     assert source.rstrip("\n") == text.rstrip("\n")
     assert hashlib.sha256(text.encode()).hexdigest() in environment
-    step_lines = [line for line in steps.splitlines() if line.startswith("step:")]
-    form = (r"step:(\d+)/6 (train_loss|val_loss):\d+\.\d{4} train_time:\d+ms "
-            r"step_avg:(nan|\d+\.\d\d)ms tokens:(\d+) lr:\d\.\d{3} window:(\d+)")
-    matches = [re.fullmatch(form, line) for line in step_lines]
-    assert all(matches), step_lines
-    assert [(int(m[1]), m[2]) for m in matches] == [
-        (0, "val_loss"), (1, "train_loss"), (2, "train_loss"), (3, "train_loss"), (3, "val_loss"),
-        (4, "train_loss"), (5, "train_loss"), (6, "train_loss"), (6, "val_loss")]
-    tokens = {int(m[1]): int(m[4]) for m in matches}
-    assert tokens[0] == 0 and len(set(tokens.values())) == 7
-    assert list(tokens.values()) == sorted(tokens.values())
+    lines = re.findall(r"(?m)^step:(\d+)/6 (\w+)_loss:\d+\.\d{4} train_time:\d+ms "
+                       r"step_avg:(?:nan|\d+\.\d\d)ms tokens:(\d+) lr:\d\.\d{3} window:\d+$", steps)
+    assert [(int(step), kind) for step, kind, _ in lines] == [
+        (0, "val"), (1, "train"), (2, "train"), (3, "train"), (3, "val"), (4, "train"),
+        (5, "train"), (6, "train"), (6, "val")] and steps.count("\nstep:") == len(lines)
+    tokens = [int(tokens) for *_, tokens in lines]
+    assert tokens[0] == 0 and tokens == sorted(tokens) and len(set(tokens)) == 7
     for key in ("to resume", "model", "warmup", "checkpoint", "throughput", "final_val_loss"):
         assert re.search(rf"^{key}: .+", steps, re.M), key
     final = f"final_val_loss: {losses(log)[-1]:.4f} nats per token, "

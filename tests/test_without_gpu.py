@@ -10,13 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ATTEMPT, run_helper, write_shard
-from functorch.compile import make_boxed_func
 from helpers.fake_mode import mode_of
 from test_interpreted import why_not
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
-from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.autograd_cache import check_cacheable
-from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import flex_attention as flex_module
 
@@ -83,43 +80,6 @@ def test_training_step_and_validation_are_one_graph_each(changes):
         nodes = nodes_of(graphs[1])
         assert number_of(nodes, "flex_attention") == hp.attention.count("x")
         assert number_of(nodes, "_scaled_mm") == 0
-
-
-def test_what_reads_all_logits():
-    """Each pass over T x V logits costs a millisecond at full size."""
-    hp = dataclasses.replace(HP, **FEW_LAYERS)
-    logits = hp.train_seq_len * 50304
-    passes = {"forward": [], "backward": []}
-
-    def numel(node):
-        value = node.meta.get("val")
-        return value.numel() if isinstance(value, torch.Tensor) else 0
-
-    def recorder(direction):
-        def compiler(graph, inputs):
-            for node in graph.graph.nodes:
-                read = max(map(numel, node.all_input_nodes), default=0)
-                if read == logits and 0 < numel(node) < logits:
-                    passes[direction].append(str(node.target))
-            return make_boxed_func(graph.forward)
-        return compiler
-
-    def backend(graph, inputs):
-        with mode_of(inputs):
-            return aot_autograd(fw_compiler=recorder("forward"), bw_compiler=recorder("backward"),
-                                decompositions=select_decomp_table())(graph, inputs)
-
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model = GPT(hp, torch.bfloat16, flex=True)
-        compiled = torch.compile(model, backend=backend, fullgraph=True)
-        tokens = torch.zeros(hp.train_seq_len, dtype=torch.int32)
-        compiled(tokens, tokens.long(), torch.tensor(128, dtype=torch.int32)).backward()
-    # These read the logits and make fewer numbers of them; everything else is fused into them. They
-    # are a softmax, whose maximum and sum Inductor takes in one pass, and its gradient, which goes
-    # into two products.
-    softmax = ["aten.amax.default", "aten.sum.dim_IntList"]
-    assert passes == {"forward": [*softmax, "aten.gather.default"],
-                      "backward": [softmax[1], *2 * ["aten._scaled_mm.default"]]}
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))

@@ -82,8 +82,6 @@ STEPS = 60  # of the run
 PLACES = {
     "in a step, between forward and backward":
         lambda: at_call(torch.Tensor, "backward", 2 * STEP),
-    "in a step, before the updates":
-        lambda: in_optimizer(0, "begin"),
     "in a step, between two updates":
         lambda: in_optimizer(1, "update"),
     "in a step, between two finished optimizers":
@@ -92,18 +90,10 @@ PLACES = {
         lambda: at_call(SCRIPT, "load_training_state", 1),
     "before the log is there":
         lambda: at_call(SCRIPT, "RunLog", 1),
-    "half the settings in the log":
-        lambda: in_line("name = "),
     "half the source in the log":
         lambda: in_line(Path(SCRIPT.__file__).read_text()[:20]),
-    "before the first step":
-        lambda: at_call(SCRIPT, "warm_up", 1, after=True),
     "half the first line of a resumed run":
         lambda: in_line("step:"),
-    "half a step's line":
-        lambda: in_line("step:", 6),
-    "before a validation":
-        lambda: at_call(SCRIPT, "evaluate", 3),
     "after a validation":
         lambda: at_call(SCRIPT, "evaluate", 3, after=True),
     "gathering a checkpoint":
