@@ -160,7 +160,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def run(main, errors: tuple = ()) -> int:
-    """Runs main(); the exit status of the program.
+    """Runs main(); the exit status of the program, which is what main returns, or 0.
 
     A UserError, or an exception of the classes in `errors`, is one line and status 2, and so is an
     error of the operating system; an interruption is one line and the status that the shell gives
@@ -173,8 +173,7 @@ def run(main, errors: tuple = ()) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # a file's name need not be UTF-8
     try:
-        main()
-        return 0
+        return main() or 0
     except (UserError, *errors) as e:
         message = f"error: {e}"
         status = 2

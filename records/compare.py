@@ -3,6 +3,7 @@
     python records/compare.py records/*.log                       one setting: runs, spread, p-value
     python records/compare.py NEW.log NEW2.log --vs records/base  two settings and a verdict
     python records/compare.py new/ --vs base/ --plot new.png      the same, drawn
+    python records/compare.py idea1/ idea2/ --vs base/            several candidates, a table
     python records/compare.py new/ --at 2690 --first              losses at a step; earliest step
     python records/compare.py NEW.log --plot new.png              a run, alive or not: loss, speed
 
@@ -10,19 +11,28 @@ A log is this project's, or published by the speedrun since October 2024, or cap
 console. A file may hold several runs, one after the other. A folder stands for every .log and .txt
 below it. A resumed run is read with the logs that it continues, which lie beside its own, where its
 checkpoint lay, or in another folder that is named. The runs named first are A, those after --vs are
-B, the baseline: "B -> A" and A - B throughout.
+B, the baseline: "B -> A" and A - B throughout. With --vs, each folder named first is a candidate of
+its own (A1, A2, ...), and p-values of "better" are adjusted for their number.
 
 Only finished runs with finite losses enter the statistics, and none that was resumed with another
 script or other settings, or whose first log is missing, as long as there are others; what is left
-out is named. --at=STEP takes what runs had reached at a step, as if they had finished there. A copy
-of a run, by its losses and times, counts once.
-Where the sides ran the same seeds, their differences are tested in pairs, beside Welch's test.
+out is named. A copy of a run, by its losses and times, counts once. --at=STEP takes what runs had
+reached at a step, as if they had finished there (--at=2690,2720: A at the first, B at the second).
+--loss=val_ema_loss reads another logged loss.
+
+--target=LOSS is the loss to reach: by default 3.28, or none where the logs name another vocabulary
+than GPT-2's. --first finds the earliest step, the same for all runs, at which the rules of the
+speedrun and of its optimizer track hold for it.
+
+Where the sides ran the same seeds, their differences are tested in pairs, beside Welch's test. If
+pairs were added until a difference was decided, no p-value holds: --until_decided=0.01 judges by
+e-values (stats.py explains them), as ./run.sh race does.
 Exit status: 0 all read, 1 some log was none or missing (the rest is still reported), 2 wrong usage.
 
 --json prints one object, with null for what the logs do not say or too few runs cannot say:
-  version: 6; target: the loss to reach; loss: the name of the loss that is read; unread: a line
+  version: 7; target: the loss to reach; loss: the name of the loss that is read; unread: a line
     for each input that was no log, and for each log that is missing
-  sides: A, or A and B: label, name, warnings, independent, used (names of the runs in the
+  sides: the candidates, then B if there is one: label, name, warnings, independent, used (names of the runs in the
     statistics), copies (names of those left out as copies), loss and seconds (n, mean, sd,
     interval: 95 % of the mean; of loss p: one-sided t-test), at (the step of the last losses, where
     the runs agree), rules (rows of rule, value, holds, runs_needed, first: the earliest step, with
@@ -35,17 +45,20 @@ Exit status: 0 all read, 1 some log was none or missing (the rest is still repor
     window), hardware, torch, ranks, seed, parameters, timed_on and validated_on (what must agree
     before times, losses compare), source (its sha256), hyperparameters and environment (as the
     newest log has them)
-  comparison: hyperparameters, environment (rows of name, values in B, in A), parameters (in B, in
-    A, where they differ), source (a diff), loss and seconds (by Welch's test: difference A - B,
-    interval, p), paired (the same by the t-test of differences, with seeds and sd), no_effect (of
-    how many losses none differs, else null), speaks (welch or paired: the test of the verdict),
-    why, to_target (reached: by how many runs of A, of B; seconds: as above), power (detectable: the
-    difference that these runs would show 4 times of 5; needed: the runs a side, or the pairs, for
-    the difference seen), rule (of the optimizer track, for two results: value, holds), verdict
+  comparison (null without --vs, and where there are several candidates) and comparisons (a list,
+    where there are several): hyperparameters, environment (rows of name, values in B, in A), source
+    (a diff), unequal (in what A and B are, in words), loss and seconds (by Welch's test: difference
+    A - B, interval, p, E, adjusted: p or 1 / E, adjusted for the number of candidates), paired (the
+    same by the t-test of differences, with seeds and sd; by e-values with --until_decided, needed:
+    pairs for a decision), no_effect (of how many losses none differs, else null), speaks (welch or
+    paired: the test of the verdict), why, level, to_target (reached: by how many runs of A, of B;
+    means; seconds: as above), power (detectable: the difference that these runs would show 4 times
+    of 5; needed: the runs a side, or the pairs, for the difference seen), rule (of the optimizer
+    track, for two results: value, holds), decision (better, worse, no difference or undecided),
+    verdict
 """
 
 import argparse
-import ast
 import difflib
 import hashlib
 import json
@@ -55,6 +68,7 @@ import re
 import sys
 import textwrap
 from collections import Counter
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -136,19 +150,16 @@ class Side:
         others = [run for run in self.runs if run not in self.used and run.name not in self.copies]
         diverged = sum(run.diverged for run in others)
         stopped = sum(not run.finished and not run.diverged for run in others)
-        if diverged:
-            self.warnings.append(f"{diverged} of the runs of {label} had a loss that is not finite")
-        if stopped and at is not None:
-            self.warnings.append(f"{stopped} of the runs of {label} have no loss at step {at}")
-        elif stopped:
-            self.warnings.append(f"{stopped} of the runs of {label} stopped before a last loss "
-                                 "(--at=STEP takes those at a step)")
+        early = "stopped before a last loss (--at=STEP takes those at a step)"
+        for count, what in ((diverged, "had a loss that is not finite"),
+                            (stopped, early if at is None else f"have no loss at step {at}")):
+            if count:
+                self.warnings.append(f"{count} of the runs of {label} {what}")
         settings = values_of(self.used, "hyperparameters")
         mixed = [key for key, values in settings.items() if len(values) > 1]
-        if len({run.source for run in self.used if run.source}) > 1:
-            mixed.append("source")
-        if len({run.timed_on for run in self.used}) > 1:
-            mixed.append("hardware")
+        for what, values in (("source", {run.source for run in self.used if run.source}),
+                             ("hardware", {run.timed_on for run in self.used})):
+            mixed += [what] if len(values) > 1 else []
         if mixed:
             self.warnings.append(f"runs of {label} differ from each other in: {', '.join(mixed)}")
 
@@ -212,51 +223,61 @@ def pairs_of(a, b):
         tables.append({run.seed: run for run in side.used if run.seed and seeds[run.seed] == 1})
     return [(run, tables[1][seed]) for seed, run in tables[0].items() if seed in tables[1]]
 
-def compare(a, b, target):
-    """Everything that is said about two sides."""
+def compare(a, b, target, level=None):
+    """Everything that is said about two sides, but for the verdict. A level means that pairs were
+    added until a difference was decided at it, so that e-values take the place of p-values."""
     pairs = pairs_of(a, b)
     in_pairs = list(zip(*pairs)) or [(), ()]
-    enough = len(pairs) > 1 and 2 * len(pairs) >= max(len(a.used), len(b.used))
-    tested = in_pairs if enough else (a.used, b.used)  # by the seeds alone, never by the outcome
+    enough = len(pairs) > 1 and 2 * len(pairs) >= min(len(a.used), len(b.used))
+    by_pairs = partial(stats.until_decided, level=level) if level else stats.paired
+    by_sides = stats.difference if level else stats.welch
+    is_paired = enough or bool(level)
+    tested = in_pairs if is_paired else (a.used, b.used)  # by the seeds alone, never the outcome
     found = {
+        "unequal": unequal(a, b),
         "hyperparameters": differences(a, b, "hyperparameters"),
         "environment": differences(a, b, "environment"),
-        "parameters": differing_parameters(a, b),
         "source": source_diff(usual_run(b), usual_run(a)),
         "paired": {"seeds": [run.seed for run, _ in pairs]},
         "no_effect": unchanged_losses(pairs),
-        "speaks": "paired" if enough else "welch",
-        "why": why_this_test(len(pairs), enough),
-        "to_target": time_to_target(a, b, tested, enough),
+        "speaks": "paired" if is_paired else "welch",
+        "level": level or ALPHA,
+        "why": f"of the seeds, both sides ran {len(pairs)}",
+        "to_target": time_to_target(a, b, tested, by_pairs if is_paired else by_sides),
         "power": None,
         "rule": None,
     }
     for key in ("loss", "seconds"):
-        found[key] = stats.welch(*values_of_both(a.used, b.used, key))
-        found["paired"][key] = stats.paired(*values_of_both(*in_pairs, key))
-    if min(map(len, tested)) > 1:
+        found[key] = by_sides(*values_of_both(a.used, b.used, key))
+        found["paired"][key] = by_pairs(*values_of_both(*in_pairs, key))
+    if min(map(len, tested)) > 1 and not level:
         found["power"] = stats.power(*values_of_both(*tested, "loss"), enough)
     if target == TARGET and None not in (a.at, b.at):
         losses = values_of_both(a.used, b.used, "loss")
         found["rule"] = stats.track_rule_for_two(*losses, b.at - a.at)
-    found["verdict"] = verdict(a, b, found, target)
+    return found
+
+def compare_all(candidates, baseline, target, level=None, worth=None, more=0):
+    """A comparison of each candidate with the baseline, its p- or e-value adjusted for the number
+    of candidates and of `more` that have no runs, with the decision and the verdict. A difference
+    below `worth` is none."""
+    found = [compare(side, baseline, target, level) for side in candidates]
+    for key in ("loss", "seconds"):
+        tests = [test_that_speaks(one, key) for one in found]
+        values = [1 if test["adjusted"] is None else test["adjusted"] for test in tests]
+        for test, value in zip(tests, stats.adjusted(values + [1] * more)):
+            if test["adjusted"] is not None:
+                test["adjusted"] = value
+    for side, one in zip(candidates, found):
+        one["decision"] = decision(side, baseline, one, worth)
+        one["verdict"] = verdict(side, baseline, one, target)
     return found
 
 def values_of_both(a, b, key):
     return [[getattr(run, key) for run in runs] for runs in (a, b)]
 
-def why_this_test(pairs, enough):
-    if enough:
-        return f"both sides ran the same {pairs} seeds, so the differences are tested in pairs"
-    why = f"the sides share only {pairs} of their seeds" if pairs else "the sides share no seed"
-    return f"{why}, so that no differences are tested in pairs"
-
 def test_that_speaks(comparison, key):
     return comparison["paired"][key] if comparison["speaks"] == "paired" else comparison[key]
-
-def differing_parameters(a, b):
-    counts = [sorted({run.parameters for run in side.runs if run.parameters}) for side in (b, a)]
-    return counts if all(counts) and counts[0] != counts[1] else None
 
 def usual_run(side):
     """The first of the runs that have the source that most have."""
@@ -272,7 +293,7 @@ def unchanged_losses(pairs):
         return None
     return sum(len(one) for one, _ in logged)
 
-def time_to_target(a, b, tested, in_pairs):
+def time_to_target(a, b, tested, test):
     """The times at which the runs reach the target; tested where every run reaches it, for those
     that do are no fair sample."""
     reached = [sum(run.reached is not None for run in side.used) for side in (a, b)]
@@ -281,35 +302,22 @@ def time_to_target(a, b, tested, in_pairs):
     found = {"reached": reached, "means": None, "seconds": None}
     if reached == [len(a.used), len(b.used)] and all(reached):
         found["means"] = [fmean(run.reached[1] for run in side.used) for side in (a, b)]
-        times = [[run.reached[1] for run in runs] for runs in tested]
-        found["seconds"] = (stats.paired if in_pairs else stats.welch)(*times)
+        found["seconds"] = test(*[[run.reached[1] for run in runs] for runs in tested])
     return found
 
 def source_diff(old, new):
-    """A unified diff of the sources of B and A, each hunk with the name of its function; None where
-    a log holds no source."""
+    """A unified diff of the sources of B and A, each hunk with the definition above its change;
+    None where a log holds no source."""
     if not (old.source and new.source):
         return None
     texts = [run.source.splitlines() for run in (old, new)]
     lines = list(difflib.unified_diff(*texts, f"B {old.name}", f"A {new.name}", lineterm="", n=2))
     for i, line in enumerate(lines):
         if line.startswith("@@ "):
-            first = next(k for k in range(i + 1, len(lines)) if lines[k][0] != " ")
-            removed = lines[first][0] == "-"
-            start = re.match(r"@@ -(\d+)\S* \+(\d+)", line)[1 if removed else 2]
-            run = old if removed else new
-            lines[i] = f"{line} {function_at(run.source, int(start) + first - i - 1)}".rstrip()
+            start = int(re.search(r"\+(\d+)", line)[1]) + 1  # past the two lines of context
+            above = [text for text in texts[1][:start] if re.match(r"\s*(def|class) ", text)]
+            lines[i] = f"{line} {above[-1].strip() if above else ''}".rstrip()
     return lines
-
-def function_at(source, number):
-    """The function, with its class, in which a line of a source stands."""
-    try:
-        nodes = list(ast.walk(ast.parse(source)))  # a class before its methods
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return ""
-    return ".".join(node.name for node in nodes
-                    if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
-                    and node.lineno <= number <= node.end_lineno)
 
 # ---- The verdict ---------------------------------------------------------------------------------
 
@@ -318,6 +326,35 @@ def titles(sides):
     if len({side.name for side in sides}) < len(sides):
         return [side.label for side in sides]
     return [side.name for side in sides]
+
+def unequal(a, b):
+    """What else than the method may make a difference, in words."""
+    found = []
+    for what in ("tokens", "steps", "parameters"):
+        means = [[getattr(run, what) or 0 for run in side.used] or [0] for side in (a, b)]
+        ours, theirs = map(fmean, means)
+        if ours and theirs and ours != theirs:
+            percent = f"{100 * abs(ours / theirs - 1):.3g} %"
+            found.append(f"{percent} {'more' if ours > theirs else 'fewer'} {what}")
+    if not comparable_losses(a, b):
+        found.append("other validation data")
+    if not comparable_times(a, b):
+        found.append("other hardware, ranks or rules of the clock")
+    return found
+
+def decision(a, b, comparison, worth=None):
+    """better, worse, no difference or undecided, by the losses."""
+    if not comparable_losses(a, b) or not (a.independent and b.independent):
+        return "undecided"
+    same = comparison["no_effect"] and len(comparison["paired"]["seeds"]) > 1
+    return decide(test_that_speaks(comparison, "loss"), same, comparison["level"], worth)
+
+def decide(test, same, level, worth=None):
+    """The decision of a test; `same`: whether all losses of two pairs or more are the same."""
+    if stats.is_sure(test, level):
+        return "better" if test["difference"] < 0 else "worse"
+    within = worth and test["interval"] and max(map(abs, test["interval"])) <= worth
+    return "no difference" if same or within else "undecided"
 
 def verdict(a, b, comparison, target):
     """A few sentences, never more than the runs support."""
@@ -333,8 +370,9 @@ def verdict(a, b, comparison, target):
         return ("Nothing is shown: the runs of a side are not independent (see the warnings), so "
                 "no p-value holds.")
     sentences = [about_loss(a, b, comparison), about_time(a, b, comparison)]
-    if comparable_losses(a, b) and not comparison["no_effect"]:
-        sentences.insert(1, about_power(comparison))
+    if comparison["unequal"]:
+        text = f"Unequal: {titles([a, b])[0]} has {', '.join(comparison['unequal'])}."
+        sentences.insert(0, text)
     if target is not None:
         sentences.append(about_target(a, b, comparison, target))
     for side in (a, b):
@@ -358,29 +396,35 @@ def about_loss(a, b, comparison):
                 f"pair{'s' * (pairs != 1)}).")
     if not comparable_losses(a, b):
         return "Losses do not compare, the validation data or the vocabulary differ."
+    names = titles([a, b])
     test = test_that_speaks(comparison, "loss")
-    size = f"{abs(test['difference']):.4f} nats a token"
-    text = claim("loss", titles([a, b]), test, size, ("better", "worse"))
+    if comparison["decision"] == "no difference":
+        low, high = test["interval"]
+        return (f"No difference that matters: {names[0]} - {names[1]} lies between {low:+.4f} and "
+                f"{high:+.4f} nats a token, by {pairs} pairs.")
+    size = f"{names[0]} - {names[1]} = {test['difference']:+.4f} nats a token"
+    extent = ", ".join(text for text in comparison["unequal"] if "%" in text)
+    text = claim("loss", names, test, size, ("better", "worse"), comparison["level"], extent)
     if comparison["speaks"] == "paired":
-        other = number(comparison["loss"]["p"], ".2g")
-        text += f" by the t-test of {pairs} pairs (Welch's, which ignores the seeds: p = {other})"
+        text += f" by {pairs} pairs"
     else:
         text += f" by Welch's t-test of {len(a.used)} runs against {len(b.used)}"
-    return f"{text}."
+    return f"{text}.{about_power(comparison)}"
 
 def about_power(comparison):
-    """What the runs could have shown, where they do not show a difference."""
+    """What the runs could have shown, or what is still to be done, where they show nothing."""
+    test = test_that_speaks(comparison, "loss")
     found = comparison["power"]
-    p = test_that_speaks(comparison, "loss")["p"]
-    if p is None or p < ALPHA or not found["detectable"]:
-        return None
-    paired = comparison["speaks"] == "paired"
-    runs = f"{len(comparison['paired']['seeds'])} such pairs" if paired else "Such runs"
-    text = f"{runs} would detect a difference of {found['detectable']:.2g} in 4 cases of 5"
-    if found["needed"]:
-        what = "pairs" if paired else "runs a side"
-        return f"{text}; to detect the one seen would take some {found['needed']} {what}."
-    return f"{text}; the one seen is too small for any number of runs that one could make."
+    if stats.is_sure(test, comparison["level"]) or test["adjusted"] is None:
+        return ""
+    if test["E"] is not None:
+        needed = test["needed"]
+        return f" Some {needed} pairs would likely decide it." if needed else ""
+    if not found["detectable"]:
+        return ""
+    what = "pairs" if comparison["speaks"] == "paired" else "runs a side"
+    return (f" Such a race would detect a difference of {found['detectable']:.2g} in 4 cases of 5; "
+            f"to detect the one seen would take {found['needed'] or 'more than 100,000'} {what}.")
 
 def about_time(a, b, comparison):
     if any(run.mixed for run in a.used + b.used):
@@ -390,8 +434,7 @@ def about_time(a, b, comparison):
     test = test_that_speaks(comparison, "seconds")
     if test["difference"] is None:
         return None
-    percent = 100 * abs(test["difference"]) / max(b.seconds["mean"], 1e-9)
-    text = claim("time", titles([a, b]), test, f"{percent:.1f} %", ("faster", "slower"))
+    text = claim_time(titles([a, b]), test, b.seconds["mean"], comparison["level"])
     if not a.used[0].hardware:
         return f"{text}; the logs do not name the hardware."
     return f"{text} on the same kind of hardware."
@@ -413,22 +456,34 @@ def about_target(a, b, comparison, target):
              "of training")
     if not comparable_times(a, b):
         return f"{text}, on hardware that differs."
-    percent = 100 * abs(found["seconds"]["difference"] or 0) / max(means[1], 1e-9)
-    said = claim("time to the target", names, found["seconds"], f"{percent:.1f} %",
-                 ("faster there", "slower there"))
-    return f"{text}: {said[0].lower() if said.startswith('No') else said[0]}{said[1:]}."
+    said = claim_time(names, found["seconds"], means[1], comparison["level"])
+    return f"{text}. There, {said[0].lower() if said.startswith('No') else said[0]}{said[1:]}."
 
-def claim(what, names, test, size, words):
-    """One sentence about a difference A - B, as strong as its p-value and no stronger."""
+def claim_time(names, test, seconds, level):
+    difference = test["difference"] or 0
+    size = f"{difference:+.3g} s, {100 * difference / max(seconds, 1e-9):+.1f} %"
+    return claim("time", names, test, size, ("faster", "slower"), level)
+
+def claim(what, names, test, size, words, level=ALPHA, extent=""):
+    """One sentence about a difference A - B, as strong as its p- or e-value and no stronger."""
     word = words[(test["difference"] or 0) > 0]
-    p = test["p"]
-    if p is None:
+    than = f"{word} than {names[1]}{' at ' * bool(extent)}{extent}"
+    if test["adjusted"] is None:
         return f"No difference in {what} can be tested, the runs do not spread"
-    if p < ALPHA:
-        return f"{names[0]} is {word} than {names[1]} by {size} (p = {p:.2g})"
-    if p < 0.05:
-        return f"{names[0]} may be {word} than {names[1]} by {size}, not surely (p = {p:.2g})"
-    return f"No difference in {what} is shown ({size}, p = {p:.2g})"
+    if stats.is_sure(test, level):
+        return f"{names[0]} is {than} ({size}, {strength(test)})"
+    if stats.is_sure(test, 0.05):
+        return f"{names[0]} may be {than}, not surely ({size}, {strength(test)})"
+    return f"No difference in {what} is shown ({size}, {strength(test)})"
+
+def strength(test):
+    """The p- or e-value in words, and what the number of candidates leaves of it."""
+    by_p = test["E"] is None
+    text = f"p = {test['p']:.2g}" if by_p else f"E = {test['E']:.3g}"
+    if test["adjusted"] > 1.001 * stats.p_value(test):
+        left = test["adjusted"] if by_p else 1 / test["adjusted"]
+        text += f", adjusted for the number of candidates {left:.2g}"
+    return text
 
 # ---- Text ----------------------------------------------------------------------------------------
 
@@ -504,25 +559,25 @@ def print_rules(side, target):
         text = RULES[row["rule"]].format(target, row["value"])
         text += ", holds" if row["holds"] else ", does not hold"
         if row["runs_needed"]:
-            text += f"; {row['runs_needed']} run{'s' * (row['runs_needed'] != 1)} of this mean "
-            text += "would do" if row["runs_needed"] <= len(side.used) else "would be needed"
+            text += f"; it takes {row['runs_needed']} runs of this mean"
         if row["first"] is not None:
             text += f"; first holds at step {row['first']}"
         say_wrapped(text)
 
 def print_comparison(a, b, comparison):
-    rows = [["at the end", "A - B", "95 % interval", "p (two-sided)"]]
+    rows = [["at the end", f"{a.label} - {b.label}", "interval", "p or E"]]
     pairs = len(comparison["paired"]["seeds"])
     for what, key, form, unit in MEASURES:
-        tests = [("Welch", comparison[key])]
-        if pairs > 1:
-            tests.insert(0, (f"{pairs} pairs", comparison["paired"][key]))
+        paired = comparison["paired"][key]
+        tests = [(f"{pairs} pairs", paired)] * (pairs > 1)
+        tests += [("Welch", comparison[key])] * (paired["E"] is None)
         for kind, test in tests:
+            value = test["p"] if test["E"] is None else test["E"]
             rows.append([f"{what}, {kind}", number(test["difference"], f"+{form}", unit),
-                         interval(test["interval"], form), number(test["p"], ".2g")])
+                         interval(test["interval"], form), number(value, ".3g")])
     print_table(rows)
-    name = "the t-test of the pairs" if comparison["speaks"] == "paired" else "Welch's t-test"
-    say_wrapped(f"The verdict uses {name}: {comparison['why']}.", "")
+    judge = "the test of pairs" if comparison["speaks"] == "paired" else "Welch's t-test"
+    say_wrapped(f"The verdict uses {judge}: {comparison['why']}.", "")
     if comparison["rule"]:
         found = comparison["rule"]
         say_wrapped("optimizer track's rule for two results, (B's loss - A's + (B's steps - A's) / "
@@ -532,6 +587,24 @@ def print_comparison(a, b, comparison):
     print_changes(comparison)
     print_diff(comparison["source"], "source, B -> A")
 
+def print_candidates(candidates, baseline, comparisons):
+    """The table of a race of several, with a row for each candidate."""
+    rows = [["candidate", "decision", "pairs", f"loss - {baseline.name}'s", "interval", "p or E",
+             "adjusted", "time", "tokens", "parameters"]]
+    for side, found in zip(candidates, comparisons):
+        test = test_that_speaks(found, "loss")
+        by_e = test["E"] is not None
+        value = test["E"] if by_e else test["p"]
+        left = 1 / test["adjusted"] if by_e and test["adjusted"] else test["adjusted"]
+        run = side.used[0] if side.used else side.runs[0]
+        seconds = test_that_speaks(found, "seconds")["difference"]
+        rows.append([side.name, found["decision"], str(len(found["paired"]["seeds"])),
+                     number(test["difference"], "+.4f"), interval(test["interval"], "+.4f"),
+                     number(value, ".3g"), number(left, ".2g"), number(seconds, "+.1f", " s"),
+                     tokens_text(run.tokens), tokens_text(run.parameters)])
+    print_table(rows)
+    say()
+
 def print_changes(comparison):
     for kind in ("hyperparameters", "environment"):
         rows = comparison[kind]
@@ -539,23 +612,12 @@ def print_changes(comparison):
         for key, before, after in rows:
             say_wrapped(f"  {key}: {' | '.join(before)} -> {' | '.join(after)}", " " * 6)
         say()
-    if comparison["parameters"]:
-        before, after = (" | ".join(f"{n:,}" for n in ns) for ns in comparison["parameters"])
-        say(f"parameters of the model: {before} -> {after}\n")
 
 def print_diff(diff, title):
     if diff is None:
         say(f"{title}: missing in a log, no diff\n")
-    elif not diff:
-        say(f"{title}: the same\n")
     else:
-        say("\n".join([f"{title}: {diff_size(diff)}", *diff, ""]))
-
-def diff_size(diff):
-    """How much of a source has changed, as "3 places, -6 +7 lines"."""
-    marks = Counter(line[0] for line in diff[2:] if line)
-    places = marks["@"]
-    return f"{places} place{'s' * (places != 1)}, -{marks['-']} +{marks['+']} lines"
+        say("\n".join([title, *diff, ""] if diff else [f"{title}: the same", ""]))
 
 def as_json(thing):
     """The fields of a Side or a Run, for json.dumps."""
@@ -579,18 +641,19 @@ def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("logs", nargs="+", metavar="A", help="logs, or folders of logs")
-    parser.add_argument("--vs", nargs="+", metavar="B", help="the same for the baseline")
-    parser.add_argument("--target", type=float, help=f"validation loss to reach (default {TARGET}; "
-                        "none where the logs name another vocabulary than GPT-2's)")
-    parser.add_argument("--at", type=parse_steps, metavar="STEP[,STEP]", default=[None, None],
-                        help="take the losses at this step (of A and B: 2690,2720)")
-    parser.add_argument("--first", action="store_true", help="say the earliest step, the same for "
-                        "all runs, at which each rule holds")
-    parser.add_argument("--loss", metavar="NAME", default=logs.VAL_LOSS,
-                        help="read another logged loss, val_ema_loss say")
+    parser.add_argument("--vs", nargs="+", action="append", metavar="B", help="the baseline's")
+    parser.add_argument("--target", type=float, help="validation loss to reach")
+    parser.add_argument("--at", type=parse_steps, metavar="STEP[,STEP]", default=[None, None])
+    parser.add_argument("--first", action="store_true", help="the earliest step of each rule")
+    parser.add_argument("--loss", metavar="NAME", default=logs.VAL_LOSS, help="another loss")
+    parser.add_argument("--until_decided", type=float, metavar="LEVEL", help="by e-values")
     parser.add_argument("--plot", metavar="FILE", help="draw the losses into a .png or .svg")
     parser.add_argument("--json", action="store_true", help="everything, for programs")
     options = parser.parse_args(arguments)
+    if len(options.vs or []) > 1:
+        parser.error("--vs may be given once: all candidates have the same baseline")
+    if options.until_decided is not None and not 0 < options.until_decided < 1:
+        parser.error("--until_decided takes a level between 0 and 1, 0.01 say")
     if options.target is not None and not math.isfinite(options.target):
         parser.error("--target must be a number")
     if not re.fullmatch(r"\w+", options.loss):
@@ -600,44 +663,63 @@ def parse(arguments):
     return options
 
 def read_sides(options):
-    """The sides, the target, and a line for each input that is no log."""
-    runs, unread = read(options.logs, options.loss)
-    baseline, more_unread = read(options.vs or [], options.loss)
-    unread += more_unread
+    """The candidates, the baseline in a list, the target, and a line for each input that is no log.
+    With a baseline, each folder is a candidate, and the files are one together."""
+    inputs = [options.logs]
+    if options.vs:
+        inputs = [[path] for path in options.logs if os.path.isdir(path)]
+        files = [path for path in options.logs if not os.path.isdir(path)]
+        inputs += [files] if files else []
+    *found, vs = [read(paths, options.loss) for paths in [*inputs, *(options.vs or [[]])]]
+    unread = [line for _, lines in [*found, vs] for line in lines]
     for line in unread:
         say(line, sys.stderr)
-    if not runs or (options.vs and not baseline):
+    if not all(runs for runs, _ in found) or (options.vs and not vs[0]):
         raise BadInput("no run to report" + (" on one of the sides" if options.vs else ""))
     target = options.target
-    vocabularies = {run.hyperparameters.get("vocab_size") for run in runs + baseline}
+    vocabularies = {run.hyperparameters.get("vocab_size") for runs, _ in [*found, vs]
+                    for run in runs}
     if target is None and vocabularies <= {None, "50257", "50304"}:  # GPT-2's
         target = TARGET
-    sides = [Side("A", runs, target, options.at[0], options.first)]
-    if options.vs:
-        sides.append(Side("B", baseline, target, options.at[1], options.first))
-    return sides, target, unread
+    labels = ["A"] if len(found) == 1 else [f"A{i + 1}" for i in range(len(found))]
+    candidates = [Side(label, runs, target, options.at[0], options.first)
+                  for label, (runs, _) in zip(labels, found)]
+    baseline = [Side("B", vs[0], target, options.at[1], options.first)] if options.vs else []
+    return candidates, baseline, target, unread
+
+def report(candidates, baseline, comparisons, target):
+    """Print everything about the sides."""
+    several = len(candidates) > 1
+    for side, comparison in zip(candidates, comparisons):
+        name = f" on {side.name}" if several else ""
+        say_wrapped(f"verdict{name}: {comparison['verdict']}", "")
+        say()
+    if several:
+        print_candidates(candidates, *baseline, comparisons)
+    for side in candidates + baseline:
+        print_side(side, target)
+    for side, comparison in zip(candidates, comparisons):
+        print_comparison(side, *baseline, comparison)
 
 def main(arguments=None):
     """Print what is asked for; returns the exit status."""
     options = parse(arguments)
-    sides, target, unread = read_sides(options)
-    comparison = compare(*sides, target) if options.vs else None
+    candidates, baseline, target, unread = read_sides(options)
+    sides = candidates + baseline
+    comparisons = []
+    if baseline:
+        comparisons = compare_all(candidates, *baseline, target, options.until_decided)
+    only = comparisons[0] if len(comparisons) == 1 else None
     if options.plot:
         from records import plot  # which takes a second to import
 
-        plot.save(options.plot, sides, target, pairs_of(*sides) if options.vs else ())
+        plot.save(options.plot, sides, target, pairs_of(*sides) if only else ())
     if options.json:
-        print(json.dumps({"version": 6, "target": target, "loss": options.loss, "sides": sides,
-                          "comparison": comparison, "unread": unread},
-                         indent=1, default=as_json, allow_nan=False))
-        return 1 if unread else 0
-    if comparison:
-        say_wrapped(f"verdict: {comparison['verdict']}", "")
-        say()
-    for side in sides:
-        print_side(side, target)
-    if comparison:
-        print_comparison(*sides, comparison)
+        print(json.dumps({"version": 7, "target": target, "loss": options.loss, "sides": sides,
+                          "comparison": only, "comparisons": [] if only else comparisons,
+                          "unread": unread}, indent=1, default=as_json, allow_nan=False))
+    else:
+        report(candidates, baseline, comparisons, target)
     return 1 if unread else 0
 
 if __name__ == "__main__":

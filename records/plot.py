@@ -4,7 +4,7 @@ learning rates and speed."""
 
 import math
 import textwrap
-from itertools import pairwise
+from itertools import cycle, pairwise
 
 from records import logs
 from records.logs import BadInput, printable
@@ -15,12 +15,12 @@ with logs.installed():
     from matplotlib.figure import Figure
     from scipy import stats
 
-COLOURS = ("#0072B2", "#D55E00")  # told apart by the colour-blind, and in grey by the dashes
-DASHES = ("-", (0, (4, 1.5)))
+# Told apart by the colour-blind, and in grey by the dashes.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
+DASHES = ("-", (0, (4, 1.5)), "-.", ":")
 DIFFERENCE = "#5B3A8C"
 SPEED = "#009E73"
 SHOWN_FROM = 0.5  # of the steps: before that losses fall so steeply that they would set the range
-FEW = 5  # validations in what is shown: with fewer, the training losses are drawn too
 AXES = {"seconds": "training time (seconds)", "tokens": "training tokens (millions)",
         "step": "training step"}
 STYLE = {"font.size": 11, "axes.titlesize": 11, "legend.fontsize": 10, "figure.titlesize": 13,
@@ -37,31 +37,22 @@ def place(line, axis):
     value = getattr(line, axis)
     return value / 1e6 if axis == "tokens" else value
 
-def shown_lines(run, kind):
-    """The Lines of a kind in the picture's range that have a loss, and the last one before it."""
-    found = [line for line in run.lines if line.kind == kind and line.loss is not None]
+def shown_lines(run):
+    """The validations in the picture's range that have a loss, and the last one before it."""
+    found = [line for line in run.validations if line.loss is not None]
     before = [line for line in found if line.step < SHOWN_FROM * run.steps]
     return before[-1:] + found[len(before):]
 
 def validation_curve(run, axis):
     """Positions and losses."""
-    points = shown_lines(run, "val")
+    points = shown_lines(run)
     return [place(line, axis) for line in points], [line.loss for line in points]
 
-def training_curve(run, axis):
-    """Positions and losses, each the mean over a sixth of what is shown."""
-    points = shown_lines(run, "train")
-    if len(points) < 2:
-        return [], []
-    width = max(1, len(points) // 6)
-    values = ([place(line, axis) for line in points], [line.loss for line in points])
-    return [np.convolve(each, np.full(width, 1 / width), mode="valid") for each in values]
-
-def mean_curve(runs, curve, axis):
+def mean_curve(runs, axis):
     """The mean of the runs' curves; None where they do not have the same steps."""
-    if len({tuple(curve(run, "step")[0]) for run in runs}) != 1:
+    if len({tuple(validation_curve(run, "step")[0]) for run in runs}) != 1:
         return None
-    return np.mean([curve(run, axis) for run in runs], axis=0)
+    return np.mean([validation_curve(run, axis) for run in runs], axis=0)
 
 def differences_by_step(pairs):
     """Steps, and rows of A - B in the validation loss for each pair; None where they share no two
@@ -76,31 +67,25 @@ def differences_by_step(pairs):
 
 # ---- Panels --------------------------------------------------------------------------------------
 
-def draw_losses(panel, side, axis, colour, dash, with_training):
+def draw_losses(panel, side, axis, colour, dash):
     """A thin line a run, and a bold one their mean, where all validated at the same steps."""
     name = short(side.name)
     runs = side.used or side.runs
     for run in runs:
         panel.plot(*validation_curve(run, axis), color=colour, linewidth=0.8, alpha=0.6)
     bold = {"color": colour, "linestyle": dash, "marker": "o", "markersize": 4}
-    mean = mean_curve(runs, validation_curve, axis)
+    mean = mean_curve(runs, axis)
     if len(runs) > 1 and mean is not None:
         panel.plot(*mean, **bold, linewidth=2.6, label=f"{name}: mean of {len(runs)} runs")
     else:
         label = name if len(runs) == 1 else f"{name}: {len(runs)} runs"
         panel.plot(*validation_curve(runs[0], axis), **bold, linewidth=1.8, label=label)
-    smoothed = mean_curve(runs, training_curve, axis) if with_training else None
-    if smoothed is not None and len(smoothed[0]) > 1:
-        panel.plot(*smoothed, color=colour, linewidth=1, linestyle=":",
-                   label=f"{name}: training loss, smoothed")
 
-def set_range(panel, runs, axis, target, with_training):
+def set_range(panel, runs, axis, target):
     """The part of the losses that is shown; the target only where it is near."""
     late = [line for run in runs for line in run.lines if line.step >= SHOWN_FROM * run.steps]
     losses = [line.loss for line in late if line.kind == "val" and line.loss is not None]
     losses = losses or [loss for run in runs for loss in validation_curve(run, axis)[1]]
-    if with_training:
-        losses += [loss for run in runs for loss in training_curve(run, axis)[1]]
     low = min(losses)
     high = max(losses)
     if target is not None and abs(target - (low + high) / 2) < 2 * (high - low):
@@ -162,7 +147,7 @@ def draw_rates(panel, run, amount):
 
 def draw(sides, target, pairs=()):
     """The figure of one or two sides; pairs are those (run of A, run of B) that share a seed."""
-    runs = [run for side in sides for run in side.used or side.runs if shown_lines(run, "val")]
+    runs = [run for side in sides for run in side.used or side.runs if shown_lines(run)]
     if not runs:
         raise BadInput("no picture, for the logs hold no validation")
     difference = differences_by_step(pairs)
@@ -170,18 +155,16 @@ def draw(sides, target, pairs=()):
     figure = Figure(figsize=(9, 7.6 if difference else 4.8), layout="constrained")
     mosaic = [["time", "tokens"]] + [["difference"] * 2] * bool(difference)
     panels = figure.subplot_mosaic(mosaic)
-    few = max(len(shown_lines(run, "val")) for run in runs) < FEW
-    with_training = few or len(sides) == 1
     for axis, panel in (("seconds", panels["time"]), (amount, panels["tokens"])):
         if len(sides) == 1 and panel is panels["tokens"]:
             draw_rates(panel, runs[0], amount)
             continue
-        for side, colour, dash in zip(sides, COLOURS, DASHES):
-            draw_losses(panel, side, axis, colour, dash, with_training)
+        for side, colour, dash in zip(sides, cycle(COLOURS), cycle(DASHES)):
+            draw_losses(panel, side, axis, colour, dash)
         if target is not None:
             panel.axhline(target, color="black", linewidth=1, linestyle="-.",
                           label=f"target {target:g}")
-        set_range(panel, runs, axis, target, with_training)
+        set_range(panel, runs, axis, target)
         finish_panel(panel, axis, "loss (nats a token)")
     if difference:
         draw_difference(panels["difference"], *difference)
@@ -195,13 +178,11 @@ def draw(sides, target, pairs=()):
 
 def title(sides):
     counts = [len(side.used or side.runs) for side in sides]
-    runs = f"{counts[0]} run{'s' * (counts[0] != 1)}"
-    if len(set(counts)) > 1:
-        runs = f"{counts[0]} and {counts[1]} runs"
-    elif len(counts) > 1:
-        runs += " each"
-    names = " against ".join(short(side.name) for side in sides)
-    return textwrap.fill(f"Validation loss of {names}, {runs}", 80)
+    amount = f"{counts[0]}" if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
+    runs = f"{amount} run{'s' * (amount != '1')}{' each' * (len(sides) > 1)}"
+    *names, last = [short(side.name) for side in sides]
+    against = f"{', '.join(names)} against " if names else ""
+    return textwrap.fill(f"Validation loss of {against}{last}, {runs}", 80)
 
 def save(path, sides, target, pairs=()):
     with matplotlib.rc_context(STYLE):

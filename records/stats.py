@@ -1,4 +1,5 @@
-"""Statistics of runs: spreads, tests of a difference, their power, and the rules of the field.
+"""Statistics of runs: spreads, tests of a difference, also of pairs that are added until it is
+decided, their power, and the rules of the field.
 compare.py puts their results into words. What too few values cannot say is None."""
 
 import math
@@ -12,6 +13,7 @@ with logs.installed():
     from scipy import special, stats
 
 ALPHA = 0.01                      # the speedrun's level of significance
+PRIOR = 4.0                       # see e_value
 POWER = 0.8                       # of ten true differences of this size, eight are shown
 MOST_RUNS = 100_000
 TRACK_MARGIN = 0.004              # of the optimizer track: 3.09 SDs of 0.0013, for p < 0.001
@@ -37,10 +39,13 @@ def p_below(values, target):
         return None
     return float(stats.ttest_1samp(values, target, alternative="less").pvalue)
 
+def sd_of(values):
+    return float(np.std(values, ddof=1)) if len(values) > 1 else None
+
 def difference(a, b, test=None, **options):
     """The difference of the means of a and b, with the 95 % interval and the two-sided p of one of
     SciPy's tests, where one is given."""
-    found = {"difference": None, "interval": None, "p": None}
+    found = {"difference": None, "interval": None, "p": None, "E": None, "adjusted": None}
     if a and b:
         found["difference"] = float(np.mean(a) - np.mean(b))
     if test:
@@ -49,7 +54,8 @@ def difference(a, b, test=None, **options):
             result = test(a, b, **options)
             low, high = result.confidence_interval()
         if math.isfinite(result.pvalue):
-            found |= {"interval": (float(low), float(high)), "p": float(result.pvalue)}
+            p = float(result.pvalue)
+            found |= {"interval": (float(low), float(high)), "p": p, "adjusted": p}
     return found
 
 def welch(a, b):
@@ -60,8 +66,79 @@ def welch(a, b):
 
 def paired(a, b):
     """By the t-test of the differences of pairs, with their SD."""
-    sd = float(np.std(np.subtract(a, b), ddof=1)) if len(a) > 1 else None
+    sd = sd_of(np.subtract(a, b))
     return difference(a, b, stats.ttest_rel if sd and sd > 1e-12 else None) | {"sd": sd}
+
+def adjusted(values):
+    """p-values of several comparisons, adjusted for their number (Holm, 1979): with a probability
+    of 1 - level, none of those that stay below the level is wrong."""
+    order = np.argsort(values)
+    steps = np.sort(values) * np.arange(len(values), 0, -1)
+    return np.minimum(1, np.maximum.accumulate(steps))[np.argsort(order)].tolist()
+
+def p_value(test):
+    """p, or 1 / E, which is a p-value too."""
+    return test["p"] if test["E"] is None else min(1, 1 / test["E"])
+
+def is_sure(test, level=ALPHA):
+    """Whether a test shows its difference: for a gain, which is a lower value, after the adjustment
+    for the number of candidates. To call one worse by chance costs no more than that idea."""
+    p = test["adjusted"] if (test["difference"] or 0) < 0 else p_value(test)
+    return p is not None and p <= level
+
+# ---- Until decided -------------------------------------------------------------------------------
+# Whoever looks at a p-value after each pair, and stops at the first small one, is wrong far more
+# often than it says. An e-value may be looked at any number of times: where there is no difference,
+# it ever reaches 1 / level with a probability of at most the level (Ville's inequality).
+
+def log_e(share, n):
+    """The logarithm of the e-value of n differences; see e_value."""
+    width = 1 + n * PRIOR
+    return -np.log(width) / 2 - n / 2 * np.log1p(-share * (1 - 1 / width))
+
+def share_of_mean(differences):
+    """The share of the mean in the mean square of differences [..., n]: t^2 / (n - 1 + t^2)."""
+    square = np.mean(np.square(differences), axis=-1)
+    return np.mean(differences, axis=-1) ** 2 / np.where(square > 0, square, 1)
+
+def e_value(differences):
+    """The e-value of the mean of n differences of pairs [..., n]. 1 / E is a p-value at every look.
+
+    It is the Bayes factor of the t-test (Gönen et al., The American Statistician, 2005) for a mean
+    that is normal around 0 with a variance of PRIOR, in units of the differences' own spread, which
+    has a right-Haar prior. As pairs are added, its values are a test martingale (Pérez-Ortiz et
+    al., arXiv:2208.07610). At most it is (1 + n PRIOR) ** ((n - 1) / 2), so 100 takes 5 pairs."""
+    return np.exp(log_e(share_of_mean(differences), np.shape(differences)[-1]))
+
+def confidence_sequence(differences, level):
+    """The means that e_value(differences - mean) < 1 / level leaves possible. With a probability of
+    1 - level, the true mean lies in all such intervals, after however many pairs. None where the
+    pairs are too few for a bound."""
+    n = len(differences)
+    width = 1 + n * PRIOR
+    share = (1 - (level * width**-0.5) ** (2 / n)) / (1 - 1 / width)  # at which E is 1 / level
+    if share >= 1:
+        return None
+    mean = float(np.mean(differences))
+    half = float(np.std(differences)) * math.sqrt(share / (1 - share))
+    return mean - half, mean + half
+
+def until_decided(a, b, level):
+    """The test of pairs whose number was not fixed beforehand, with the SD of the differences."""
+    if not a:
+        return difference(a, b) | {"sd": None, "needed": None}
+    differences = np.subtract(a, b)
+    E = float(e_value(differences))
+    return difference(a, b) | {"E": E, "adjusted": min(1, 1 / E), "sd": sd_of(differences),
+                               "interval": confidence_sequence(differences, level),
+                               "needed": pairs_until_decided(differences, level)}
+
+def pairs_until_decided(differences, level):
+    """How many pairs would reach E = 1 / level, if their mean and spread stayed what they are; None
+    if more than MOST_RUNS."""
+    share = share_of_mean(differences)
+    decided = log_e(share, np.arange(1, MOST_RUNS)) >= -math.log(level)
+    return int(np.argmax(decided)) + 1 if decided.any() else None
 
 # ---- Power ---------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ def side_of(label, folder, target=3.28, **more):
 
 
 def compared(a, b, target=3.28):
-    return compare.compare(side_of("A", a, target), side_of("B", b, target), target)
+    return compare.compare_all([side_of("A", a, target)], side_of("B", b, target), target)[0]
 
 
 def verdict_of(a, b, target=3.28):
@@ -170,37 +170,112 @@ def test_p_value_of_the_verdict_is_that_of_the_pairs_or_of_welchs_test(tmp_path)
          stats.ttest_ind(better, seeds, equal_var=False).pvalue]
     assert p[0] < 0.001 and p[1] > 0.5
     assert found["verdict"].startswith(
-        f"A is better than B by 0.0110 nats a token (p = {p[0]:.2g}) by the t-test of 4 pairs "
-        f"(Welch's, which ignores the seeds: p = {p[1]:.2g}).")
+        f"A is better than B (A - B = -0.0110 nats a token, p = {p[0]:.2g}) by 4 pairs.")
+    assert found["loss"]["p"] == pytest.approx(p[1]) and found["decision"] == "better"
     other = write(tmp_path / "c", seeds, first_seed=4)
     found = compared(a, other)
     assert found["speaks"] == "welch" and found["paired"]["seeds"] == ["4"]
-    assert found["why"].startswith("the sides share only 1 of their seeds")
+    assert found["why"] == "of the seeds, both sides ran 1"
     assert found["verdict"].startswith(
-        f"No difference in loss is shown (0.0110 nats a token, p = {p[1]:.2g}) by Welch's t-test "
-        "of 4 runs against 4. Such runs would detect a difference of")
+        f"No difference in loss is shown (A - B = -0.0110 nats a token, p = {p[1]:.2g}) by Welch's "
+        "t-test of 4 runs against 4. Such a race would detect a difference of")
+    assert found["decision"] == "undecided"
 
 
 def test_a_sure_difference_is_claimed_with_its_hardware(tmp_path):
     a = write(tmp_path / "a", GOOD, ms=(99.0, 99.1))
     b = write(tmp_path / "b", SAME, ms=(100.0, 100.2))
     said = verdict_of(a, b)
-    assert said.startswith("No difference in loss is shown (0.0001 nats a token, p = ")
-    assert " A is faster than B by 1.0 % (p = " in said and " on the same kind of hardware." in said
+    assert said.startswith("No difference in loss is shown (A - B = -0.0001 nats a token, p = ")
+    assert " A is faster than B (-0.263 s, -1.1 %, p = " in said and " on the same kind of hardware." in said
     assert " Mean below 3.28 at p < 0.01: A yes, B yes." in said
     high = write(tmp_path / "c", [3.2850, 3.2862, 3.2858, 3.2858], ms=(99.5, 101.0, 98.5))
-    assert "A is worse than B by" in verdict_of(high, a)
+    assert "A is worse than B (A - B = +0.0" in verdict_of(high, a)
     assert "A not shown, B yes" in verdict_of(high, a)
     assert "below" not in verdict_of(a, high, target=None)
 
 
-@pytest.mark.parametrize("p, words", [(0.009, "A is faster than B by 1 %"),
-                                      (0.011, "A may be faster than B by 1 %, not surely"),
+@pytest.mark.parametrize("p, words", [(0.009, "A is faster than B (1 %, p = 0.009)"),
+                                      (0.011, "A may be faster than B, not surely (1 %, p = "),
                                       (0.051, "No difference in time is shown"),
                                       (None, "can be tested")])
 def test_claims_are_as_strong_as_their_p_value(p, words):
-    assert words in compare.claim("time", "AB", {"difference": -1.0, "p": p}, "1 %",
-                                 ("faster", "slower"))
+    test = {"difference": -1.0, "p": p, "E": None, "adjusted": p}
+    assert words in compare.claim("time", "AB", test, "1 %", ("faster", "slower"))
+
+
+def test_what_is_unequal_is_said_first(tmp_path):
+    """Half more tokens are not better, they are better at half more tokens."""
+    a = write(tmp_path / "a", [loss - 0.1 for loss in GOOD], before=(10.8, 4.2), ms=(100.0, 101.0),
+              notes=["model: 1100 parameters; 8 x 1024 tokens a step"])
+    b = write(tmp_path / "b", SAME, notes=["model: 1000 parameters; 8 x 1024 tokens a step"])
+    found = compared(a, b)
+    assert found["unequal"] == ["50 % more tokens", "50 % more steps", "10 % more parameters"]
+    extent = "50 % more tokens, 50 % more steps, 10 % more parameters"
+    assert found["verdict"].startswith(f"Unequal: A has {extent}. A is better than B at {extent} (A - B"
+                                       " = -0.1001 nats a token, p = ")
+    same = write(tmp_path / "c", GOOD, notes=["model: 1000 parameters; 8 x 1024 tokens a step"])
+    assert compared(same, b)["unequal"] == [] and "Unequal" not in verdict_of(same, b)
+    elsewhere = write(tmp_path / "d", GOOD, hyper={"val_tokens": 99}, env={"ranks": 4})
+    assert verdict_of(elsewhere, b).startswith(
+        "Unequal: A has other validation data, other hardware, ranks or rules of the clock. Losses "
+        "do not compare")
+
+
+def test_several_candidates_against_one_baseline(tmp_path, capsys):
+    """The best of many looks good by chance, so a gain needs more; a harm does not."""
+    noise = np.array([0.0, 0.004, -0.005, 0.001])
+    base = write(tmp_path / "base", [3.20, 3.25, 3.31, 3.28], hyper={"name": "'base'"})
+    for name, mean in (("gain", -0.011), ("harm", 0.011), ("none", 0.0)):
+        write(tmp_path / name, np.add([3.20, 3.25, 3.31, 3.28], mean + noise).round(6),
+              hyper={"name": f"'{name}'"})
+    p = stats.ttest_1samp(noise - 0.011, 0).pvalue
+    assert 0.005 < p < 0.01
+    folders = [tmp_path / name for name in ("gain", "harm", "none")]
+    status, out, _ = run_main(capsys, *folders, "--vs", base, "--json")
+    found = json.loads(out)
+    assert status == 0 and [side["label"] for side in found["sides"]] == ["A1", "A2", "A3", "B"]
+    assert found["comparison"] is None
+    first, second, third = found["comparisons"]
+    assert [one["decision"] for one in (first, second, third)] == [
+        "undecided", "worse", "undecided"]
+    assert first["paired"]["loss"]["p"] == pytest.approx(p)
+    assert first["paired"]["loss"]["adjusted"] == pytest.approx(3 * p)
+    assert f"p = {p:.2g}, adjusted for the number of candidates {3 * p:.2g})" in first["verdict"]
+    assert "harm is worse than base (harm - base = +0.0110 nats a token" in second["verdict"]
+    _, out, _ = run_main(capsys, *folders, "--vs", base, "--plot", tmp_path / "x.png")
+    assert "verdict on gain: gain may be better than base, not surely" in out
+    rows = [line.split()[:4] for line in out.splitlines()]
+    assert ["harm", "worse", "4", "+0.0110"] in rows
+    assert (tmp_path / "x.png").stat().st_size > 10_000
+    alone = json.loads(run_main(capsys, folders[0], "--vs", base, "--json")[1])
+    assert alone["comparison"]["decision"] == "better" and alone["comparisons"] == []
+    files = sorted(tmp_path.glob("gain/*.log"))  # together they are one candidate
+    _, out, _ = run_main(capsys, *files, folders[1], "--vs", base, "--json")
+    assert [len(side["runs"]) for side in json.loads(out)["sides"]] == [4, 4, 4]
+    _, out, _ = run_main(capsys, *folders, "--json")
+    assert [len(side["runs"]) for side in json.loads(out)["sides"]] == [12]
+
+
+def test_pairs_that_were_added_until_decided_have_an_e_value(tmp_path, capsys):
+    losses = [3.20, 3.25, 3.31, 3.28, 3.22, 3.30]
+    base = write(tmp_path / "b", losses, ms=(100.0, 101.0))
+    ours = [x - 0.01 - i % 2 / 1000 for i, x in enumerate(losses)]
+    a = write(tmp_path / "a", ours, ms=(100.0, 102.0))
+    E = compare.stats.e_value(np.subtract(ours, losses))
+    assert E > 100
+    out = run_main(capsys, a, "--vs", base, "--until_decided=0.01")[1]
+    said = " ".join(out.split())
+    assert f"A is better than B (A - B = -0.0105 nats a token, E = {E:.3g}) by 6 pairs." in said
+    assert "6 pairs -0.01050" in said and "Welch" not in said
+    assert " p = " not in said.partition(" Mean below")[0]
+    (a / "run5.log").unlink()
+    (a / "run4.log").unlink()
+    found = json.loads(run_main(capsys, a, "--vs", base, "--until_decided=0.01", "--json")[1])
+    result = found["comparison"]
+    assert result["decision"] == "undecided" and result["paired"]["loss"]["p"] is None
+    assert result["paired"]["loss"]["needed"] == 5 and result["power"] is None
+    assert "Some 5 pairs would likely decide it." in result["verdict"]
 
 
 @pytest.mark.parametrize("more, words", [
@@ -272,8 +347,8 @@ def test_the_time_to_the_target_is_tested_where_all_reach_it(tmp_path):
     times = [[run.reached[1] for run in side_of("A", folder).used] for folder in (a, b)]
     assert found["reached"] == [4, 4] and found["means"] == pytest.approx(np.mean(times, axis=1))
     assert found["seconds"]["p"] == pytest.approx(stats.ttest_rel(*times).pvalue)
-    assert "To 3.28 it takes A 20.1 s and B 25.3 s of training: A is faster there than B by" in (
-        verdict_of(a, b))
+    assert ("To 3.28 it takes A 20.1 s and B 25.3 s of training. There, A is faster than B (-5.24 s, "
+            "-20.7 %, p = 3.8e-05).") in verdict_of(a, b)
     b = write(tmp_path / "b", [3.3, *GOOD[1:]], ms=(100.0, 103.0))
     assert "A reaches 3.28 in 4 of 4 runs, B in 3 of 4." in verdict_of(a, b)
 
@@ -291,13 +366,12 @@ def test_two_sides_and_what_they_differ_in(tmp_path, capsys):
     assert out.startswith("verdict: ") and status == 0 and err == ""
     for line in ("A: x, 4 runs, hardware 8x H100, ranks 8, torch 2.12.0\n", "B: x, 4 runs",
                  "  muon_lr: 0.05 -> 0.06", "  windows: (not given) ->", "  torch: 2.11.0, Python",
-                 "parameters of the model: 1,000 -> 1,200\n", "-x = 1", "+x = 2"):
+                 "-x = 1", "+x = 2"):
         assert f"\n{line}" in out, line
     _, out, _ = run_main(capsys, a, "--vs", tmp_path / "a")
     for line in ("hyperparameters: no difference in the logs",
                  "source, B -> A: the same"):
         assert f"\n{line}\n" in out
-    assert "parameters of" not in out
     assert "missing in a log" in run_main(capsys, a, "--vs", LOGS / "console_only.log")[1]
 
 
@@ -326,8 +400,8 @@ def test_a_run_that_is_alive(tmp_path, capsys, end, steps):
 def test_what_is_said_about_the_target(tmp_path, capsys):
     losses = [3.2790 + x for x in (-0.0013, 0.0013, 0.0)]
     _, out, _ = run_main(capsys, write(tmp_path / "a", losses))
-    assert ("speedrun's rule, a mean below 3.28 at p < 0.01 (one-sided t-test): p = 0.16, does not "
-            "hold; 13 runs\n  of this mean would be needed\n") in out
+    assert ("speedrun's rule, a mean below 3.28 at p < 0.01 (one-sided t-test): p = 0.16, does "
+            "not hold; it takes\n  13 runs of this mean\n") in out
     _, out, _ = run_main(capsys, tmp_path / "a", "--target", "3.3")
     assert "a mean below 3.3 at p < 0.01 (one-sided t-test): p = 0.00" in out and ", holds" in out
     other = write(tmp_path / "b", losses, hyper={"vocab_size": 257})
@@ -344,7 +418,7 @@ def test_json_holds_everything_that_is_documented_and_is_strict(tmp_path, capsys
     found = json.loads(out, parse_constant=pytest.fail)
     side = found["sides"][0]
     run = side["runs"][1]
-    assert (status, found["version"], found["target"], found["unread"]) == (0, 6, 3.28, [])
+    assert (status, found["version"], found["target"], found["unread"]) == (0, 7, 3.28, [])
     assert side["loss"]["mean"] == pytest.approx(np.mean(GOOD))
     assert [run["loss"] for run in side["runs"]] == [None, *GOOD]
     assert run["environment"]["ranks"] == "8" and run["hyperparameters"]["name"] == "'x'"
@@ -372,7 +446,9 @@ def test_what_is_no_log_costs_one_line_and_the_rest_goes_on(tmp_path, capsys):
 
 @pytest.mark.parametrize("arguments", [(), ("x.log", "--plot", "x.jpg"),
                                        ("x.log", "--target", "nan"), ("x.log", "--nonsense"),
-                                       ("x.log", "--loss=a b"), ("x.log", "--at=1,2,3")])
+                                       ("x.log", "--loss=a b"), ("x.log", "--at=1,2,3"),
+                                       ("x.log", "--until_decided=1"),
+                                       ("x.log", "--vs", "y.log", "--vs", "z.log")])
 def test_wrong_usage_is_status_2(arguments, capsys):
     status, out, err = run_main(capsys, *arguments)
     assert status == 2 and out == "" and "error:" in err.splitlines()[-1]

@@ -1,6 +1,7 @@
 """records/race.py: what it starts, in which order, what it counts, and how it goes on. Most races
 here are of a stand-in for the script, which writes logs of the same form in no time."""
 
+import json
 import os
 import re
 import signal
@@ -100,6 +101,12 @@ def run_race(place, *flags, script="record.py"):
         return status_of(race.main, errors=(logs.BadInput,))
 
 
+def verdicts(place, name="record"):
+    """candidate -> its object in verdict.json."""
+    text = (place / "records" / f"race_{name}" / "verdict.json").read_text()
+    return {row["candidate"]: row for row in json.loads(text)}
+
+
 def starts(place):
     """(name, seed, num_iterations or None) of each run that was started."""
     found = []
@@ -122,16 +129,24 @@ def test_a_race_in_turn_with_the_same_seeds(place, capsys):
     out = capsys.readouterr().out
     folder = place / "records" / "race_record"
     assert sorted(path.name for path in folder.iterdir()) == [
-        "base", "race.json", "race.png", "record", "record.patch", "verdict.txt"]
+        "base", "race.json", "race.png", "record", "record.patch", "verdict.json", "verdict.txt"]
     ends = [[logs.read_run(path, "x").loss for path in finished_logs(place, side)]
             for side in ("record", "base")]
     p = stats.ttest_rel(*ends).pvalue
     verdict = " ".join((folder / "verdict.txt").read_text().split())
-    assert re.search(r"record is better than base by 0\.1\d* nats a token ", verdict)
-    assert f"(p = {p:.2g}) by the t-test of 3 pairs" in verdict and verdict in " ".join(out.split())
+    found = re.search(r"record is better than base \(record - base = (-0\.1\d*) nats a token, p = "
+                      r"(\S+)\) by 3 pairs\.", verdict)
+    assert found[2] == f"{p:.2g}" and verdict in " ".join(out.split())
+    row = verdicts(place)["record"]
+    assert row["p"] == pytest.approx(p) and row["E"] is None and row["keep"] is True
+    assert f"{row['difference']:.4f}" == found[1] and row["pairs"] == 3
     assert "below 4 at p < 0.01: record" in verdict
-    assert "after 1 pair: record " in out and f"lower in 3 of 3, paired p = {p:.2g}" in out
-    assert re.search(r"race: 5 runs are left, about 00:\d\d\n", out)
+    before = out.partition("verdict: ")[0]
+    assert " p = " not in before and " E = " not in before
+    assert "after 1 pair: record - base = -0.1" in out
+    assert re.search(r"race: 5 runs to go, about 00:\d\d\n", out)
+    assert re.search(r"step 2: record - base = (-0\.1\d*), mean of 1: \1\n", out)
+    assert re.search(r"step 2: record - base = -0\.1\d*, mean of 3: -0\.1", out)
     patch = (folder / "record.patch").read_text()
     assert "-OFFSET = 0.0\n+OFFSET = -0.1\n" in patch
     assert (folder / "race.png").read_bytes().startswith(b"\x89PNG")
@@ -139,19 +154,124 @@ def test_a_race_in_turn_with_the_same_seeds(place, capsys):
                for line in (place / "starts").read_text().splitlines())
 
 
-def test_a_finished_race_starts_nothing_and_more_pairs_are_added(place, capsys):
-    assert run_race(place, "--repeat=2") == 0
+def test_pairs_are_added_until_it_is_decided(place, capsys):
+    """Five at least; and a race that is decided starts nothing more, also if more are allowed."""
+    assert run_race(place, "demo") == 0
+    row = verdicts(place)["record"]
+    pairs = row["pairs"]
+    assert 5 <= pairs < 12 and row["decision"] == "better" and row["E"] >= 100 and row["p"] is None
+    assert row["adjusted"] == pytest.approx(1 / row["E"]) and row["why"].startswith("record is bet")
+    low, high = row["interval"]
+    assert low < row["difference"] < high < 0
+    assert len(finished_logs(place, "record")) == len(finished_logs(place, "base")) == pairs
+    out = capsys.readouterr().out
+    assert f"after {pairs} pairs: record - base = " in out and f"E = {row['E']:.3g}: better" in out
+    assert re.search(r"after 4 pairs: .*: undecided, 1 more such pair would decide it\n", out)
     before = starts(place)
-    assert run_race(place, "--repeat=2") == 0 and starts(place) == before
-    assert run_race(place, "--repeat=3") == 0
+    assert run_race(place, "demo", "--most=20") == 0 and starts(place) == before
+    assert verdicts(place)["record"] == row
+
+
+def test_an_undecided_race_goes_on_with_more_pairs_and_a_fixed_one_does_not(place, capsys):
+    assert run_race(place, "--most=2") == 4
+    assert verdicts(place)["record"]["decision"] == "undecided"
+    before = starts(place)
+    assert run_race(place, "--most=3") == 4
     assert starts(place)[len(before):] == [("record", 3, None), ("base", 3, None)]
-    assert "4 of 6 runs are done" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "4 runs are done" in out and "pairs would likely decide it." in " ".join(out.split())
+    assert run_race(place, "--repeat=3") == 2
+    assert "repeat was None and is 3" in capsys.readouterr().err
+    flags = ["--name=fixed", "--repeat=2"]
+    assert run_race(place, *flags) in (0, 4)
+    assert run_race(place, "--name=fixed", "--repeat=3") == 2
+    assert "repeat was 2 and is 3" in capsys.readouterr().err
+
+
+def test_many_candidates_share_the_baseline_and_drop_out(place, capsys):
+    """One is better, one worse, one the same, one does not run, and one is not honest."""
+    offsets = {"worse": 0.3, "same": 0.0, "broken": 0.0, "liar": -2.0}
+    for name, offset in offsets.items():
+        text = STAND_IN.replace("OFFSET = 0.0", f"OFFSET = {offset}")
+        text = text.replace("loss = 5", "loss = missing") if name == "broken" else text
+        (place / f"{name}.py").write_text(text + "# DISHONEST\n" * (name == "liar"))
+    copies = [str(place / f"{name}.py") for name in offsets]
+    settings = f"{place / 'base.py'} --muon_lr=3"
+    assert run_race(place, *copies, settings) == 0
+    rows = verdicts(place)
+    assert {name: (row["decision"], row["keep"], row["honest"]) for name, row in rows.items()} == {
+        "record": ("better", True, True), "worse": ("worse", False, True),
+        "same": ("no difference", False, True), "broken": ("broken", False, True),
+        "liar": ("dishonest", False, False), "base_muon_lr_3": ("no difference", False, True)}
+    assert rows["same"]["pairs"] == 2 and rows["broken"]["pairs"] == rows["liar"]["pairs"] == 0
+    assert rows["liar"]["why"].endswith("it is not raced, unless you add --dishonest")
+    best = rows["record"]
+    assert best["adjusted"] == pytest.approx(6 / best["E"]) and best["E"] > 600
+    assert rows["worse"]["E"] >= 100
+    made = [name for name, _, steps in starts(place) if steps is None]
+    assert made.count("base") == max(best["pairs"], rows["worse"]["pairs"])
+    assert made.count("same") == 2 and made.count("broken") == made.count("liar") == 0
+    assert len({row["patch"] for row in rows.values()} - {rows["same"]["patch"]}) == 5
+    out, err = capsys.readouterr()
+    assert "NameError: name 'missing' is not defined" in err
+    folder = place / "records" / "race_record"
+    table = next(line for line in out.splitlines() if line.startswith("worse "))
+    assert table.split()[1:3] == ["worse", str(rows["worse"]["pairs"])]
+    assert (folder / "base_muon_lr_3.patch").read_text() == "flags: --muon_lr=3\n"
+    before = starts(place)  # the same command tries only what could not be raced
+    (place / "broken.py").write_text(STAND_IN.replace("OFFSET = 0.0", "OFFSET = 0.2"))
+    assert run_race(place, *copies, settings) == 0
+    more = starts(place)[len(before):]
+    assert more[:2] == [("broken", 1, "1"), ("liar", 1, "1")]
+    assert {name for name, _, steps in more if steps is None} == {"broken"}
+    assert verdicts(place)["broken"]["decision"] == "worse"
+
+
+def test_the_status_and_the_json_of_a_race(place, capsys):
+    """3: nothing to keep; 2: nothing could be raced. Programs read standard output."""
+    (place / "record.py").write_text(STAND_IN.replace("OFFSET = 0.0", "OFFSET = 0.1"))
+    assert run_race(place, "--json") == 3
+    out, err = capsys.readouterr()
+    assert json.loads(out)[0]["decision"] == "worse" and "race: after 1 pair" in err
+    (place / "record.py").write_text("import missing")
+    assert run_race(place, "--name=x", "--json") == 2
+    out, err = capsys.readouterr()
+    assert json.loads(out)[0]["decision"] == "broken"
+    assert err.splitlines()[-1].startswith("error: ")
+
+
+def test_a_gain_with_more_tokens_is_not_kept(place):
+    (place / "record.py").write_text(STAND_IN.replace("OFFSET = 0.0", "OFFSET = -0.1").replace(
+        "tokens:{step}", "tokens:{2 * step}"))
+    assert run_race(place) == 3
+    row = verdicts(place)["record"]
+    assert (row["decision"], row["tokens"], row["baseline_tokens"]) == ("better", 10, 5)
+    assert row["why"].startswith("Unequal: record has 100 % more tokens. record is better than base "
+                                 "at 100 % more tokens (")
+
+
+def test_a_difference_that_is_not_worth_more_pairs(place):
+    assert run_race(place, "--worth=0.2", "--only_ours=--muon_lr=2") == 0  # it is decided before
+    (place / "record.py").write_text(STAND_IN.replace("OFFSET = 0.0", "OFFSET = 0.01").replace(
+        "NOISE = 1.0", "NOISE = -22.0"))
+    assert run_race(place, "--worth=0.2", "--name=y") == 3
+    row = verdicts(place, "y")["record"]
+    assert row["decision"] == "no difference" and max(map(abs, row["interval"])) <= 0.2
+    assert row["why"].startswith("No difference that matters: record - base lies between -0.")
+
+
+def test_a_candidate_with_other_validation_data_is_not_compared(place, capsys):
+    (place / "record.py").write_text(STAND_IN.replace('for key, value in vars(args).items()]',
+        'for key, value in (vars(args) | {"val_tokens": 9}).items()]'))
+    assert run_race(place) == 2
+    assert "validation data" in capsys.readouterr().err
+    assert len(finished_logs(place, "record")) == 1
 
 
 def test_two_settings_of_one_script(place):
     flags = [f"--records={place / 'records'}", "--repeat=2", "--seed=7", "--save_every=3"]
     assert run_race(place, "demo", *flags, "--only_ours=--muon_lr=0.5 --val_loss_every=2",
-                    "--name=x", script="base.py") == 0
+                    "--name=x", script="base.py") == 3
     lines = (place / "starts").read_text().splitlines()[2:]
     assert [seed for _, seed, _ in starts(place)[2:]] == [7, 7, 8, 8]
     for line in lines:
@@ -169,7 +289,7 @@ def test_a_mistake_shows_at_once_with_its_traceback(place, capsys):
                                     "output is above; mend it and start the race again")
     assert len(starts(place)) == 1 and "NPROC=1" in (place / "starts").read_text()
     (place / "record.py").write_text(STAND_IN)  # mended, it is raced
-    assert run_race(place, "--repeat=1") == 0
+    assert run_race(place, "--repeat=1") == 4
 
 
 def test_a_copy_that_is_not_honest_is_not_raced(place, capsys):
@@ -179,9 +299,10 @@ def test_a_copy_that_is_not_honest_is_not_raced(place, capsys):
     assert capsys.readouterr().err == (
         f"error: {place}/record.py: not honest: the loss of token 7 changes by 0.5; it is not "
         "raced, unless you add --dishonest\n")
-    assert len(starts(place)) == 2  # one step of each
+    assert len(starts(place)) == 1  # its one step
+    assert verdicts(place)["record"]["decision"] == "dishonest"
     (place / "record.py").write_text(STAND_IN.replace("OFFSET = 0.0", "OFFSET = -0.1"))
-    assert run_race(place, "demo", "--repeat=1", "--text=a.txt", "--muon_lr=1") == 0
+    assert run_race(place, "demo", "--repeat=1", "--text=a.txt", "--muon_lr=1") == 4
     asked = (place / "honesty.py.asked").read_text().splitlines()
     assert asked[1:] == [f"{place}/{name} demo --muon_lr=1" for name in ("record.py", "base.py")]
     verdict = (place / "records" / "race_record" / "verdict.txt").read_text()
@@ -191,8 +312,9 @@ def test_a_copy_that_is_not_honest_is_not_raced(place, capsys):
 def test_a_dishonest_copy_may_be_raced_and_the_verdict_says_so_first(place, capsys):
     """Also when pairs are added later; a setting can make a script dishonest, too."""
     flags = ["--only_ours=--muon_lr=13", "--dishonest"]
-    assert run_race(place, "--repeat=1", *flags) == 0
-    assert run_race(place, "--repeat=2", *flags) == 0
+    assert run_race(place, "--most=1", *flags) == 4
+    assert run_race(place, *flags) == 3
+    assert verdicts(place)["record"]["decision"] == "better" and not verdicts(place)["record"]["keep"]
     seen = f"{place}/record.py: not honest: the loss of token 7 changes by 0.5\n"
     folder = place / "records" / "race_record"
     assert (folder / "verdict.txt").read_text().startswith(seen)
@@ -205,7 +327,7 @@ def test_a_script_that_takes_no_single_step_is_tried_with_two(place):
                             'sys.exit("error: --num_iterations takes multiples of 2")\nN = args')
     for name in ("record.py", "base.py"):
         (place / name).write_text(text)
-    assert run_race(place, "--num_iterations=6", "--repeat=1") == 0
+    assert run_race(place, "--num_iterations=6", "--repeat=1") == 4
     assert [steps for *_, steps in starts(place)][:4] == ["1", "2", "1", "2"]
     assert "--num_iterations=6" in (place / "starts").read_text().splitlines()[-1]
 
@@ -217,25 +339,29 @@ def test_a_copy_that_ignores_its_seed_is_refused(place, capsys):
     assert "its log says seed = 9 at step 1, expected --seed=1" in capsys.readouterr().err
 
 
-def test_a_run_that_fails_ends_the_race_and_is_run_again(place, capsys):
-    assert run_race(place, "--repeat=1") == 0
+def test_a_run_that_fails_is_run_again_by_the_same_command(place, capsys):
+    assert run_race(place, "--most=1") == 4
     fails = "import sys\nif '--seed=2' in sys.argv:\n    sys.exit('no space')\n"
     (place / "launch.py").write_text(fails + LAUNCHER)
-    assert run_race(place, "--repeat=2") == 2
+    assert run_race(place, "--most=2") == 2  # the baseline begins the second pair
     out = capsys.readouterr()
     assert "no space" in out.err
-    assert re.search(r"error: \S+ failed with seed 2", out.err)
+    assert re.search(r"error: \S+/base\.py failed with seed 2", out.err)
+    (place / "launch.py").write_text(fails.replace("if", "if 'record.py' in sys.argv[1] and") + LAUNCHER)
+    assert run_race(place, "--most=2") == 2
+    assert re.search(r"error: \S+/record\.py failed with seed 2", capsys.readouterr().err)
+    assert verdicts(place)["record"]["decision"] == "broken"
     (place / "launch.py").write_text(LAUNCHER)
-    assert run_race(place, "--repeat=2") == 0
+    assert run_race(place, "--most=2") == 4
     assert [len(finished_logs(place, side)) for side in ("record", "base")] == [2, 2]
 
 
 @pytest.mark.parametrize("change, words", [
-    ("record", "ours.sha256 was "),
-    ("flags", "ours.flags was ['--muon_lr=1'] and is ['--muon_lr=2']"),
+    ("record", "record.sha256 was "),
+    ("flags", "record.flags was ['--muon_lr=1'] and is ['--muon_lr=2']"),
     ("seed", "first_seed was 1 and is 2"), ("NPROC", "NPROC was None and is 2")])
 def test_a_race_that_goes_on_refuses_what_has_changed(change, words, place, capsys, monkeypatch):
-    assert run_race(place, "--repeat=1", "--muon_lr=1") == 0
+    assert run_race(place, "--most=1", "--muon_lr=1") == 4
     before = starts(place)
     if change == "record":
         with open(place / "record.py", "a") as file:
@@ -244,7 +370,7 @@ def test_a_race_that_goes_on_refuses_what_has_changed(change, words, place, caps
         monkeypatch.setenv("NPROC", "2")
     flags = ["--muon_lr=2" if change == "flags" else "--muon_lr=1"]
     flags += ["--seed=2"] if change == "seed" else []
-    assert run_race(place, "--repeat=2", *flags) == 2
+    assert run_race(place, "--most=2", *flags) == 2
     err = capsys.readouterr().err
     assert "was begun with other scripts or flags: " in err and words in err
     assert "Go back to them, or give this race a --name of its own" in err
@@ -255,8 +381,11 @@ def test_a_race_that_goes_on_refuses_what_has_changed(change, words, place, caps
     (["--repeat=0"], "--repeat=0: takes a number above 0"),
     (["--resume=x.log"], "--resume=x.log: a race starts runs of its own"),
     (["--only_ours='"], "cannot be split into flags (No closing quotation); close its quotes"),
-    (["--target=nan"], "--target must be a number"),
-    (["demo"], "as the first word, expected the copy's file")])
+    (["--target=nan"], "argument --target: invalid number value: 'nan'"),
+    (["--most=0"], "--most=0: takes a number above 0"),
+    (["--level=2"], "--level=2.0: takes a number below 1"),
+    (["record.py"], "record.py: cannot be read"),
+    (["demo"], "no word names a copy: ./run.sh race my_record.py")])
 def test_wrong_usage_starts_nothing(flags, words, place, capsys):
     script = flags.pop() if flags == ["demo"] else "record.py"
     assert run_race(place, *flags, script=script) == 2
@@ -316,11 +445,11 @@ def test_interrupted_it_goes_on_and_no_run_is_lost_or_counted_twice(number, grou
         time.sleep(0.1)
     assert not alive(place)
     text = (place / "out").read_text()
-    assert "race: 2 of 4 runs are done; the same command goes on from there" in text
+    assert "race: 2 runs are done; the same command goes on from there" in text
     assert text.endswith("interrupted\n") and "Traceback" not in text
     hold.unlink()
-    assert begin(place).wait() == 0
-    assert "2 of 4 runs are done" in (place / "out").read_text()
+    assert begin(place).wait() in (0, 4)
+    assert "2 runs are done" in (place / "out").read_text()
     assert len(starts(place)) == 2 + 5
     for side, logged in (("record", 2), ("base", 3)):
         found = [logs.read_run(path, "x") for path in finished_logs(place, side)]
@@ -348,6 +477,6 @@ def test_which_runs_count(place, more, resumed, counts):
         text = log_text((3.3, 3.2), first=250, parent="gone/a", **usual | resumed)
         (folder / "b.log").write_text(text)
     (folder / "z_copy.log").write_text((folder / "a.log").read_text())  # of a seed that is there
-    found = race.counted(one, one.ours)
+    found = race.counted(one, one.candidates[0])
     assert {seed: Path(run.path).stem for seed, run in found.items()} == (
         {1: "a" if resumed is None else "b"} if counts else {})

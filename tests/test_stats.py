@@ -1,10 +1,11 @@
-"""records/stats.py: p-values and intervals against closed forms, tables and SciPy, power against
-simulation, and the rules of the field against their own examples."""
+"""records/stats.py: p-values and intervals against closed forms, tables and SciPy, power and
+e-values against simulation, and the rules of the field against their own examples."""
 
 import math
 
 import numpy as np
 import pytest
+from scipy import integrate, optimize
 from scipy import stats as scipy_stats
 
 from records import stats
@@ -107,3 +108,81 @@ def test_the_rule_for_two_results(ours, theirs, value):
     losses = [[mean] * n for mean, _, n in (ours, theirs)]
     found = stats.track_rule_for_two(*losses, theirs[1] - ours[1])
     assert found["value"] == pytest.approx(value, abs=3e-5) and found["holds"] == (value > 0.004)
+
+
+# --------------------------------------------------------------------------------------------------
+# Until decided
+
+def some_differences(n, mean):
+    values = np.random.RandomState(n).standard_normal(n)
+    return (values - values.mean()) / values.std(ddof=1) * 0.01 + mean
+
+
+@pytest.mark.parametrize("n, mean", [(2, 0.02), (3, -0.007), (5, 0.03), (8, 0.0), (12, -0.011)])
+def test_an_e_value_is_the_bayes_factor_of_the_t_test(n, mean):
+    """The density of t where the effect is normal, by numerical integration, over that at 0."""
+    found = some_differences(n, mean)
+    t = mean / 0.01 * math.sqrt(n)
+    def density(effect):
+        noncentral = scipy_stats.nct.pdf(t, n - 1, math.sqrt(n) * effect)
+        return noncentral * scipy_stats.norm.pdf(effect, 0, math.sqrt(stats.PRIOR))
+
+    expected = integrate.quad(density, -20, 20, points=[0, mean / 0.01], limit=500)[0]
+    expected /= scipy_stats.t.pdf(t, n - 1)
+    assert stats.e_value(found) == pytest.approx(expected, rel=1e-6)
+    assert stats.e_value([found, 7 * found]) == pytest.approx([expected] * 2)
+
+
+def test_the_ends_of_an_e_value():
+    assert stats.e_value([0.3]) == pytest.approx(1) and stats.e_value([0.0] * 6) == 0.2
+    width = 1 + 5 * stats.PRIOR
+    assert stats.e_value([0.5] * 5) == pytest.approx(width**2)  # as surely as five pairs can say it
+    assert stats.e_value([0.5] * 4) < 100
+
+
+@pytest.mark.parametrize("n", [5, 7, 30])
+def test_a_confidence_sequence_has_the_means_that_are_not_excluded(n):
+    found = some_differences(n, 0.004)
+    low, high = stats.confidence_sequence(found, 0.01)
+    for start, bound in ((-100.0, low), (100.0, high)):
+        root = optimize.brentq(lambda mean: stats.e_value(found - mean) - 100, start, 0.004)
+        assert bound == pytest.approx(root)
+    assert stats.confidence_sequence(found[:4], 0.01) is None
+
+
+def races_decided(effect, races, pairs=50):
+    """After how many pairs each of so many races is decided at 0.01, if one looks after each; 0 for
+    never."""
+    differences = np.random.RandomState(1).standard_normal((races, pairs)) + effect
+    first = np.zeros(races, int)
+    for n in range(2, pairs + 1):
+        decided = stats.e_value(differences[:, :n]) >= 100
+        first[(first == 0) & decided] = n
+    return first
+
+
+def test_looking_after_each_pair_is_seldom_wrong_and_finds_effects():
+    """Of 20,000 races without an effect, 0.52 % were ever decided. Effects of 2 and 1 spreads of a
+    pair are decided after 8 and 18 pairs in the median."""
+    assert np.mean(races_decided(0, 4000) > 0) <= 0.01
+    assert np.median(races_decided(2, 1000)) in (7, 8, 9)
+    assert np.median(races_decided(1, 1000)) in range(15, 22)
+
+
+def test_the_pairs_that_would_decide_it():
+    """If they repeat those that are there."""
+    found = some_differences(4, 0.012)
+    needed = stats.until_decided(list(found), [0.0] * 4, 0.01)["needed"]
+    assert 4 < needed < 100
+    share = stats.share_of_mean(found)
+    assert stats.log_e(share, needed - 1) < math.log(100) <= stats.log_e(share, needed)
+    assert stats.until_decided([1.0, -1.0], [0.0, 0.0], 0.01)["needed"] is None
+
+
+def test_p_values_adjusted_for_their_number_against_an_example():
+    """Of three, the smallest counts three times, the next one twice, and none less than the last."""
+    assert stats.adjusted([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
+    assert stats.adjusted([0.9, 0.8]) == [1, 1] and stats.adjusted([]) == []
+    gain = {"difference": -1.0, "p": 0.006, "E": None, "adjusted": 0.018}
+    assert not stats.is_sure(gain) and stats.is_sure(gain | {"difference": 1.0})
+    assert stats.is_sure(gain | {"p": None, "E": 200.0, "adjusted": 0.01})
