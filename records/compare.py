@@ -5,7 +5,7 @@
     python records/compare.py new/ --vs base/ --plot new.png      the same, drawn
     python records/compare.py idea1/ idea2/ --vs base/            several candidates, a table
     python records/compare.py new/ --at 2690 --first              losses at a step; earliest step
-    python records/compare.py NEW.log --plot new.png              a run, alive or not: loss, speed
+    python records/compare.py NEW.log --plot new.png              a run, alive or not
 
 A log is this project's, or published by the speedrun since October 2024, or captured from a
 console. A file may hold several runs, one after the other. A folder stands for every .log and .txt
@@ -53,9 +53,8 @@ Exit status: 0 all read, 1 some log was none or missing (the rest is still repor
     pairs for a decision), no_effect (of how many losses none differs, else null), speaks (welch or
     paired: the test of the verdict), why, level, to_target (reached: by how many runs of A, of B;
     means; seconds: as above), power (detectable: the difference that these runs would show 4 times
-    of 5; needed: the runs a side, or the pairs, for the difference seen), rule (of the optimizer
-    track, for two results: value, holds), decision (better, worse, no difference or undecided),
-    verdict
+    of 5; needed: the runs a side, or the pairs, for the difference seen), decision (better, worse,
+    no difference or undecided), verdict
 """
 
 import argparse
@@ -245,16 +244,12 @@ def compare(a, b, target, level=None):
         "why": f"of the seeds, both sides ran {len(pairs)}",
         "to_target": time_to_target(a, b, tested, by_pairs if is_paired else by_sides),
         "power": None,
-        "rule": None,
     }
     for key in ("loss", "seconds"):
         found[key] = by_sides(*values_of_both(a.used, b.used, key))
         found["paired"][key] = by_pairs(*values_of_both(*in_pairs, key))
     if min(map(len, tested)) > 1 and not level:
         found["power"] = stats.power(*values_of_both(*tested, "loss"), enough)
-    if target == TARGET and None not in (a.at, b.at):
-        losses = values_of_both(a.used, b.used, "loss")
-        found["rule"] = stats.track_rule_for_two(*losses, b.at - a.at)
     return found
 
 def compare_all(candidates, baseline, target, level=None, worth=None, more=0):
@@ -565,43 +560,35 @@ def print_rules(side, target):
         say_wrapped(text)
 
 def print_comparison(a, b, comparison):
-    rows = [["at the end", f"{a.label} - {b.label}", "interval", "p or E"]]
+    rows = [["at the end", f"{a.label} - {b.label}", "interval", "p or 1 / E"]]
     pairs = len(comparison["paired"]["seeds"])
     for what, key, form, unit in MEASURES:
         paired = comparison["paired"][key]
         tests = [(f"{pairs} pairs", paired)] * (pairs > 1)
         tests += [("Welch", comparison[key])] * (paired["E"] is None)
         for kind, test in tests:
-            value = test["p"] if test["E"] is None else test["E"]
             rows.append([f"{what}, {kind}", number(test["difference"], f"+{form}", unit),
-                         interval(test["interval"], form), number(value, ".3g")])
+                         interval(test["interval"], form), number(stats.p_value(test), ".2g")])
     print_table(rows)
     judge = "the test of pairs" if comparison["speaks"] == "paired" else "Welch's t-test"
     say_wrapped(f"The verdict uses {judge}: {comparison['why']}.", "")
-    if comparison["rule"]:
-        found = comparison["rule"]
-        say_wrapped("optimizer track's rule for two results, (B's loss - A's + (B's steps - A's) / "
-                    "100 * 0.0045) / sqrt(1/n + 1/n) >= 0.004: "
-                    f"{found['value']:.5f}, {'holds' if found['holds'] else 'does not hold'}")
     say()
     print_changes(comparison)
     print_diff(comparison["source"], "source, B -> A")
 
 def print_candidates(candidates, baseline, comparisons):
     """The table of a race of several, with a row for each candidate."""
-    rows = [["candidate", "decision", "pairs", f"loss - {baseline.name}'s", "interval", "p or E",
-             "adjusted", "time", "tokens", "parameters"]]
+    rows = [["candidate", "decision", "pairs", f"loss - {baseline.name}'s", "interval",
+             "p or 1 / E", "adjusted", "time", "tokens", "parameters"]]
     for side, found in zip(candidates, comparisons):
         test = test_that_speaks(found, "loss")
-        by_e = test["E"] is not None
-        value = test["E"] if by_e else test["p"]
-        left = 1 / test["adjusted"] if by_e and test["adjusted"] else test["adjusted"]
         run = side.used[0] if side.used else side.runs[0]
         seconds = test_that_speaks(found, "seconds")["difference"]
         rows.append([side.name, found["decision"], str(len(found["paired"]["seeds"])),
                      number(test["difference"], "+.4f"), interval(test["interval"], "+.4f"),
-                     number(value, ".3g"), number(left, ".2g"), number(seconds, "+.1f", " s"),
-                     tokens_text(run.tokens), tokens_text(run.parameters)])
+                     number(stats.p_value(test), ".2g"), number(test["adjusted"], ".2g"),
+                     number(seconds, "+.1f", " s"), tokens_text(run.tokens),
+                     tokens_text(run.parameters)])
     print_table(rows)
     say()
 

@@ -1,10 +1,9 @@
 """Pictures of runs, for compare.py: validation losses over training time and tokens, and where two
-sides ran the same seeds, their difference by step. Of a single side: losses, and its first run's
-learning rates and speed."""
+sides ran the same seeds, their difference by step."""
 
 import math
 import textwrap
-from itertools import cycle, pairwise
+from itertools import cycle
 
 from records import logs
 from records.logs import BadInput, printable
@@ -19,7 +18,6 @@ with logs.installed():
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
 DASHES = ("-", (0, (4, 1.5)), "-.", ":")
 DIFFERENCE = "#5B3A8C"
-SPEED = "#009E73"
 SHOWN_FROM = 0.5  # of the steps: before that losses fall so steeply that they would set the range
 AXES = {"seconds": "training time (seconds)", "tokens": "training tokens (millions)",
         "step": "training step"}
@@ -124,25 +122,6 @@ def draw_difference(panel, steps, rows):
                     "better")
     finish_panel(panel, "step", "difference (nats a token)")
 
-def draw_rates(panel, run, amount):
-    """The factor of the learning rates and, on a second axis, the speed, over the steps."""
-    rates = [(line.step, line.lr) for line in run.lines
-             if line.lr is not None and line.kind != "val"]
-    panel.plot(*zip(*rates or [(0, 0)]), color="black", linewidth=1.6,
-               label="learning-rate factor (left)")
-    panel.set_ylim(0, 1.08)
-    finish_panel(panel, "step", "factor of the learning rates")
-    other = panel.twinx()
-    scale = 1000 if amount == "tokens" else 1
-    speeds = [(after.step, (getattr(after, amount) - getattr(before, amount)) / scale
-               / (after.seconds - before.seconds))
-              for before, after in pairwise(run.lines[::len(run.lines) // 60 + 1])
-              if after.seconds > before.seconds]
-    other.plot(*zip(*speeds or [(0, 0)]), color=SPEED, linewidth=1.2, label="speed (right)")
-    other.set_ylim(0, 1.15 * max((speed for _, speed in speeds), default=1) or 1)
-    other.set_ylabel("thousand tokens a second" if scale > 1 else "steps a second")
-    other.spines["right"].set_visible(True)
-
 # ---- The picture ---------------------------------------------------------------------------------
 
 def draw(sides, target, pairs=()):
@@ -156,9 +135,6 @@ def draw(sides, target, pairs=()):
     mosaic = [["time", "tokens"]] + [["difference"] * 2] * bool(difference)
     panels = figure.subplot_mosaic(mosaic)
     for axis, panel in (("seconds", panels["time"]), (amount, panels["tokens"])):
-        if len(sides) == 1 and panel is panels["tokens"]:
-            draw_rates(panel, runs[0], amount)
-            continue
         for side, colour, dash in zip(sides, cycle(COLOURS), cycle(DASHES)):
             draw_losses(panel, side, axis, colour, dash)
         if target is not None:

@@ -17,7 +17,6 @@ PRIOR = 4.0                       # see e_value
 POWER = 0.8                       # of ten true differences of this size, eight are shown
 MOST_RUNS = 100_000
 TRACK_MARGIN = 0.004              # of the optimizer track: 3.09 SDs of 0.0013, for p < 0.001
-TRACK_LOSS_PER_STEP = 0.0045 / 100  # of the optimizer track: what a step less costs
 
 # ---- Tests ---------------------------------------------------------------------------------------
 
@@ -195,10 +194,3 @@ def track_rule(losses, target):
     needed = math.ceil(round((TRACK_MARGIN / margin) ** 2, 9)) if margin > 0 else None
     return {"rule": "optimizer track", "value": value, "holds": round(value, 12) >= TRACK_MARGIN,
             "runs_needed": needed}
-
-def track_rule_for_two(a, b, steps_saved):
-    """The optimizer track's for the losses of two results, where fewer steps count as a lower
-    loss."""
-    gain = float(np.mean(b) - np.mean(a)) + steps_saved * TRACK_LOSS_PER_STEP
-    value = gain / math.sqrt(1 / len(a) + 1 / len(b))
-    return {"value": value, "holds": round(value, 12) >= TRACK_MARGIN}

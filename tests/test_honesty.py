@@ -177,6 +177,11 @@ RIGHT = {
     "z-loss in training": [(LOSS, LOSS + (
         "            if self.training:\n"
         "                total += 1e-4 * self.logits(x).logsumexp(-1).square().sum()\n"))],
+    "the token after the next one in training": [(LOSS, LOSS + (
+        "            if self.training:\n"
+        "                later = F.pad(targets[1:], (0, 1), value=-1)\n"
+        "                total += 0.1 * F.cross_entropy(self.logits(x), later, ignore_index=-1,\n"
+        "                                               reduction='sum')\n"))],
     "other windows": [("(long // 2).clamp(min=1)", "(long // 3).clamp(min=1)"),
                       ("window_end=256, num_it", "window_end=512, num_it")],
     "a mean of the tokens so far": [(MLP, (

@@ -75,17 +75,11 @@ def test_the_difference_is_drawn_by_step_in_pairs(tmp_path):
     assert len(drawn(a, longer).axes) == 2  # other schedules are no pairs by step
 
 
-def test_a_run_alone_has_its_rates_and_its_speed(tmp_path):
-    text = log_text((10.8, 4.0, 3.5), total=1000).replace("lr:1.000", "lr:0.500")
-    (tmp_path / "x.log").write_text(text)
-    losses, rates, speeds = drawn(side_of("A", tmp_path, None)).axes
-    assert any(list(line.get_ydata()) == [10.8, 4.0, 3.5] and line.get_marker() == "o"
-               for line in losses.get_lines())
-    (factors,) = rates.get_lines()
-    assert list(factors.get_xdata()) == [124, 125, 249, 250] and {*factors.get_ydata()} == {0.5}
-    (speed,) = speeds.get_lines()
-    assert list(speed.get_ydata()) == pytest.approx([10] * len(speed.get_ydata()))
-    assert speeds.get_ylabel().startswith("thousand tokens a second") and len(speed.get_xdata()) > 2
+def test_a_run_that_is_alive(tmp_path):
+    (tmp_path / "x.log").write_text(log_text((10.8, 4.0, 3.5), total=1000))
+    for panel, end in zip(drawn(side_of("A", tmp_path, None)).axes, (25.0, 0.25)):
+        (line,) = (line for line in panel.get_lines() if line.get_marker() == "o")
+        assert list(line.get_ydata()) == [10.8, 4.0, 3.5] and line.get_xdata()[-1] == end
 
 
 @pytest.mark.parametrize("name", ["console_only.log", "stopped_early.txt"])
