@@ -236,7 +236,7 @@ def compare(a, b, target, level=None):
         "unequal": unequal(a, b),
         "hyperparameters": differences(a, b, "hyperparameters"),
         "environment": differences(a, b, "environment"),
-        "source": source_diff(usual_run(b), usual_run(a)),
+        "source": source_diff(*[(side.used or side.runs)[0] for side in (b, a)]),
         "paired": {"seeds": [run.seed for run, _ in pairs]},
         "no_effect": unchanged_losses(pairs),
         "speaks": "paired" if is_paired else "welch",
@@ -273,12 +273,6 @@ def values_of_both(a, b, key):
 
 def test_that_speaks(comparison, key):
     return comparison["paired"][key] if comparison["speaks"] == "paired" else comparison[key]
-
-def usual_run(side):
-    """The first of the runs that have the source that most have."""
-    runs = side.used or side.runs
-    usual = Counter(run.source for run in runs).most_common(1)[0][0]
-    return next(run for run in runs if run.source == usual)
 
 def unchanged_losses(pairs):
     """How many losses two sides of equal seeds have, where none differs at any step."""
@@ -400,11 +394,9 @@ def about_loss(a, b, comparison):
     size = f"{names[0]} - {names[1]} = {test['difference']:+.4f} nats a token"
     extent = ", ".join(text for text in comparison["unequal"] if "%" in text)
     text = claim("loss", names, test, size, ("better", "worse"), comparison["level"], extent)
-    if comparison["speaks"] == "paired":
-        text += f" by {pairs} pairs"
-    else:
-        text += f" by Welch's t-test of {len(a.used)} runs against {len(b.used)}"
-    return f"{text}.{about_power(comparison)}"
+    welch = f"Welch's t-test of {len(a.used)} runs against {len(b.used)}"
+    by = f"{pairs} pairs" if comparison["speaks"] == "paired" else welch
+    return f"{text} by {by}.{about_power(comparison)}"
 
 def about_power(comparison):
     """What the runs could have shown, or what is still to be done, where they show nothing."""
@@ -422,17 +414,14 @@ def about_power(comparison):
             f"to detect the one seen would take {found['needed'] or 'more than 100,000'} {what}.")
 
 def about_time(a, b, comparison):
-    if any(run.mixed for run in a.used + b.used):
-        return "Times do not compare, a run was resumed with differences (see the warnings)."
     if not comparable_times(a, b):
-        return "Times do not compare, the hardware, the ranks or the rules of the clock differ."
+        return ("Times do not compare, the hardware, the ranks or the rules of the clock differ, or a "
+                "run was resumed with differences.")
     test = test_that_speaks(comparison, "seconds")
     if test["difference"] is None:
         return None
     text = claim_time(titles([a, b]), test, b.seconds["mean"], comparison["level"])
-    if not a.used[0].hardware:
-        return f"{text}; the logs do not name the hardware."
-    return f"{text} on the same kind of hardware."
+    return f"{text} on {a.used[0].hardware or 'hardware that the logs do not name'}."
 
 def about_target(a, b, comparison, target):
     """Loss and speed together: who gets below the target, and who is there first."""
@@ -484,9 +473,9 @@ def strength(test):
 
 MEASURES = (("val loss", "loss", ".5f", ""), ("time", "seconds", ".3f", " s"))
 RULES = {
-    "speedrun": "speedrun's rule, a mean below {:g} at p < 0.01 (one-sided t-test): p = {:.2g}",
+    "speedrun": "speedrun's rule, a mean below {:g} at p < 0.01 (one-sided t-test): p = {}",
     "optimizer track": "optimizer track's rule, ({:g} - mean) * sqrt(n) >= 0.004, for an SD of "
-                       "0.0013: {:.5f}",
+                       "0.0013: {}",
 }
 
 def say(text="", file=None):
@@ -547,11 +536,7 @@ def print_rules(side, target):
     if target is None:
         say("no target: these runs have a vocabulary of their own (--target sets one)")
     for row in side.rules:
-        if row["value"] is None:
-            say_wrapped(f"mean below {target:g}: no p-value, which takes two finished runs that "
-                        "differ")
-            continue
-        text = RULES[row["rule"]].format(target, row["value"])
+        text = RULES[row["rule"]].format(target, number(row["value"], ".2g"))
         text += ", holds" if row["holds"] else ", does not hold"
         if row["runs_needed"]:
             text += f"; it takes {row['runs_needed']} runs of this mean"
@@ -570,11 +555,10 @@ def print_comparison(a, b, comparison):
             rows.append([f"{what}, {kind}", number(test["difference"], f"+{form}", unit),
                          interval(test["interval"], form), number(stats.p_value(test), ".2g")])
     print_table(rows)
-    judge = "the test of pairs" if comparison["speaks"] == "paired" else "Welch's t-test"
-    say_wrapped(f"The verdict uses {judge}: {comparison['why']}.", "")
     say()
     print_changes(comparison)
-    print_diff(comparison["source"], "source, B -> A")
+    diff = ["missing in a log, no diff"] if comparison["source"] is None else comparison["source"]
+    say("\n".join(["source, B -> A:", *(diff or ["the same"]), ""]))
 
 def print_candidates(candidates, baseline, comparisons):
     """The table of a race of several, with a row for each candidate."""
@@ -600,12 +584,6 @@ def print_changes(comparison):
             say_wrapped(f"  {key}: {' | '.join(before)} -> {' | '.join(after)}", " " * 6)
         say()
 
-def print_diff(diff, title):
-    if diff is None:
-        say(f"{title}: missing in a log, no diff\n")
-    else:
-        say("\n".join([title, *diff, ""] if diff else [f"{title}: the same", ""]))
-
 def as_json(thing):
     """The fields of a Side or a Run, for json.dumps."""
     if isinstance(thing, Side):
@@ -624,12 +602,18 @@ def parse_steps(text):
     steps = [int(step) for step in text.split(",")]
     return steps * (3 - len(steps))
 
+def finite(text):
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError
+    return value
+
 def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("logs", nargs="+", metavar="A", help="logs, or folders of logs")
     parser.add_argument("--vs", nargs="+", action="append", metavar="B", help="the baseline's")
-    parser.add_argument("--target", type=float, help="validation loss to reach")
+    parser.add_argument("--target", type=finite, help="validation loss to reach")
     parser.add_argument("--at", type=parse_steps, metavar="STEP[,STEP]", default=[None, None])
     parser.add_argument("--first", action="store_true", help="the earliest step of each rule")
     parser.add_argument("--loss", metavar="NAME", default=logs.VAL_LOSS, help="another loss")
@@ -641,8 +625,6 @@ def parse(arguments):
         parser.error("--vs may be given once: all candidates have the same baseline")
     if options.until_decided is not None and not 0 < options.until_decided < 1:
         parser.error("--until_decided takes a level between 0 and 1, 0.01 say")
-    if options.target is not None and not math.isfinite(options.target):
-        parser.error("--target must be a number")
     if not re.fullmatch(r"\w+", options.loss):
         parser.error("--loss takes the name of a loss as it stands in a log, val_ema_loss say")
     if options.plot and not options.plot.endswith((".png", ".svg")):

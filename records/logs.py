@@ -8,6 +8,8 @@ the length of their source; in the others, the source ends where the log names i
 A resumed run has a log of its own, whose head says `resumed: CHECKPOINT at step N`. The checkpoint
 lies in a folder with the name of the log that the run continues, its parent. The logs of such a
 chain are read as one run, which is called by the newest of them.
+
+    python records/logs.py --source LOG      prints the script that the log ran
 """
 
 import ast
@@ -339,28 +341,18 @@ class Reader:
             run.name = name if len(runs) == 1 else f"{name}#{i + 1}"
         return runs
 
-    def joined(self, piece):
-        """A run with all logs that it continues."""
-        chain = [piece]  # the newest first
-        missing = None
-        while chain[-1].resumed():
+    def joined(self, piece, newer=()):
+        """A run with all logs that it continues; `newer` are those that continue it."""
+        run = copy.copy(piece)
+        if piece.resumed():
             try:
-                parent = self.parent_of(chain[-1])
+                parent = self.parent_of(piece)
+                if parent in newer:
+                    raise BadInput(f"{parent.path} continues this log")
+                run.follow(self.joined(parent, [*newer, piece]))
             except BadInput as error:
-                missing = str(error)
-                break
-            if parent in chain:
-                raise BadInput(f"{piece.path}: no run (it goes back to {parent.path} again and "
-                               "again; a log continues an older one)")
-            chain.append(parent)
-        run = copy.copy(chain.pop())
-        if missing:
-            run.missing = missing
-            run.mixed = ["a missing log"]
-        while chain:
-            before = run
-            run = copy.copy(chain.pop())
-            run.follow(before)
+                run.missing = str(error)
+                run.mixed = ["a missing log"]
         return run
 
 def read(arguments, loss_name=VAL_LOSS):
@@ -414,3 +406,15 @@ def read_run(path, name, others=()):
     if len(runs) > 1:
         raise BadInput(f"{path}: holds {len(runs)} runs, expected one; name a file of one run")
     return runs[0]
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3 or sys.argv[1] != "--source":
+        sys.exit("usage: python records/logs.py --source LOG")
+    try:
+        run = read_run(sys.argv[2], sys.argv[2])
+        if not run.source:
+            raise BadInput(f"{run.path}: holds no source")
+        end = "" if run.hyperparameters else "\n"  # a published log's is read without its last one
+        sys.stdout.buffer.write(f"{run.source}{end}".encode())
+    except BadInput as error:
+        sys.exit(f"error: {printable(str(error))}")

@@ -18,7 +18,7 @@ with logs.installed():
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
 DASHES = ("-", (0, (4, 1.5)), "-.", ":")
 DIFFERENCE = "#5B3A8C"
-SHOWN_FROM = 0.5  # of the steps: before that losses fall so steeply that they would set the range
+SHOWN_FROM = 0.5  # of the steps; before that, losses fall so steeply that they would set the scale
 AXES = {"seconds": "training time (seconds)", "tokens": "training tokens (millions)",
         "step": "training step"}
 STYLE = {"font.size": 11, "axes.titlesize": 11, "legend.fontsize": 10, "figure.titlesize": 13,
@@ -36,10 +36,10 @@ def place(line, axis):
     return value / 1e6 if axis == "tokens" else value
 
 def shown_lines(run):
-    """The validations in the picture's range that have a loss, and the last one before it."""
+    """The validations that are drawn: those of the run's second half, unless they are too few."""
     found = [line for line in run.validations if line.loss is not None]
-    before = [line for line in found if line.step < SHOWN_FROM * run.steps]
-    return before[-1:] + found[len(before):]
+    late = [line for line in found if line.step >= SHOWN_FROM * run.steps]
+    return late if len(late) > 1 else found
 
 def validation_curve(run, axis):
     """Positions and losses."""
@@ -78,23 +78,6 @@ def draw_losses(panel, side, axis, colour, dash):
     else:
         label = name if len(runs) == 1 else f"{name}: {len(runs)} runs"
         panel.plot(*validation_curve(runs[0], axis), **bold, linewidth=1.8, label=label)
-
-def set_range(panel, runs, axis, target):
-    """The part of the losses that is shown; the target only where it is near."""
-    late = [line for run in runs for line in run.lines if line.step >= SHOWN_FROM * run.steps]
-    losses = [line.loss for line in late if line.kind == "val" and line.loss is not None]
-    losses = losses or [loss for run in runs for loss in validation_curve(run, axis)[1]]
-    low = min(losses)
-    high = max(losses)
-    if target is not None and abs(target - (low + high) / 2) < 2 * (high - low):
-        low = min(low, target)
-        high = max(high, target)
-    room = 0.06 * (high - low) or 0.01
-    panel.set_ylim(low - room, high + room)
-    places = [place(line, axis) for line in late]
-    width = max(places) - min(places)
-    if width > 0:
-        panel.set_xlim(min(places), max(places) + 0.02 * width)
 
 def finish_panel(panel, axis, ylabel):
     panel.set_xlabel(AXES[axis])
@@ -137,10 +120,10 @@ def draw(sides, target, pairs=()):
     for axis, panel in (("seconds", panels["time"]), (amount, panels["tokens"])):
         for side, colour, dash in zip(sides, cycle(COLOURS), cycle(DASHES)):
             draw_losses(panel, side, axis, colour, dash)
-        if target is not None:
+        low, high = panel.get_ylim()
+        if target is not None and abs(target - (low + high) / 2) < high - low:
             panel.axhline(target, color="black", linewidth=1, linestyle="-.",
                           label=f"target {target:g}")
-        set_range(panel, runs, axis, target)
         finish_panel(panel, axis, "loss (nats a token)")
     if difference:
         draw_difference(panels["difference"], *difference)

@@ -23,11 +23,10 @@ TRACK_MARGIN = 0.004              # of the optimizer track: 3.09 SDs of 0.0013, 
 def spread(values):
     """n, mean, SD and the 95 % interval of the mean (Student's t)."""
     n = len(values)
-    found = {"n": n, "mean": None, "sd": None, "interval": None}
+    found = {"n": n, "mean": None, "sd": sd_of(values), "interval": None}
     if n > 0:
         found["mean"] = float(np.mean(values))
     if n > 1:
-        found["sd"] = float(np.std(values, ddof=1))
         half = float(stats.t.ppf(0.975, n - 1)) * found["sd"] / math.sqrt(n)
         found["interval"] = (found["mean"] - half, found["mean"] + half)
     return found

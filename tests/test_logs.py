@@ -383,6 +383,22 @@ def test_a_line_that_a_full_disk_has_cut_is_no_result(tmp_path):
 # --------------------------------------------------------------------------------------------------
 # Without the packages
 
+def test_the_script_that_a_log_ran(tmp_path):
+    """Byte for byte, with and without a last newline, whatever it holds."""
+    for i, source in enumerate(("import torch\n\n", "x = '" + "=" * 100 + "'\nprint('é\u2028')")):
+        (tmp_path / f"{i}.log").write_bytes(log_text((10.8, 3.3), source=source).encode())
+        done = subprocess.run([sys.executable, ROOT / "records" / "logs.py", "--source",
+                               tmp_path / f"{i}.log"], capture_output=True, check=True)
+        assert done.stdout == source.encode()
+    for arguments, words in ((["--source", LOGS / "console_only.log"], "holds no source"),
+                             (["--source", tmp_path / "absent.log"], "cannot be read"),
+                             ([tmp_path / "0.log"], "usage: python records/logs.py --source LOG")):
+        done = subprocess.run([sys.executable, ROOT / "records" / "logs.py", *arguments],
+                              capture_output=True, text=True, check=False)
+        assert done.returncode == 1 and words in done.stderr and done.stdout == ""
+        assert len(done.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize("program, package", [
     ("sample", "torch"), ("hellaswag", "torch"), ("export", "numpy"), ("compare", "scipy"),
     ("race", "scipy")])
