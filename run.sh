@@ -1,22 +1,26 @@
 #!/usr/bin/env bash
 # ./run.sh [SCRIPT.py] [speedrun|demo] [--repeat=N] [flags: train_gpt.py --help]
 # ./run.sh --text=FILE_OR_FOLDER [SCRIPT.py] [--repeat=N] [flags]
-# ./run.sh race my_record.py [--vs=train_gpt.py] [--repeat=5] [speedrun|demo] [flags]
+# ./run.sh race my_record.py [more.py ...] [--vs=train_gpt.py] [speedrun|demo] [flags]
+# ./run.sh ablate my_record.py [--vs=train_gpt.py] [speedrun|demo] [flags]
+# ./run.sh ideas
 # ./run.sh test [--script SCRIPT.py] [flags: pytest --help]
 #
 # Finds or makes a Python environment, makes or fetches the data, checks everything, and trains: the
 # speedrun where there is a CUDA GPU, else the demo, which ends with a sample. --text trains the
 # demo on a text of your own. SCRIPT.py is a copy of train_gpt.py to train or to test in its place.
-# --repeat=N trains N times, each with a seed of its own, and compares the runs. Paths count from
-# this folder. Variables: PYTHON, the interpreter; NPROC, the number of processes (else one per GPU
-# or core, as many as divide the micro-batches).
+# --repeat=N trains N times, each with a seed of its own, and compares the runs. `race` says whether
+# copies are better, `ablate` what each part of a copy is worth, and `ideas` what has been raced so
+# far (python records/race.py --help). Paths count from this folder. Variables: PYTHON, the
+# interpreter; NPROC, the number of processes (else one per GPU or core, as many as divide the
+# micro-batches).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 die() { echo "error: $*" >&2; exit 2; }
 
 case " $* " in *" -h "*|*" --help "*) sed -n '2,/^set/s/^# \{0,1\}//p' run.sh; exit ;; esac
 needed="numpy, tqdm, huggingface_hub"
-[ "${1:-}" != race ] || needed+=", scipy, matplotlib"
+case "${1:-}" in race | ablate | ideas) needed+=", scipy, matplotlib" ;; esac
 [ "${1:-}" != test ] || needed+=", tiktoken, scipy, matplotlib, pyarrow, pytest, xdist, hypothesis"
 works() {  # whether the interpreter $1 has torch and the modules $2; prints versions, or why not
   local versions major minor patch
@@ -47,7 +51,7 @@ if [ -z "$python" ]; then
 fi
 echo "run.sh: using $(command -v "$python") ($versions)"
 case "${1:-}" in
-  race) exec "$python" -W ignore records/race.py "${@:2}" ;;
+  race | ablate | ideas) exec "$python" -W ignore "records/$1.py" "${@:2}" ;;
   # Until pytest has read tests/conftest.py, it would take the word after --script for a test.
   test) [ "${2:-}" != --script ] || set -- test "--script=${3:-}" "${@:4}"
     exec "$python" -m pytest "${@:2}" ;;

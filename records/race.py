@@ -26,7 +26,7 @@ The race lies in records/race_NAME, a folder of logs for each script; NAME is th
 changed since. A run that was cut short starts anew, unless you resume it yourself: its seed counts
 once it is finished, with the same script and settings on the same machine. The race ends with the
 verdict of compare.py (verdict.txt), the same for programs (verdict.json), a picture (race.png) and
-what was changed (NAME.patch).
+what was changed (NAME.patch). Each candidate gets a line in records/ideas.csv (see ideas.py).
 
 Flags go to all sides as they are, those in --only_ours to the candidates alone, and those in one
 word with a script to that one. --seed=N makes N the first seed (default 1), --records=FOLDER moves
@@ -66,7 +66,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = ROOT / "records" / "launch.py"
 HONESTY = ROOT / "records" / "honesty.py"
 sys.path.insert(0, str(ROOT))
-from records import compare, logs, stats
+from records import compare, ideas, logs, stats
 
 with logs.installed():
     from tqdm import tqdm
@@ -473,7 +473,7 @@ def verdict_of(race: Race, one: Racer, side, baseline, found) -> dict:
             "patch": hashlib.sha256(patch_of(race, one).encode()).hexdigest(), **values}
 
 def conclude(race: Race):
-    """Write verdict.json."""
+    """Write the verdicts for programs, and enter them into the ledger of ideas."""
     compared, sides, baseline, found = judge(race)
     rows = []
     for one in race.candidates:
@@ -481,6 +481,7 @@ def conclude(race: Race):
         parts = (None, None) if i is None else (sides[i], found[i])
         rows.append(verdict_of(race, one, parts[0], baseline, parts[1]))
     (race.folder / "verdict.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    ideas.add(race.folder.parent, race.folder.name, rows)
     return rows, sides, baseline, found
 
 def finish(race: Race) -> int:

@@ -16,7 +16,7 @@ from scipy import stats
 from test_data_common import status_of
 from test_logs import log_text
 
-from records import logs, race
+from records import ideas, logs, race
 
 STAND_IN = '''
 import argparse, hashlib, os, sys, time
@@ -177,6 +177,8 @@ def test_an_undecided_race_goes_on_with_more_pairs_and_a_fixed_one_does_not(plac
     assert verdicts(place)["record"]["decision"] == "undecided"
     before = starts(place)
     assert run_race(place, "--most=3") == 4
+    (line,) = ideas.read(place / "records" / "ideas.csv")  # one idea, with its three pairs
+    assert (line["race"], line["candidate"], line["pairs"]) == ("race_record", "record", "3")
     assert starts(place)[len(before):] == [("record", 3, None), ("base", 3, None)]
     out = capsys.readouterr().out
     assert "4 runs are done" in out and "pairs would likely decide it." in " ".join(out.split())
