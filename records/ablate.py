@@ -29,6 +29,7 @@ import difflib
 import hashlib
 import io
 import json
+import keyword
 import os
 import re
 import sys
@@ -106,7 +107,7 @@ def places_of(old: str, new: str) -> list[Place]:
     texts = [text.splitlines(True) for text in (old, new)]
     words = [words_by_line(text, (tokenize.NAME, tokenize.STRING)) for text in (old, new)]
     names = [words_by_line(text, (tokenize.NAME,)).values() for text in (old, new)]
-    own = set().union(*names[0]) ^ set().union(*names[1])
+    own = (set().union(*names[0]) ^ set().union(*names[1])) - set(keyword.kwlist)
     found = []
     matcher = difflib.SequenceMatcher(None, *texts, autojunk=False)
     for tag, i, i_end, j, j_end in matcher.get_opcodes():
