@@ -1,13 +1,15 @@
 """What is each part of a change worth? Races a copy without each part against the whole copy:
 
     ./run.sh ablate my_record.py [--vs=train_gpt.py] [race's options] [preset] [flags]
-    ./run.sh ablate train_gpt.py --vs=train_gpt.py --part="short windows: --windows=LLLL"
+    ./run.sh ablate train_gpt.py --part="short windows: --windows=LLLL" [--part=...]
 
 Parts are the places in which the copy differs from --vs. Places that share a name which only one of
 the two scripts has, such as a definition and its use, are one part. To draw other lines between
 parts, end lines of the copy with `# part: NAME`: these lines, and the places that share names with
-them alone, are the part NAME. --part="NAME: FLAGS" adds a part that flags leave out. Places that
-change nothing but comments are no part.
+them alone, are the part NAME. (A line with two such marks belongs to both parts. In a place that
+has other lines as well, the marked ones count as added.) --part="NAME: FLAGS" adds a part that
+flags leave out. Places that change nothing but comments are no part. If --vs is the copy itself,
+its parts are the marked lines and what flags leave out.
 
 For each part there is a copy without it: in its places, the lines are those of --vs. Copies that do
 not train one step are joined to one, without all of their parts; if that does not train either,
@@ -45,7 +47,7 @@ from records import logs, race
 with logs.installed():
     from data.common import ArgumentParser, UserError, require, run
 
-MARK = re.compile(r"# part: (.*\S)")
+MARK = re.compile(r"# part: ([^#]*[^#\s])")
 WORDS = {"worse": "pays", "better": "harms", "no difference": "makes no difference",
          "undecided": "not shown"}
 
@@ -56,7 +58,7 @@ class Place:
     new: tuple[str, ...]
     old: tuple[str, ...]
     names: frozenset[str]  # names that only one of the scripts has
-    mark: str
+    marks: tuple[str, ...]
 
 @dataclass
 class Part:
@@ -85,22 +87,17 @@ def words_by_line(text: str, kinds) -> dict[int, set[str]]:
     return found
 
 def pieces(old: range, new: range, marks: list) -> list[tuple[range, range]]:
-    """One place of a diff, divided where the marks of its new lines change: if the lines without a
-    mark are as many as the old ones, those with a mark were added; if all are as many, each new
-    line replaces an old one."""
-    added = [bool(mark) for mark in marks]
-    if len(old) == len(new):
-        added = [False] * len(new)
-    if added.count(False) != len(old) or not any(marks):
-        return [(old, new)]
+    """One place of a diff, divided where the marks of its new lines change. If the lines are as
+    many as before, each replaces an old one. Otherwise those with a mark were added, and the first
+    ones without a mark replace all old ones."""
     found = []
-    row = old.start
+    left = old
     for mark, group in groupby(range(len(new)), key=lambda k: marks[k]):
         lines = list(group)
-        rows = sum(not added[k] for k in lines)
-        found.append((range(row, row + rows), range(new[lines[0]], new[lines[-1]] + 1)))
-        row += rows
-    return found
+        count = len(lines) if len(old) == len(new) else 0 if mark and not all(marks) else len(left)
+        found.append((left[:count], new[lines[0]:lines[-1] + 1]))
+        left = left[count:]
+    return found or [(old, new)]
 
 def places_of(old: str, new: str) -> list[Place]:
     """Where the copy differs."""
@@ -115,9 +112,9 @@ def places_of(old: str, new: str) -> list[Place]:
         for rows in pieces(range(i, i_end), range(j, j_end), marks) if tag != "equal" else ():
             lines = [tuple(text[k] for k in part) for text, part in zip(texts, rows)]
             inside = [table.get(k, set()) for table, part in zip(words, rows) for k in part]
-            mark = " and ".join(dict.fromkeys(chain(*map(MARK.findall, lines[1]))))
+            own_marks = tuple(MARK.findall(lines[1][0])) if lines[1] else ()
             found.append(Place(rows[1].start, lines[1], lines[0],
-                               frozenset(own.intersection(set().union(*inside))), mark))
+                               frozenset(own.intersection(set().union(*inside))), own_marks))
     return found
 
 def without(text: str, places) -> str:
@@ -146,13 +143,13 @@ def parts_of(old: str, new: str) -> list[Part]:
     places = [place for place in places_of(old, new) if program(without(new, [place])) != whole]
     groups = {}  # mark -> its places
     for place in places:
-        if place.mark:
-            groups.setdefault(place.mark, []).append(place)
+        for mark in place.marks:
+            groups.setdefault(mark, []).append(place)
     marked = {mark: frozenset().union(*[place.names for place in group])
               for mark, group in groups.items()}
     loose = []  # lists of unmarked places that share names
     for place in places:
-        if not place.mark:
+        if not place.marks:
             touching = [group for group in loose if any(place.names & one.names for one in group)]
             loose = [group for group in loose if group not in touching]
             loose.append([*chain(*touching), place])
@@ -232,8 +229,10 @@ def say(text: str):
 def parts_to_race(options, script: str, words, folder: Path) -> tuple[str, list[Part]]:
     """The copy's text and its parts. What could be left out is written down, so that a race that
     goes on has the same parts."""
-    old = race.script_text(options.vs)
     text = race.script_text(script)
+    old = race.script_text(options.vs)
+    if old == text:
+        old = "".join(line for line in text.splitlines(True) if not MARK.search(line))
     parts = parts_of(old, text)
     for one in options.part:
         name, colon, flags = one.partition(":")

@@ -2,7 +2,7 @@
 """Tokens to a loss: the record attempt speedrun_2026 against train_gpt.py, in miniature, on a CPU.
 
     python tests/bench_tokens.py english.jsonl.xz --seeds=4 --keep=records/tokens_english
-    python tests/bench_tokens.py english.jsonl.xz --seeds=2 --ablate --steps=500 --out=losses.csv
+    python tests/bench_tokens.py english.jsonl.xz --shards=data/mini      only makes the data
 
 Both scripts train their preset `speedrun`, with their own layer tables, schedules and ratios of
 batch sizes, but at a width of 64 and with sequences of 512 tokens. The learning rates are those
@@ -13,26 +13,25 @@ settings (--tune validates on them), the next ones validate, and all others trai
 train_gpt.py gets --steps steps, the attempt --share of its tokens. If it ends at a lower loss all
 the same, it needs at most that share of the tokens for that loss.
 
---script names another attempt. --ablate compares the attempt with itself without each technique.
---out writes every loss into a file. Flags that are not this program's own go to all runs. Each run
+--script names another attempt. --shards=DIR makes the data in DIR and prints the attempt's flags for
+it, with which ./run.sh ablate trains the miniature. --out writes every loss into a file. Flags that are not this program's own go to all runs. Each run
 is a process with one thread, and --jobs of them run at a time. Exit status: 0, or 2 for wrong usage
 or a run that failed.
 """
 
 import json
 import os
-import re
+import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from scipy import stats
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from bench_techniques import last_loss, table
-
 import train_gpt
 from data import common
 from data.tokenize_text import DECOMPRESS
@@ -50,37 +49,6 @@ MINI = {
     "speedrun_2026": """--micro_batches=1 --stages=1:1:128,2:1.52:256,3:1.73:384
         --pair_rows=15360 --muon_lr=0.01 --head_lr=0.024 --embed_lr=0.7 --scalar_lr=0.03""",
 }
-ABLATIONS = {
-    # Flags, or replacements (text, what takes its place) in a temporary copy of the script.
-    "the attempt": [],
-    "without stages": ["--stages=1:1:384", "--micro_batches=2"],
-    "Adam on every step": ["--adam_every=1"],
-    "without NorMuon": [("return self.even_rows(update, row_squares, self.hp.muon_beta2)",
-                         "return update")],
-    "without cautious weight decay": ["--muon_decay=0", "--embed_decay=0"],
-    "without the shifted softcap": ["--softcap_height=30", "--softcap_shift=0"],
-    "with further tokens in the loss": ["--future_tokens=2"],
-    "one skip for a U-Net's": ["--skips=......3...."],
-    "without late input and backout": [
-        "--late_input=10", ("x_TD = x_TD - self.backout *", "x_TD = x_TD - 0 * self.backout *")],
-    "without key offset": [('self.key_offset = hp.windows[layer] == "L"',
-                            "self.key_offset = False")],
-    "key offset in all layers": [('self.key_offset = hp.windows[layer] == "L"',
-                                  "self.key_offset = True")],
-    "without smear": [("+ self.smear.type_as(x_TD) *", "+ 0 * self.smear.type_as(x_TD) *")],
-    "without signs for pairs": [("+ signs_TD * self.pair", "+ self.pair")],
-    "without pairs": [("+ signs_TD * self.pair", "+ 0 * self.pair")],
-    "Adam's mean gradient as in train_gpt.py": ["--adam_beta1=0.8"],
-}
-
-
-def changed(source: str, replacements: list[tuple[str, str]]) -> str:
-    """The script with each text replaced wherever it stands."""
-    for text, instead in replacements:
-        require(text in source, f"the script does not contain {text!r}: adapt ABLATIONS to it")
-        source = source.replace(text, instead)
-    return source
-
 
 class SmallVocabulary(GPT2Tokenizer):
     """GPT-2's byte-pair encoding with its first merges only, and the end of text."""
@@ -136,8 +104,33 @@ def tokens_of(steps: int, script, flags: list[str]) -> int:
     return script.tokens_seen(steps, hp)
 
 
-def file_name(name: str) -> str:
-    return re.sub(r"\W+", "_", name.lower())
+def last_loss(script, flags: list[str]) -> float:
+    """The validation loss at which a run of the script ends, on one thread of the CPU."""
+    done = subprocess.run(
+        [sys.executable, os.path.relpath(script, ROOT), *flags],
+        capture_output=True, text=True, check=False, cwd=ROOT, env=os.environ | {
+            "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+            "MALLOC_MMAP_THRESHOLD_": "1000000000", "MALLOC_TRIM_THRESHOLD_": "2000000000"})
+    lines = [line for line in done.stdout.splitlines() if line.startswith("final_val_loss: ")]
+    require(done.returncode == 0 and lines,
+            f"the run with {' '.join(flags)} failed: {' '.join(done.stderr.split())[-300:]}")
+    return float(lines[0].split()[1])
+
+
+def table(losses: dict[str, list[float]], base: str, title: str) -> str:
+    """A table in Markdown: the mean of each, its difference from that of base, and the p-value
+    (Welch)."""
+    rows = [f"| {title} | runs | val loss, mean (SD) | difference | p |", "|---|---|---|---|---|"]
+    for name, found in losses.items():
+        if len(found) < 2:
+            continue
+        row = f"| {name} | {len(found)} | {np.mean(found):.4f} ({np.std(found, ddof=1):.4f}) |"
+        if name == base:
+            rows.append(f"{row} | |")
+            continue
+        p = stats.ttest_ind(found, losses[base], equal_var=False).pvalue
+        rows.append(f"{row} {np.mean(found) - np.mean(losses[base]):+.4f} | {p:.2g} |")
+    return "\n".join(rows)
 
 
 def main():
@@ -153,8 +146,7 @@ def main():
                         help="tokens of the attempt, as a share of those of train_gpt.py (0.5)")
     parser.add_argument("--tune", action="store_true",
                         help="validate on the documents for choosing settings")
-    parser.add_argument("--ablate", action="store_true",
-                        help="compare the attempt with itself without each technique")
+    parser.add_argument("--shards", type=Path, metavar="DIR", help="only make the data, in DIR")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(),
                         help="runs at a time (one for each core)")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the logs, in DIR_<side>")
@@ -164,35 +156,32 @@ def main():
         raise UserError("--steps and --jobs must be at least 1, --seeds at least 2, and --share "
                         "above 0 and at most 10")
     attempt = load_script(args.script)
-    source = args.script.read_text(encoding="utf-8")
     common_flags = ["--preset=speedrun", *MINI["both"].split(), *more]
     old = [*common_flags, *MINI["speedrun"].split(), f"--num_iterations={args.steps}"]
     new = [*common_flags, *MINI["speedrun_2026"].split()]
     budget = tokens_of(args.steps, train_gpt, old)
+    steps = steps_for(args.share * budget, attempt, new)
+    new.append(f"--num_iterations={steps}")
+    val = "tune" if args.tune else "val"
+    if args.shards:
+        args.shards.mkdir(parents=True, exist_ok=True)
+        make_shards(args.text, args.shards, budget + 2**16, args.vocab_dir)
+        print(" ".join([*new[1:], f"--train_files={args.shards}/train.bin",
+                        f"--val_files={args.shards}/{val}.bin"]))
+        return
+    print(f"speedrun_2026: {tokens_of(steps, attempt, new)} tokens", flush=True)
+    sides = {"speedrun": (ROOT / "train_gpt.py", old), "speedrun_2026": (args.script, new)}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
-        sides = {}  # {name: (script, flags)}
-        if not args.ablate:
-            sides["speedrun"] = (ROOT / "train_gpt.py", old)
-        for name, parts in (ABLATIONS if args.ablate else {"speedrun_2026": []}).items():
-            flags = new + [part for part in parts if isinstance(part, str)]
-            steps = steps_for(args.share * budget, attempt, flags)
-            path = Path(folder, f"{file_name(name)}.py")
-            path.write_text(changed(source, [part for part in parts if not isinstance(part, str)]),
-                            encoding="utf-8")
-            sides[name] = (path, [*flags, f"--num_iterations={steps}"])
-            print(f"{name}: {tokens_of(steps, attempt, flags)} tokens", flush=True)
         make_shards(args.text, Path(folder), budget + 2**16, args.vocab_dir)
-        val = "tune" if args.tune else "val"
         data = [f"--train_files={folder}/train.bin", f"--val_files={folder}/{val}.bin"]
         seeds = range(args.first_seed, args.first_seed + args.seeds)
         records = os.path.relpath(args.keep or Path(folder, "records"), ROOT)
         runs = []
         for seed in seeds:
             for name, (path, flags) in sides.items():
-                short = file_name(name)
                 runs.append((name, seed, path, [
-                    *flags, *data, f"--seed={seed}", f"--name={short}-{seed}",
-                    f"--records={records}_{short}"]))
+                    *flags, *data, f"--seed={seed}", f"--name={name}-{seed}",
+                    f"--records={records}_{name}"]))
         losses = {name: [] for name in sides}
         rows = ["what,seed,val_loss"]
         ends = pool.map(lambda run: last_loss(*run[2:]), runs)
@@ -202,7 +191,7 @@ def main():
             if args.out:
                 args.out.write_text("\n".join([*rows, ""]), encoding="utf-8")
             print(f"{name}: {loss:.4f}", flush=True)
-    print(table(losses, "the attempt" if args.ablate else "speedrun", "what"))
+    print(table(losses, "speedrun", "what"))
 
 
 if __name__ == "__main__":

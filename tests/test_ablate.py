@@ -66,6 +66,8 @@ def test_marks_draw_the_lines_between_parts():
         "    y = y + 2  # part: two\n", "")
     assert [place.new for place in found["three"].places][1] == (
         "    return model(x) ** 2 + len(str(z))\n",)
+    both = changed(new, ("y = y + 2  # part: two", "y = y + 2  # part: two  # part: three"))
+    assert ablate.without(both, parts(both)["three"].places) == BASE.replace("rate\n", "rate * 2\n")
 
 
 @pytest.mark.method

@@ -6,7 +6,7 @@ import sys
 
 import bench_tokens
 import pytest
-from bench_tokens import ABLATIONS, ATTEMPT, MINI, SmallVocabulary, changed, steps_for, tokens_of
+from bench_tokens import ATTEMPT, MINI, SmallVocabulary, steps_for, table, tokens_of
 from conftest import losses, refused
 
 from records.sample import load_script
@@ -28,16 +28,6 @@ def test_the_budget_is_used_and_not_exceeded():
         assert steps % 2 == 0
         assert tokens_of(steps, script, NEW) <= budget < tokens_of(steps + 2, script, NEW)
     assert tokens_of(1350, script, NEW) == 450 * (1 + 2 + 3) * 512
-
-
-@pytest.mark.parametrize("name", ABLATIONS)
-def test_each_technique_of_the_attempt_can_be_left_out(name):
-    parts = ABLATIONS[name]
-    changed(ATTEMPT.read_text(), [part for part in parts if not isinstance(part, str)])
-    script = load_script(ATTEMPT)
-    hp, _ = script.parse_flags(NEW + [part for part in parts if isinstance(part, str)])
-    script.check_settings(hp, 1)
-    assert (parts == []) == (name == "the attempt")
 
 
 def test_the_small_vocabulary_is_the_first_merges(monkeypatch):
@@ -77,6 +67,25 @@ def test_both_scripts_train_and_are_compared(documents, tmp_path, monkeypatch, c
         assert f"final_val_loss: {float(loss):.4f} " in log.read_text()
     assert [row.split(" | ")[:2] for row in printed.splitlines()[-2:]] == [
         ["| speedrun", "2"], ["| speedrun_2026", "2"]]
+
+
+def test_the_data_and_the_flags_for_an_ablation(documents, tmp_path, monkeypatch, capsys):
+    flags = ["--steps=4", f"--shards={tmp_path}/mini", "--tune", "--val_tokens=1000"]
+    monkeypatch.setattr(sys, "argv", ["bench_tokens.py", str(documents), *flags])
+    bench_tokens.main()
+    script = load_script(ATTEMPT)
+    hp, _ = script.parse_flags(["--preset=speedrun", *capsys.readouterr().out.split()])
+    assert hp.val_files == f"{tmp_path}/mini/tune.bin" and hp.val_tokens == 1000
+    assert script.tokens_seen(hp.num_iterations, hp) <= 0.5 * 4 * 3 * 512
+    (train,) = script.find_shards(hp.train_files)
+    assert train.tokens > 4 * 3 * 512
+
+
+def test_the_table_has_differences_and_p_values():
+    rows = table({"a": [1.0, 1.2], "b": [2.0, 2.2], "c": [3.0]}, "a", "what").splitlines()
+    assert rows[0].startswith("| what | runs | ")
+    assert rows[2:] == ["| a | 2 | 1.1000 (0.1414) | | |",
+                        "| b | 2 | 2.1000 (0.1414) | +1.0000 | 0.019 |"]
 
 
 @pytest.mark.parametrize("content, words", [

@@ -3,6 +3,7 @@ to exists; and the numbers in their marked tables are those of the committed log
 
 import ast
 import csv
+import json
 import math
 import os
 import re
@@ -14,14 +15,13 @@ import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
-import bench_techniques
 import pytest
 import torch
 from conftest import ATTEMPT, ROOT, byte_documents, load_script, write_shard
 from mutants import MUTANTS
 
 import train_gpt
-from records import compare, launch, logs, page as results, race
+from records import ablate, compare, launch, logs, page as results, race
 
 FOLDERS = sorted(path.parent for path in ROOT.glob("records/*/README.md"))
 PAGES = [ROOT / "README.md", *sorted(path for pattern in ("*/*.md", "records/*/README.md")
@@ -355,16 +355,18 @@ def test_every_number_in_a_marked_table_or_paragraph_is_that_of_the_logs(page, m
             assert numbers and {number.replace(",", "") for number in numbers} <= known, text
 
 
-@pytest.mark.parametrize("folder, base", [("techniques", "nothing"),
-                                          ("speedrun_2026", "the attempt")])
-def test_the_ablations_are_those_of_the_losses(folder, base):
-    found = {}
-    with open(ROOT / "records" / folder / "losses.csv") as f:
-        for name, _, loss in list(csv.reader(f))[1:]:
-            found.setdefault(name, []).append(float(loss))
+@pytest.mark.parametrize("folder", ["techniques", "speedrun_2026"])
+def test_the_ablations_are_those_of_the_verdict(folder):
+    verdict = json.loads((ROOT / "records" / folder / "verdict.json").read_text())
+    rows = {row["candidate"]: row for row in verdict}
     (shown,) = blocks(TEXTS[f"records/{folder}/README.md"], "ablation")
-    made = bench_techniques.table(found, base, "")
-    assert shown.splitlines()[2:] == made.splitlines()[2:]
+    parts = []
+    for line in shown.splitlines()[2:]:
+        name, lines = line.strip("| ").split(" | ")[:2]
+        parts.append(ablate.Part(name, [], lines))
+    assert len(parts) == len(rows)
+    made = ablate.table_of(parts, rows)
+    assert shown == made.strip()
 
 
 def test_the_worth_of_each_change_is_that_of_its_ablation():
@@ -372,7 +374,7 @@ def test_the_worth_of_each_change_is_that_of_its_ablation():
                           for mark in ("changes", "ablation"))
     worths = [row[-1] for row in changes]
     assert len(worths) > 5 and len(set(worths)) == len(worths)
-    assert set(worths) <= {f"{row[-2]} (p = {row[-1]})" for row in ablations}
+    assert set(worths) <= {f"{row[2]} ({row[-1]})" for row in ablations}
 
 
 def test_the_output_that_is_shown_is_a_logs():
@@ -394,7 +396,7 @@ def test_the_verdict_that_is_shown_is_that_of_the_logs(page, name):
     assert len(sides) == 2
     ours, theirs = sides if sides[0].name != "train_gpt" else sides[::-1]
     command = [sys.executable, "records/compare.py", str(ours.relative_to(ROOT)), "--vs",
-               str(theirs.relative_to(ROOT))]
+               str(theirs.relative_to(ROOT)), "--until_decided=0.01"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert shown.startswith("verdict") and f"{shown}\n" in done.stdout
 

@@ -22,6 +22,8 @@ A run may be killed at any time, for it needs no orderly end ("crash-only softwa
 2003). Only its first process writes its log, and it only appends. A file gets a checkpoint's name
 when it is whole. To resume is to start again, from a checkpoint and with a new log.
 
+The comments `# part: NAME` mark lines for ./run.sh ablate, which measures what each part is worth.
+
 Suffixes give the shapes of most tensors: x_TD is [T, D]. T tokens, D model width, H heads, K head
 width, V vocabulary, N blocks of 128 tokens; 1 is a dimension of length 1. There is no batch
 dimension: the model takes one long sequence at a time.
@@ -442,11 +444,12 @@ class CausalSelfAttention(nn.Module):
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
         q = self.rotary(norm(q))
         k = self.rotary(norm(k))
-        if self.key_offset:
+        if self.key_offset:  # part: key offset
             # Half of each key, the one without position, comes from the token before (record #49).
             # In "A B ... A", that half of B's key is A's, so the second A finds B.
-            positional, content = k.chunk(2, dim=-1)
-            k = torch.cat((positional, previous_token(content, begins_T)), dim=-1)
+            positional, content = k.chunk(2, dim=-1)  # part: key offset
+            content = previous_token(content, begins_T)  # part: key offset
+            k = torch.cat((positional, content), dim=-1)  # part: key offset
         v = self.value_mix[0] * v
         if value_embed is not None:
             v = v + self.value_mix[1] * value_embed.view_as(v)
@@ -506,11 +509,11 @@ class GPT(nn.Module):
         self.end_of_text = hp.vocab_size - 1  # in the shards, each document begins with it
         padded_vocab = math.ceil(hp.vocab_size / 64) * 64  # FP8 products need a multiple of 16
         self.embed = nn.Embedding(padded_vocab, hp.model_dim, sparse=True)
-        self.pair_embed = nn.Embedding(hp.pair_rows, hp.model_dim, sparse=True)
+        self.pair_embed = nn.Embedding(hp.pair_rows, hp.model_dim, sparse=True)  # part: pairs
         # RandomState draws the same in every version of NumPy, so that every run has these signs.
         signs = np.random.RandomState(0).choice([-1, 1], (8192, hp.model_dim))
         self.register_buffer("signs", torch.tensor(signs, dtype=dtype), persistent=False)
-        self.smear = nn.Parameter(torch.zeros(hp.model_dim))
+        self.smear = nn.Parameter(torch.zeros(hp.model_dim))  # part: smear
         # Layers marked by the same digit share a value embedding (record 2024-12-08).
         self.value_embeds = nn.ModuleDict({
             mark: nn.Embedding(padded_vocab, hp.num_kv_heads * hp.head_dim, sparse=True)
@@ -518,7 +521,7 @@ class GPT(nn.Module):
         rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len), hp.rope_base)
         self.blocks = nn.ModuleList(Block(hp, layer, rotary) for layer in range(len(hp.windows)))
         self.skip_weights = nn.Parameter(torch.ones(len(self.blocks) - hp.skips.count(".")))
-        self.backout = nn.Parameter(torch.tensor(0.5))
+        self.backout = nn.Parameter(torch.tensor(0.5))  # part: backout
         # The gradient's factor in FP8_SCALES is for the mean loss of one sequence. train_step
         # divides that loss by micro_batches, which is undone here, and by more in later stages. At
         # T = 16K, 2^19 / T is 32.
@@ -526,8 +529,9 @@ class GPT(nn.Module):
         self.lm_head = CastedLinear(hp.model_dim, padded_vocab, zero=True, fp8_scales=scales)
         draw_weights(self, hp.seed)
         # Embeddings were drawn in float32: what torch draws in bfloat16 depends on its version.
-        for embed in (self.embed, self.pair_embed, *self.value_embeds.values()):
-            embed.weight.data = embed.weight.data.to(dtype)
+        for module in self.modules():
+            if isinstance(module, nn.Embedding):
+                module.weight.data = module.weight.data.to(dtype)
 
     def forward(self, tokens_T: Tensor, targets_T: Tensor, window: Tensor, future=()) -> Tensor:
         return self.loss(*self.lookup(tokens_T), tokens_T, targets_T, window, future)
@@ -560,7 +564,10 @@ class GPT(nn.Module):
         pairs_T = (before_T.long() * 2654435761 + tokens_T) % self.hp.pair_rows
         # Pairs that share a row mostly read it with different signs, and so learn to differ.
         signs_TD = self.signs[(before_T ^ tokens_T) % len(self.signs)]
-        x_TD = self.embed(tokens_T) + signs_TD * self.pair_embed(pairs_T)
+        x_TD = self.embed(tokens_T)
+        pair_TD = self.pair_embed(pairs_T)  # part: pairs
+        pair_TD = signs_TD * pair_TD  # part: pairs  # part: signs for pairs
+        x_TD = x_TD + pair_TD  # part: pairs
         return x_TD, {mark: embed(tokens_T) for mark, embed in self.value_embeds.items()}
 
     def stream(self, x_TD: Tensor, value_embeds: dict, tokens_T: Tensor, window: Tensor) -> Tensor:
@@ -569,7 +576,8 @@ class GPT(nn.Module):
         begins_T = tokens_T == self.end_of_text
         # Smear: to each embedding, a learned share of the one before is added (record #34).
         x_TD = norm(x_TD)
-        x_TD = x0_TD = x_TD + self.smear.type_as(x_TD) * previous_token(x_TD, begins_T)
+        x_TD = x_TD + self.smear.type_as(x_TD) * previous_token(x_TD, begins_T)  # part: smear
+        x0_TD = x_TD
         # Late attention reads an earlier layer's output, which is free of what the last layers
         # prepare for the head. A share of such an output is subtracted at the end, so that what
         # served attention alone need not be undone (record #40). The skips are a U-Net's (record
@@ -584,7 +592,7 @@ class GPT(nn.Module):
             x_TD = block(x_TD, x0_TD, late_TD, value_embed, begins_T, masks[self.hp.windows[layer]])
             outputs.append(x_TD)
             assert x_TD.dtype == self.embed.weight.dtype, f"layer {layer} lacks a cast (type_as)"
-        x_TD = x_TD - self.backout * outputs[self.hp.backout]
+        x_TD = x_TD - self.backout * outputs[self.hp.backout]  # part: backout
         return norm(x_TD)
 
     def logits(self, x_TD: Tensor) -> Tensor:
@@ -840,7 +848,8 @@ class Muon(Optimizer):
         # newton_schulz takes [n, rows, cols]; the update may be [n, 3, rows, cols].
         update = scale * self.orthogonalize(update.flatten(0, -3)).view_as(update)
         row_squares = self.world.rows(self.state["row_squares"])
-        return self.even_rows(update, row_squares, self.hp.muon_beta2)
+        update = self.even_rows(update, row_squares, self.hp.muon_beta2)  # part: NorMuon
+        return update
 
     def gather_state(self):
         for stack in self.state.values():
