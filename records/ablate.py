@@ -249,6 +249,8 @@ def parts_to_race(options, script: str, words, folder: Path) -> tuple[str, list[
         places = {place.start: place for part in parts for place in part.places}
         return text, [Part(name, [places[start] for start in starts], flags)
                       for name, starts, flags in before["parts"]]
+    problem = problem_without(Part("nothing", []), text, folder, words)
+    require(not problem, f"{script} does not train one step: {problem}")
     parts = tried(parts, text, folder, words)
     require(parts, "no part can be left out")
     now["parts"] = [[part.name, [place.start for place in part.places], part.flags]

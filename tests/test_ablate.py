@@ -157,6 +157,12 @@ def test_parts_by_flags_and_a_race_that_goes_on(place, capsys):  # noqa: F811
     assert "to leave out rate, add --muon_lr=9\n" in capsys.readouterr().out
 
 
+def test_a_copy_that_does_not_train_is_refused(place, capsys):  # noqa: F811
+    (place / "record.py").write_text(COPY.replace("loss = 5", "loss = missing"))
+    assert run_ablate(place) == 2
+    assert "record.py does not train one step: NameError: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flags, words", [
     ([], "does not differ from"), (["--part=x"], "expected a name, a colon and flags"),
     (["--level=x"], "invalid number value")])
