@@ -120,7 +120,7 @@ def places_of(old: str, new: str) -> list[Place]:
 def without(text: str, places) -> str:
     """The copy with the lines of --vs in these places."""
     lines = text.splitlines(True)
-    for place in sorted(places, key=lambda place: place.start, reverse=True):
+    for place in sorted(set(places), key=lambda place: place.start, reverse=True):
         lines[place.start:place.start + len(place.new)] = place.old
     return "".join(lines)
 
