@@ -291,8 +291,11 @@ def one_step(race: Race, racer: Racer):
         if path or "num_iterations" not in last:
             break
     print(shown.getvalue(), end="", file=sys.stderr)
+    advice = "mend it and start the race again"
+    if "unrecognized arguments" in last:
+        advice = "flags that only the copies know go into --only_ours"
     require(path, f"{racer.script} fails in a run of {steps} step{'s' * (steps > 1)}, whose output "
-            "is above; mend it and start the race again")
+            f"is above; {advice}")
     one = logs.read_run(path, path.stem)
     shutil.rmtree(records)
     require(one.finished and one.seed == str(seed), f"{racer.script}: its log says "

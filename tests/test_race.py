@@ -334,6 +334,15 @@ def test_a_script_that_takes_no_single_step_is_tried_with_two(place):
     assert "--num_iterations=6" in (place / "starts").read_text().splitlines()[-1]
 
 
+def test_a_flag_that_only_the_copy_knows(place, capsys):
+    (place / "record.py").write_text(STAND_IN.replace("muon_lr=1.0", "muon_lr=1.0, z_loss=0.1"))
+    assert run_race(place, "--z_loss=0.2") == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith(
+        "base.py fails in a run of 1 step, whose output is above; flags that only the copies know go "
+        "into --only_ours")
+    assert run_race(place, "--only_ours=--z_loss=0.2", "--most=1") == 4
+
+
 def test_a_copy_that_ignores_its_seed_is_refused(place, capsys):
     (place / "record.py").write_text(STAND_IN.replace("\nsource =", "\nsys.argv.append('--seed=9')"
                                                       "\nsource ="))

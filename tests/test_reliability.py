@@ -498,7 +498,7 @@ def assert_same_losses(folder, other):
     """But for the rounding of another number of ranks."""
     mine, theirs = curve(folder), curve(other)
     assert [line._replace(loss=0) for line in mine] == [line._replace(loss=0) for line in theirs]
-    assert [line.loss for line in mine] == pytest.approx([line.loss for line in theirs], abs=0.002)
+    assert [line.loss for line in mine] == pytest.approx([line.loss for line in theirs], abs=0.02)
 
 
 @pytest.mark.both_scripts
