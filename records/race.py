@@ -152,6 +152,8 @@ def parse(arguments) -> Race:
         value = getattr(options, name)
         require(value is None or value > 0, f"--{name}={value}: takes a number above 0")
     require(options.level < 1, f"--level={options.level}: takes a number below 1")
+    require(not options.repeat or options.level == 0.01, "--repeat judges at a level of 0.01: leave "
+            "--level out, or --repeat")
     require(options.seed >= 0, f"--seed={options.seed}: takes the first seed, 0 or more")
     baseline = Racer(Path(options.vs).stem, options.vs, flags, script_hash(options.vs))
     candidates = []
@@ -338,9 +340,9 @@ def watcher(race: Race, racer: Racer, seed: int, bar: tqdm):
         for pair in pairs:
             for one in pair:
                 curves |= {(one.name, s): curve(run) for s, run in one.runs.items() if s <= seed}
-            tables = [[curves.get((one.name, s), {}) for one in pair] for s in range(seed + 1)]
-            differences = [a[step] - b[step] for a, b in tables if step in a and step in b]
-            if step in tables[-1][0] and step in tables[-1][1]:
+            tables = {s: [curves.get((one.name, s), {}) for one in pair] for s in race.seeds}
+            differences = [a[step] - b[step] for a, b in tables.values() if step in a and step in b]
+            if all(step in table for table in tables[seed]):
                 say(f"step {step}: {pair[0].name} - {pair[1].name} = {differences[-1]:+.4f}, mean "
                     f"of {len(differences)}: {fmean(differences):+.4f}")
 

@@ -395,6 +395,7 @@ def test_a_race_that_goes_on_refuses_what_has_changed(change, words, place, caps
     (["--target=nan"], "argument --target: invalid number value: 'nan'"),
     (["--most=0"], "--most=0: takes a number above 0"),
     (["--level=2"], "--level=2.0: takes a number below 1"),
+    (["--level=0.1", "--repeat=3"], "--repeat judges at a level of 0.01"),
     (["record.py"], "record.py: cannot be read"),
     (["demo"], "no word names a copy: ./run.sh race my_record.py")])
 def test_wrong_usage_starts_nothing(flags, words, place, capsys):
