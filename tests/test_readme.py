@@ -203,7 +203,12 @@ def training(words: list[str]) -> tuple[str, list[str]] | None:
         there = next(filter(Path.exists, [ROOT / scripts[0], ROOT / "train_gpt.py"]))
         racer = race.parse([str(there), *flags]).candidates[0]
         return os.path.relpath(racer.script, ROOT), launch.split_words(racer.flags)[1]
-    if words[0] == "./run.sh" and words[1:2] != ["test"]:
+    if words[:2] == ["./run.sh", "ablate"]:
+        _, script, flags = ablate.parse(words[2:])
+        there = next(filter(Path.exists, [ROOT / script, ROOT / "train_gpt.py"]))
+        racer = race.parse([str(there), *flags]).candidates[0]
+        return os.path.relpath(racer.script, ROOT), launch.split_words(racer.flags)[1]
+    if words[0] == "./run.sh" and words[1:2] not in (["test"], ["ideas"]):
         own = ("--repeat=", "--text=", "--help")
         return launch.split_words([word for word in words[1:] if not word.startswith(own)])
     scripts = [i for i, word in enumerate(words)
