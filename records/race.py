@@ -478,7 +478,7 @@ def verdict_of(race: Race, one: Racer, side, baseline, found) -> dict:
             "patch": hashlib.sha256(patch_of(race, one).encode()).hexdigest(), **values}
 
 def conclude(race: Race):
-    """Write the verdicts for programs, and enter them into the ledger of ideas."""
+    """Write the verdicts for programs."""
     compared, sides, baseline, found = judge(race)
     rows = []
     for one in race.candidates:
@@ -486,7 +486,6 @@ def conclude(race: Race):
         parts = (None, None) if i is None else (sides[i], found[i])
         rows.append(verdict_of(race, one, parts[0], baseline, parts[1]))
     (race.folder / "verdict.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
-    ideas.add(race.folder.parent, race.folder.name, rows)
     return rows, sides, baseline, found
 
 def finish(race: Race) -> int:
@@ -507,6 +506,7 @@ def finish(race: Race) -> int:
         pairs = compare.pairs_of(sides[0], baseline) if len(sides) == 1 else ()
         plot.save(str(race.folder / "race.png"), [*sides, baseline], race.target, pairs)
         say(f"the logs, verdict.txt and race.png are in {race.folder}")
+    ideas.add(race.folder.parent, race.folder.name, rows)
     decisions = {row["decision"] for row in rows}
     if any(row["keep"] for row in rows):
         return 0
@@ -537,7 +537,7 @@ def hold(race: Race) -> int:
         print()
         say(f"{sum(len(racer.runs) for racer in race.racers)} runs are done; the same command goes "
             "on from there")
-        conclude(race)
+        ideas.add(race.folder.parent, race.folder.name, conclude(race)[0])
         raise
     return finish(race)
 
