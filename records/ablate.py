@@ -258,23 +258,31 @@ def parts_to_race(options, script: str, words, folder: Path) -> tuple[str, list[
     path.write_text(json.dumps(now, indent=1), encoding="utf-8")
     return text, parts
 
-def table_of(parts: list[Part], rows: dict) -> str:
+def decision(row: dict, level: float) -> str:
+    """What a copy without a part is. Holm's adjustment may show more than the race decided."""
+    if row["adjusted"] is not None and row["adjusted"] <= level:
+        return "worse" if row["difference"] > 0 else "better"
+    return row["decision"]
+
+def table_of(parts: list[Part], rows: dict, level: float) -> str:
     """In Markdown. What is lost without a part is its difference from the whole copy."""
     lines = ["| part | lines | lost without it | interval | pairs | p or 1 / E, adjusted | verdict |",
              "|---|---|---|---|---|---|---|"]
     for part in parts:
         row = rows[part.file]
+        found = decision(row, level)
         low, high = row["interval"] or (None, None)
         interval = "-" if low is None else f"{low:+.4f} .. {high:+.4f}"
         lost = "-" if row["difference"] is None else f"{row['difference']:+.4f}"
         adjusted = "-" if row["adjusted"] is None else f"{row['adjusted']:.2g}"
         lines.append(f"| {part.name} | {part.lines} | {lost} | {interval} | {row['pairs']} | "
-                     f"{adjusted} | {WORDS.get(row['decision'], row['decision'])} |")
+                     f"{adjusted} | {WORDS.get(found, found)} |")
     return "\n".join(lines) + "\n"
 
 def write_shortest(options, script: str, text: str, parts, rows, folder: Path):
     """The copy without what harms or makes no difference."""
-    out = [part for part in parts if rows[part.file]["decision"] in ("better", "no difference")]
+    out = [part for part in parts
+           if decision(rows[part.file], options.level) in ("better", "no difference")]
     shortest = without(text, [place for part in out for place in part.places])
     name = Path(script).stem
     (folder / f"{name}.py").write_text(shortest, encoding="utf-8")
@@ -300,7 +308,7 @@ def main(arguments=None):
                f"--level={options.level / len(parts)}", *words])
     verdict = (folder / "race_parts" / "verdict.json").read_text(encoding="utf-8")
     rows = {row["candidate"]: row for row in json.loads(verdict)}
-    table = table_of(parts, rows)
+    table = table_of(parts, rows, options.level)
     (folder / "table.md").write_text(table, encoding="utf-8")
     print(f"\n{table}")
     write_shortest(options, script, text, parts, rows, folder)

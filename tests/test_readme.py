@@ -370,7 +370,7 @@ def test_the_ablations_are_those_of_the_verdict(folder):
         name, lines = line.strip("| ").split(" | ")[:2]
         parts.append(ablate.Part(name, [], lines))
     assert len(parts) == len(rows)
-    made = ablate.table_of(parts, rows)
+    made = ablate.table_of(parts, rows, 0.01)
     assert shown == made.strip()
 
 
