@@ -238,6 +238,9 @@ def parts_to_race(options, script: str, words, folder: Path) -> tuple[str, list[
         name, colon, flags = one.partition(":")
         require(colon and flags.strip(), f"--part={one!r}: expected a name, a colon and flags")
         parts.append(Part(name.strip(), [], flags.strip()))
+    files = [part.file for part in parts]
+    twice = [part.name for part in parts if files.count(part.file) > 1]
+    require(not twice, f"two parts are called {twice[:1]}: give them other names")
     require(parts, f"{script} does not differ from {options.vs} in anything but comments: there is "
             "no part")
     path = folder / "parts.json"

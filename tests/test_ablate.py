@@ -164,7 +164,8 @@ def test_a_copy_that_does_not_train_is_refused(place, capsys):  # noqa: F811
 
 
 @pytest.mark.parametrize("flags, words", [
-    ([], "does not differ from"), (["--part=x"], "expected a name, a colon and flags"),
+    ([], "does not differ from"), (["--part=a b: --x=1", "--part=a_b: --x=2"], "two parts are called"),
+    (["--part=x"], "expected a name, a colon and flags"),
     (["--level=x"], "invalid number value")])
 def test_wrong_usage_starts_nothing(flags, words, place, capsys):  # noqa: F811
     (place / "record.py").write_text(STAND_IN + "# a comment\n")
