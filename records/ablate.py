@@ -269,8 +269,9 @@ def decision(row: dict, level: float) -> str:
 
 def table_of(parts: list[Part], rows: dict, level: float) -> str:
     """In Markdown. What is lost without a part is its difference from the whole copy."""
-    lines = ["| part | lines | lost without it | interval | pairs | p or 1 / E, adjusted | verdict |",
-             "|---|---|---|---|---|---|---|"]
+    header = ("part", "lines", "lost without it", "interval", "pairs", "p or 1 / E, adjusted",
+              "verdict")
+    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
     for part in parts:
         row = rows[part.file]
         found = decision(row, level)
