@@ -32,11 +32,11 @@ Exit status: 0 all read, 1 some log was none or missing (the rest is still repor
 --json prints one object, with null for what the logs do not say or too few runs cannot say:
   version: 7; target: the loss to reach; loss: the name of the loss that is read; unread: a line
     for each input that was no log, and for each log that is missing
-  sides: the candidates, then B if there is one: label, name, warnings, independent, used (names of the runs in the
-    statistics), copies (names of those left out as copies), loss and seconds (n, mean, sd,
-    interval: 95 % of the mean; of loss p: one-sided t-test), at (the step of the last losses, where
-    the runs agree), rules (rows of rule, value, holds, runs_needed, first: the earliest step, with
-    --first), runs
+  sides: the candidates, then B if there is one: label, name, warnings, independent, used (names of
+    the runs in the statistics), copies (names of those left out as copies), loss and seconds (n,
+    mean, sd, interval: 95 % of the mean; of loss p: one-sided t-test), at (the step of the last
+    losses, where the runs agree), rules (rows of rule, value, holds, runs_needed, first: the
+    earliest step, with --first), runs
   runs: name, path, logs (rows of path and the step it begins at, the oldest first), missing (why
     the oldest of them is not the run's beginning, else null), steps, total, seconds, tokens,
     ms_per_step, loss, finished, diverged, changed (settings, on resuming), mixed (in what else the
@@ -415,8 +415,8 @@ def about_power(comparison):
 
 def about_time(a, b, comparison):
     if not comparable_times(a, b):
-        return ("Times do not compare, the hardware, the ranks or the rules of the clock differ, or a "
-                "run was resumed with differences.")
+        return ("Times do not compare, the hardware, the ranks or the rules of the clock differ, "
+                "or a run was resumed with differences.")
     test = test_that_speaks(comparison, "seconds")
     if test["difference"] is None:
         return None

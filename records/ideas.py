@@ -2,11 +2,11 @@
 
     ./run.sh ideas
 
-Each race enters its candidates into records/ideas.csv, which git ignores: failed, broken and stopped
-ones too, since the more is tried, the more looks good by chance. The project's own races are in
-records/techniques/ideas.csv. This prints both, newest last. `survives` marks the ideas that are to
-be kept (better, honest, with the baseline's tokens) and are among what a false discovery rate of
-5 % leaves of all that was tried: of the ideas marked so, at most 5 % are none, on average.
+Each race enters its candidates into records/ideas.csv, which git ignores: failed, broken and
+stopped ones too, since the more is tried, the more looks good by chance. The project's own races
+are in records/techniques/ideas.csv. This prints both, newest last. `survives` marks the ideas that
+are to be kept (better, honest, with the baseline's tokens) and are among what a false discovery
+rate of 5 % leaves of all that was tried: of the ideas marked so, at most 5 % are none, on average.
 
 E-values go through e-BH (Wang and Ramdas, arXiv:2009.02824), which holds however they depend on
 each other, p-values of fixed designs through Benjamini and Hochberg's procedure. If there are both,

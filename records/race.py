@@ -11,11 +11,12 @@ the same number of processes and threads.
 
 Pairs are added until it is decided whether a candidate is better or worse than the baseline, or
 --most of them are done (12). The e-value that decides may be looked at after every pair (stats.py
-says why), so pairs may also be added later: with a higher --most, the same command goes on. A candidate is decided where E reaches 1 / --level (0.01). To be better among several candidates
-takes more, since the best of many looks good by chance; who is worse drops out at once. With
---worth=W, a candidate also drops out once its difference is surely within +-W; and one whose losses
-are the baseline's to the last digit in two pairs. With --repeat=N, every candidate gets N pairs
-instead, and there is no p-value before the end, and no further pair after it.
+says why), so pairs may also be added later: with a higher --most, the same command goes on. A
+candidate is decided where E reaches 1 / --level (0.01). To be better among several candidates takes
+more, since the best of many looks good by chance; who is worse drops out at once. With --worth=W, a
+candidate also drops out once its difference is surely within +-W; and one whose losses are the
+baseline's to the last digit in two pairs. With --repeat=N, every candidate gets N pairs instead,
+and there is no p-value before the end, and no further pair after it.
 
 Before its first run each script trains one step, which does not count but shows its mistakes, and
 records/honesty.py checks that its validation loss is honest. A copy that fails is not raced, unless
@@ -152,8 +153,8 @@ def parse(arguments) -> Race:
         value = getattr(options, name)
         require(value is None or value > 0, f"--{name}={value}: takes a number above 0")
     require(options.level < 1, f"--level={options.level}: takes a number below 1")
-    require(not options.repeat or options.level == 0.01, "--repeat judges at a level of 0.01: leave "
-            "--level out, or --repeat")
+    require(not options.repeat or options.level == 0.01, "--repeat judges at a level of 0.01: "
+            "leave --level out, or --repeat")
     require(options.seed >= 0, f"--seed={options.seed}: takes the first seed, 0 or more")
     baseline = Racer(Path(options.vs).stem, options.vs, flags, script_hash(options.vs))
     candidates = []
