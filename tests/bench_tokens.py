@@ -47,7 +47,7 @@ MINI = {
         --save_every=0 --dtype=bfloat16""",
     "speedrun": "--micro_batches=3 --window_end=512 --muon_lr=0.025",
     "speedrun_2026": """--micro_batches=1 --stages=1:1:128,2:1.52:256,3:1.73:384
-        --pair_rows=15360 --muon_lr=0.01 --head_lr=0.024 --embed_lr=0.7 --scalar_lr=0.03""",
+        --pair_rows=15360 --memory_rows=131072 --muon_lr=0.01 --head_lr=0.024 --embed_lr=0.7 --scalar_lr=0.03""",
 }
 
 class SmallVocabulary(GPT2Tokenizer):

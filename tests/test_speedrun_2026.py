@@ -25,8 +25,8 @@ ALONE = attempt.World(0, 1, CPU)
 # All eleven layers of the attempt, made narrow.
 TINY = attempt.resolve(dataclasses.replace(
     FULL, model_dim=32, num_heads=2, head_dim=16, vocab_size=257, train_seq_len=512,
-    val_seq_len=512, pair_rows=500, micro_batches=2, num_iterations=12, adam_eps=1e-7, seed=1,
-    num_kv_heads=2, dtype="float32", use_fp8=False), CPU)
+    val_seq_len=512, pair_rows=500, memory_rows=2**12, memory_lag=0, micro_batches=2,
+    num_iterations=12, adam_eps=1e-7, seed=1, num_kv_heads=2, dtype="float32", use_fp8=False), CPU)
 
 
 # ---- What it shares with train_gpt.py
@@ -54,7 +54,7 @@ CHANGED = {
     "step_starts", "train_batches", "train_step", "warm_up", "check_settings", "main"}
 ADDED = {
     "STAGE", "Stage", "stage", "batch_size", "future_weights", "previous_token", "compiled",
-    "cautious_decay", "summed_gradient", "even_rows"}
+    "cautious_decay", "summed_gradient", "even_rows", "Candidates", "Memory"}
 
 
 def test_only_the_method_differs():
@@ -159,17 +159,21 @@ def test_contradictions_are_refused_in_one_line(changes, words):
 
 # ---- Model and loss
 
+BEGINS = (0, 100, 130, 300)  # of documents
+
+
 def tiny_model(hp=TINY, dtype=torch.float32):
-    """A model without weights of 0 or 1, which would hide what they are multiplied by."""
+    """A model without weights of 0 or 1, which would hide what they are multiplied by, whose memory
+    has read a text like those of sequence(), and the beginning of some of them."""
     torch.manual_seed(0)
     model = attempt.GPT(hp, dtype, flex=False).to(dtype)
+    for seed in range(3):
+        model.memory.remember(sequence(512, seed, BEGINS)[0])
+    model.memory.remember(sequence(512, eots=BEGINS)[0][:400].roll(1, 0))
     with torch.no_grad():
         for p in model.parameters():
             p += 0.1 * torch.randn(p.shape)
     return model
-
-
-BEGINS = (0, 100, 130, 300)  # of documents
 
 
 @pytest.fixture
@@ -202,16 +206,24 @@ def plain_attention(p, name, x, value_embed, visible, begins, key_offset, hp):
     return y @ p[f"{name}.proj.weight"].T
 
 
-def plain_logits(p, tokens, window, hp):
-    """The attempt's forward pass, written from its definitions; p has its weights in float64."""
+def plain_predictions(p, tokens, window, hp, memory):
+    """The attempt's forward pass, written from its definitions; p has its weights in float64, and
+    `memory` is right by test_memory.py. Returns the log-probabilities of the model's own, and those
+    of its mixture with the memory's candidates."""
     T = len(tokens)
     begins = (tokens == 256).tolist()
     signs = np.random.RandomState(0).choice([-1, 1], (8192, hp.model_dim))
+    candidates = memory.recall(tokens)
     x = torch.empty(T, hp.model_dim, dtype=torch.float64)
     for t, token in enumerate(tokens.tolist()):
         before = 256 if t == 0 or begins[t] else int(tokens[t - 1])
         pair = p["pair_embed.weight"][(before * 2654435761 + token) % hp.pair_rows]
         x[t] = p["embed.weight"][token] + pair * torch.tensor(signs[(before ^ token) % 8192])
+        best = candidates.best_T[t]
+        kind = candidates.kinds[t, best]
+        if kind >= 0:
+            recalled = p["recalled_embed.weight"][candidates.tokens[t, best]]
+            x[t] += p["recalled_mix"][kind] * recalled
     x = rms_norm(x)
     smeared = x.clone()
     for t in range(T):
@@ -236,13 +248,22 @@ def plain_logits(p, tokens, window, hp):
         hidden = (rms_norm(x) @ p[f"blocks.{i}.mlp.fc.weight"].T).clamp(min=0) ** 2
         x = x + hidden @ p[f"blocks.{i}.mlp.proj.weight"].T
         outputs[i] = x
-    raw = rms_norm(x - p["backout"] * outputs[7]) @ p["lm_head.weight"].T
-    return 23 / (1 + torch.exp(-(raw + 5) / 7.5))
+    x = rms_norm(x - p["backout"] * outputs[7])
+    raw = x @ p["lm_head.weight"].T
+    own = (23 / (1 + torch.exp(-(raw + 5) / 7.5))).log_softmax(-1)
+    mixed = []
+    for t in range(T):
+        known = candidates.kinds[t] >= 0
+        scores = p["candidate_scores"][candidates.kinds[t, known]]
+        shares = torch.cat(((x[t] @ p["own_score"])[None], scores)).softmax(0)
+        named = F.one_hot(candidates.tokens[t, known], len(own[t])).double()
+        mixed.append((shares[0] * own[t].exp() + shares[1:] @ named).log())
+    return own, torch.stack(mixed)
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(2, 2), (4, 2)])
 def test_loss_and_gradients_are_those_of_the_plain_definition(heads, kv_heads, float64):
-    """The whole model: pairs and their signs, smear, key offset, skips, late input, backout, the
+    """The whole model: pairs and their signs, the memory, smear, key offset, skips, late input, backout, the
     shifted cap and further tokens in the loss; token by token, those past the end and targets of -1
     left out."""
     hp = dataclasses.replace(TINY, num_heads=heads, num_kv_heads=kv_heads)
@@ -254,12 +275,12 @@ def test_loss_and_gradients_are_those_of_the_plain_definition(heads, kv_heads, f
     loss = model(tokens, targets, torch.tensor(384), tuple(map(torch.tensor, weights[1:])))
     loss.backward()
     p = {name: x.detach().double().requires_grad_() for name, x in model.named_parameters()}
-    log_probabilities = plain_logits(p, tokens, 384, hp).log_softmax(-1)
+    own, mixed = plain_predictions(p, tokens, 384, hp, model.memory)
     want = 0.0
     for t in range(512):
         for k, weight in enumerate(weights):
             if t + k < 512 and targets[t + k] >= 0:
-                want = want - weight * log_probabilities[t, targets[t + k]] / 512
+                want = want - weight * (own if k else mixed)[t, targets[t + k]] / 512
     want.backward()
     assert float(loss.detach()) == pytest.approx(float(want.detach()), rel=1e-12)
     for name, x in model.named_parameters():
@@ -271,11 +292,12 @@ def test_validation_counts_the_next_token_alone(float64):
     model = tiny_model(dtype=torch.float64)
     tokens, targets = sequence(512, eots=BEGINS)
     p = {name: x.detach().double() for name, x in model.named_parameters()}
-    want = F.cross_entropy(plain_logits(p, tokens, 256, TINY), targets)
+    _, mixed = plain_predictions(p, tokens, 256, TINY, model.memory)
+    want = F.nll_loss(mixed, targets)
     got = model(tokens, targets, torch.tensor(256)).detach()
     assert float(got) == pytest.approx(float(want), rel=1e-12)
     logits = model.logits(model.features(tokens, torch.tensor(256)))
-    torch.testing.assert_close(logits, plain_logits(p, tokens, 256, TINY))
+    torch.testing.assert_close(logits, mixed)
 
 
 # ---- Optimizers
@@ -410,13 +432,18 @@ def test_two_processes_train_the_same_and_a_resumed_run_gives_the_same_bits(tmp_
     flags = [
         "--preset=speedrun", "--model_dim=32", "--num_heads=2", "--head_dim=16", "--seed=1",
         "--vocab_size=257", "--train_seq_len=256", "--val_seq_len=512", "--val_tokens=1000",
-        "--pair_rows=500", "--micro_batches=2", "--stages=1:1:128,2:1.52:256,3:1.73:384",
+        "--pair_rows=500", "--memory_rows=4096", "--memory_lag=300", "--micro_batches=2",
+        "--stages=1:1:128,2:1.52:256,3:1.73:384",
         "--num_iterations=12", "--save_every=4", "--val_loss_every=4", "--adam_eps=1e-7",
         "--dtype=float32", "--use_fp8=false", "--epochs=100", *shards]
     train(attempt, *flags, f"--records={tmp_path}/1")
     launch(*flags, f"--records={tmp_path}/2", script=ATTEMPT, ranks=2)
     assert_same_losses(tmp_path / "1", tmp_path / "2")
     assert curve(tmp_path / "1")[-1].tokens == 4 * (2 + 4 + 6) * 256
+    one, two = (torch.load(newest_checkpoint(tmp_path / ranks), weights_only=True)["state"]["model"]
+                for ranks in "12")
+    assert torch.equal(one["memory.entries"], two["memory.entries"])
+    assert (one["memory.entries"] > 0).sum() > 4000
     middle = newest_checkpoint(tmp_path / "2").with_name("step00000008.pt")  # before stage three
     launch(f"--resume={middle}", f"--records={tmp_path}/resumed", script=ATTEMPT, ranks=2)
     assert_same_state(tmp_path / "resumed", tmp_path / "2")

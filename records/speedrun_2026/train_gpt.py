@@ -125,6 +125,10 @@ class Hyperparameters:
     late_input: int = flag(7, "layer (from 0) whose output attention in all later layers reads")
     backout: int = flag(7, "layer (from 0) of whose output a share is subtracted at the end")
     pair_rows: int = flag(377280, "rows of the embedding of pairs of tokens", min=1)
+    memory: str = flag("2,3,4,6", "the numbers of tokens by which the memory finds what it has "
+                       "read", pattern=r"[1-9]\d?(,[1-9]\d?)*")
+    memory_rows: int = flag(2**23, "contexts that it holds of each number of tokens", min=1)
+    memory_lag: int = flag(8192, "tokens that are read before it knows what came before them")
     # Optimization. Learning rates and the window stretch to num_iterations: if a resumed run gets
     # more steps, its learning rates rise again. Muon's momentum does not.
     num_iterations: int = flag(1284, "training steps", max=10**7)
@@ -154,6 +158,7 @@ PRESETS = {
         train_seq_len=1024, val_seq_len=2048, micro_batches=4, stages="1:1:256", windows="LSSL",
         attention="xx.x", value_embeds="0..0", skips="..10", model_dim=128, num_heads=4,
         head_dim=32, attention_scale=0.3, late_input=2, backout=1, pair_rows=8192,
+        memory="3,5,7,9,12", memory_rows=2**16,
         num_iterations=450, future_tokens=1, cooldown_frac=0.4, lr_floor=0.1, muon_lr=0.045,
         muon_momentum_end=0.9, muon_momentum_steps=0, muon_beta2=0.9, head_lr=0.016, embed_lr=0.3,
         scalar_lr=0.08, adam_every=1, adam_beta1=0.8,
@@ -481,6 +486,112 @@ class Block(nn.Module):
             x_TD = x_TD + self.attn(norm(read_TD), value_embed, begins_T, mask)
         return x_TD + self.mlp(norm(x_TD))
 
+class Candidates(NamedTuple):
+    """The tokens that may come next by what followed elsewhere: [T, C], C candidates for each of T
+    tokens, those of the shortest context first. Some of them may name the same token."""
+    tokens: Tensor  # int64; where there is no candidate, 0
+    kinds: Tensor  # int64: what is known of the candidate, see Memory; -1 where there is none
+    best_T: Tensor  # the place, among the C, of the newest candidate of the longest known context
+
+class Memory(nn.Module):
+    """What training has read, so that the model can look up how a text went on where it has seen it
+    before: a proposal of modded-nanogpt's (pull request 367), which keeps the last continuation of
+    the longest known context. Here are several continuations of contexts of several lengths.
+
+    A context is the last n tokens, for each n of hp.memory. A table has a row for it, which a hash
+    chooses, and a row has WAYS entries: one for each remainder of the next token, divided by WAYS.
+    An entry is one number of 63 bits, so that the largest of several is the newest, in whatever
+    order they come, and on any number of processes:
+
+        32 bits   the position of the next token in all that was read
+         3 bits   repeats: how many times in a row this entry has got the same token again, up to 7
+        12 bits   check, of the context's hash: contexts that share a row mostly differ in it
+        16 bits   the next token
+
+    Nothing is learned from validation, and what was read less than memory_lag tokens ago is not
+    known yet: it would be the document itself, which attention sees anyway. In validation that is
+    the same, so training must not rely on more. The tables are buffers, which a checkpoint holds;
+    so sample.py and a resumed run have them too.
+
+    The kind of a candidate is its number of repeats and the number of other candidates for the same
+    context, for each length: one of len(lengths) * 8 * WAYS kinds."""
+
+    WAYS = 8
+
+    def __init__(self, hp: Hyperparameters):
+        super().__init__()
+        self.lengths = [int(length) for length in hp.memory.split(",")]
+        self.kinds = len(self.lengths) * 8 * self.WAYS
+        entries = torch.zeros(len(self.lengths), hp.memory_rows, self.WAYS, dtype=torch.int64)
+        self.register_buffer("entries", entries)
+        # The newest tokens read. They reach back by the lag, and by the longest context before it.
+        newest = torch.zeros(hp.memory_lag + max(self.lengths), dtype=torch.int32)
+        self.register_buffer("newest", newest)
+        self.register_buffer("read", torch.zeros((), dtype=torch.int64))  # how many, in all
+
+    def hashes(self, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
+        """For each length and token, the row of the context that ends there, and its check: both
+        [lengths, T]. A context that would begin before the first token has a hash as well."""
+        hash_T = torch.zeros_like(tokens_T, dtype=torch.int64)
+        hashes = {}
+        for back in range(max(self.lengths)):
+            token_T = F.pad(tokens_T, (back, 0))[:len(tokens_T)]
+            # Products wrap around at 64 bits. The multiplier is an odd number near 2^64 / 1.618.
+            hash_T = (hash_T + token_T + 1) * -7046029254386353131
+            hash_T = hash_T ^ (hash_T >> 32)
+            hashes[back + 1] = hash_T
+        hash_LT = torch.stack([hashes[length] for length in self.lengths])
+        return (hash_LT >> 12) % self.entries.size(1), hash_LT & 0xFFF
+
+    def table(self) -> Tensor:
+        """The number of each entry's table, for indexing: [lengths, 1]."""
+        return torch.arange(len(self.lengths), device=self.entries.device)[:, None]
+
+    @torch.no_grad()
+    def recall(self, tokens_T: Tensor) -> Candidates:
+        """What followed each context that ends in the sequence. Contexts begin within it."""
+        T = len(tokens_T)
+        row_LT, check_LT = self.hashes(tokens_T)
+        entry_LTW = self.entries[self.table(), row_LT]
+        position_T = torch.arange(T, device=tokens_T.device)
+        whole_LT = position_T >= torch.tensor(self.lengths, device=tokens_T.device)[:, None] - 1
+        same_LTW = (entry_LTW >> 16 & 0xFFF) == check_LT[:, :, None]
+        entry_LTW = torch.where(same_LTW & whole_LT[:, :, None], entry_LTW, 0)
+        known_LTW = entry_LTW > 0
+        others_LT1 = known_LTW.sum(-1, keepdim=True) - 1
+        kind_LTW = (self.table()[:, :, None] * 8 + (entry_LTW >> 28 & 7)) * self.WAYS + others_LT1
+        kind_LTW = torch.where(known_LTW, kind_LTW, -1)
+        # Positions are below 2^32, so a longer context's entry wins against any of a shorter one's.
+        rank_LTW = (entry_LTW >> 31) + (self.table()[:, :, None] << 32) * known_LTW
+        token_TC, kind_TC, rank_TC = (x.transpose(0, 1).reshape(T, -1) for x in
+                                      (entry_LTW & 0xFFFF, kind_LTW, rank_LTW))
+        return Candidates(token_TC, kind_TC, rank_TC.argmax(1))
+
+    @torch.no_grad()
+    def remember(self, tokens: Tensor):
+        """Reads the tokens [n] of a step (int32), those of all processes in the order of the text.
+        Of what is older than the lag, it then knows n contexts more of each length."""
+        text = torch.cat((self.newest, tokens))
+        self.newest.copy_(text[len(tokens):])
+        longest = max(self.lengths)
+        new = slice(longest - 1, longest - 1 + len(tokens))  # the last tokens of the new contexts
+        row_LT, check_LT = (x[:, new] for x in self.hashes(text[:new.stop]))
+        next_T = text[longest:new.stop + 1].long()
+        # The position of each next token in all that was read; below 1 it is of the zeros that
+        # `newest` holds at first.
+        position_T = self.read + torch.arange(len(tokens), device=tokens.device)
+        position_T = position_T - (len(self.newest) - longest)
+        self.read += len(tokens)
+        way_T = next_T % self.WAYS
+        before_LT = self.entries[self.table(), row_LT, way_T]
+        again_LT = (before_LT & 0xFFFFFFF) == (check_LT << 16 | next_T)
+        repeats_LT = torch.where(again_LT, (before_LT >> 28 & 7) + 1, 0).clamp(max=7)
+        entry_LT = position_T << 31 | repeats_LT << 28 | check_LT << 16 | next_T
+        whole_LT = position_T >= torch.tensor(self.lengths, device=tokens.device)[:, None]
+        entry_LT = torch.where(whole_LT, entry_LT, 0)
+        index_LT = row_LT * self.WAYS + way_T
+        self.entries.flatten(1).scatter_reduce_(1, index_LT, entry_LT, "amax")
+
 class GPT(nn.Module):
     """Call it with the tokens and targets of one sequence and the attention window; it returns the
     mean loss per token in nats. In training it also gets the weights that the tokens after the
@@ -513,6 +624,11 @@ class GPT(nn.Module):
         # RandomState draws the same in every version of NumPy, so that every run has these signs.
         signs = np.random.RandomState(0).choice([-1, 1], (8192, hp.model_dim))
         self.register_buffer("signs", torch.tensor(signs, dtype=dtype), persistent=False)
+        self.memory = Memory(hp)
+        self.recalled_embed = nn.Embedding(padded_vocab, hp.model_dim, sparse=True)
+        self.recalled_mix = nn.Parameter(torch.zeros(self.memory.kinds))
+        self.candidate_scores = nn.Parameter(torch.full((self.memory.kinds,), -5.0))
+        self.own_score = nn.Parameter(torch.zeros(hp.model_dim))
         self.smear = nn.Parameter(torch.zeros(hp.model_dim))  # part: smear
         # Layers marked by the same digit share a value embedding (record 2024-12-08).
         self.value_embeds = nn.ModuleDict({
@@ -536,28 +652,42 @@ class GPT(nn.Module):
     def forward(self, tokens_T: Tensor, targets_T: Tensor, window: Tensor, future=()) -> Tensor:
         return self.loss(*self.lookup(tokens_T), tokens_T, targets_T, window, future)
 
-    def loss(self, x_TD: Tensor, value_embeds: dict, tokens_T, targets_T, window, future) -> Tensor:
-        """The sum of w[k] * F.cross_entropy(logits[t], targets[t + k]) over all tokens t and all k,
-        divided by T. w is 1 for the target itself, then `future`. Targets of -1, and those past the
-        end of the sequence, add nothing. Validation reports this loss as well, without `future`:
-        what only training shall minimize belongs under `if self.training`."""
+    def loss(self, x_TD, value_embeds: dict, candidates, tokens_T, targets_T, window, future):
+        """The sum of -w[k] * log p(targets[t + k] at t) over all tokens t and all k, divided by T. w
+        is 1 for the target itself, then `future`. Targets of -1, and those past the end of the
+        sequence, add nothing. Validation reports this loss as well, without `future`: what only
+        training shall minimize belongs under `if self.training`."""
         x_TD = self.stream(x_TD, value_embeds, tokens_T, window)
+        scores_TC = self.scores(candidates)
         shifted = [F.pad(targets_T[k:], (0, k), value=-1) for k in range(1 + len(future))]
+        parts = (x_TD, candidates.tokens, scores_TC, *shifted)
         total = 0
-        for x, *targets in zip(*[part.split(self.LOGITS_TOKENS) for part in (x_TD, *shifted)]):
-            log_p_TV = F.log_softmax(self.logits(x), dim=-1)
-            for weight, target_T in zip((1.0, *future), targets):
+        for x, named, scores, target_T, *later in zip(*[part.split(self.LOGITS_TOKENS)
+                                                        for part in parts]):
+            log_p_TV = F.log_softmax(self.own_logits(x), dim=-1)
+            # As in `logits`, but for the target alone: there is no need for a second table [T, V].
+            share_TC = self.shares(x, scores)
+            own_T = F.nll_loss(log_p_TV, target_T, ignore_index=-1, reduction="none")
+            named_T = (share_TC[:, 1:] * (named == target_T[:, None])).sum(1)
+            p_T = share_TC[:, 0] * torch.exp(-own_T) + named_T
+            total -= p_T.log().masked_fill(target_T < 0, 0).sum()
+            for weight, target_T in zip(future, later):  # what comes later is not in the memory
                 total += weight * F.nll_loss(log_p_TV, target_T, ignore_index=-1, reduction="sum")
         return total / len(x_TD)
 
     def features(self, tokens_T: Tensor, window: Tensor) -> Tensor:
-        """The normed residual stream [T, D] after the last layer."""
-        return self.stream(*self.lookup(tokens_T), tokens_T, window)
+        """What `logits` needs to predict each next token, in float32: [T, D + 2C], the normed
+        residual stream after the last layer, the memory's candidates, and their scores."""
+        x_TD, value_embeds, candidates = self.lookup(tokens_T)
+        x_TD = self.stream(x_TD, value_embeds, tokens_T, window)
+        numbers_TC = candidates.tokens.float()  # exact, since they are below 2^16
+        return torch.cat((x_TD.float(), numbers_TC, self.scores(candidates)), dim=1)
 
-    def lookup(self, tokens_T: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The tokens' embeddings, and the value embeddings by their marks. To the first is added an
-        embedding of each token together with the one before it, where pairs share rows by a hash
-        (records #62 and #83)."""
+    def lookup(self, tokens_T: Tensor) -> tuple[Tensor, dict[str, Tensor], Candidates]:
+        """The tokens' embeddings, the value embeddings by their marks, and what the memory knows. To
+        the first are added an embedding of each token together with the one before it, where pairs
+        share rows by a hash (records #62 and #83), and a share of an embedding of the memory's best
+        candidate."""
         before_T = F.pad(tokens_T[:-1], (1, 0), value=self.end_of_text)
         before_T = before_T.masked_fill(tokens_T == self.end_of_text, self.end_of_text)
         # The multiplier is a prime near 2^32 / 1.618, which spreads the pairs over the rows.
@@ -568,10 +698,15 @@ class GPT(nn.Module):
         pair_TD = self.pair_embed(pairs_T)  # part: pairs
         pair_TD = signs_TD * pair_TD  # part: pairs  # part: signs for pairs
         x_TD = x_TD + pair_TD  # part: pairs
-        return x_TD, {mark: embed(tokens_T) for mark, embed in self.value_embeds.items()}
+        candidates = self.memory.recall(tokens_T)
+        best_T, kind_T = (x.gather(1, candidates.best_T[:, None])[:, 0] for x in candidates[:2])
+        mix_T = self.recalled_mix[kind_T].masked_fill(kind_T < 0, 0)
+        x_TD = x_TD + mix_T.type_as(x_TD)[:, None] * self.recalled_embed(best_T)
+        value_embeds = {mark: embed(tokens_T) for mark, embed in self.value_embeds.items()}
+        return x_TD, value_embeds, candidates
 
     def stream(self, x_TD: Tensor, value_embeds: dict, tokens_T: Tensor, window: Tensor) -> Tensor:
-        """The normed residual stream, from what `lookup` returns."""
+        """The normed residual stream, from the embeddings that `lookup` returns."""
         masks = dict(zip("LS", build_block_masks(tokens_T, self.end_of_text, window, self.flex)))
         begins_T = tokens_T == self.end_of_text
         # Smear: to each embedding, a learned share of the one before is added (record #34).
@@ -595,12 +730,35 @@ class GPT(nn.Module):
         x_TD = x_TD - self.backout * outputs[self.hp.backout]  # part: backout
         return norm(x_TD)
 
-    def logits(self, x_TD: Tensor) -> Tensor:
-        """A smooth cap keeps the logits between 0 and softcap_height. It is lower than the cap of
-        train_gpt.py, and steeper for unlikely tokens, where most logits are (record #54). Tokens
-        that only pad the vocabulary have logits as well, but are never targets."""
-        shifted_TV = self.lm_head(x_TD).float() + self.hp.softcap_shift
-        return self.hp.softcap_height * torch.sigmoid(shifted_TV * (2 / self.hp.lm_head_softcap))
+    def scores(self, candidates: Candidates) -> Tensor:
+        """A learned score of each candidate, by its kind [T, C]; -inf where there is none."""
+        scores_TC = self.candidate_scores[candidates.kinds]
+        return scores_TC.masked_fill(candidates.kinds < 0, -torch.inf)
+
+    def shares(self, x: Tensor, scores: Tensor) -> Tensor:
+        """How the prediction is shared out [..., 1 + C]: first the model's own share, whose score is
+        a learned function of the stream, then those of the candidates (a mixture, as in
+        arXiv:1609.07843)."""
+        own_score = (x @ self.own_score.type_as(x)).float().unsqueeze(-1)
+        return torch.cat((own_score, scores), dim=-1).softmax(-1)
+
+    def own_logits(self, x: Tensor) -> Tensor:
+        """The logits without the memory. A smooth cap keeps them between 0 and softcap_height. It is
+        lower than the cap of train_gpt.py, and steeper for unlikely tokens, where most logits are
+        (record #54). Tokens that only pad the vocabulary have logits as well, but are never
+        targets."""
+        shifted = self.lm_head(x).float() + self.hp.softcap_shift
+        return self.hp.softcap_height * torch.sigmoid(shifted * (2 / self.hp.lm_head_softcap))
+
+    def logits(self, features: Tensor) -> Tensor:
+        """The logits of the next token, of which the softmax are the probabilities: the model's own,
+        mixed with the memory's candidates."""
+        C = (features.size(-1) - self.hp.model_dim) // 2
+        x, tokens, scores = features.split((self.hp.model_dim, C, C), dim=-1)
+        x = x.type_as(self.embed.weight)
+        shares = self.shares(x, scores)
+        own = shares[..., :1] * self.own_logits(x).softmax(-1)
+        return own.scatter_add(-1, tokens.long(), shares[..., 1:]).log()
 
 def draw_weights(model: nn.Module, seed: int):
     """Calls reset_parameters of every module that has it and has parameters of its own, each with a
@@ -895,7 +1053,7 @@ def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> lis
     table = [
         # names of the parameters               optimizer  peak rate
         (r"lm_head\.weight",                          Adam, hp.head_lr),
-        (r"(pair_|value_)?embeds?\..*", partial(Adam, decay=hp.embed_decay), hp.embed_lr),
+        (r"(pair_|value_|recalled_)?embeds?\..*", partial(Adam, decay=hp.embed_decay), hp.embed_lr),
         (r"blocks\..*\.(qkv|proj\.weight|fc\.weight)", Muon, hp.muon_lr),
     ]
     optimizers = []
@@ -1010,6 +1168,11 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
         micro_loss = model(inputs_T, targets_T, window, future) / batch_size(step, hp)
         micro_loss.backward()
         loss += micro_loss.detach()
+    # All processes remember the tokens of all, in the order of the text.
+    tokens = torch.cat([inputs_T for inputs_T, _ in batches])
+    text = tokens.new_zeros(world.size, len(tokens))
+    text[world.rank] = tokens
+    model.memory.remember(world.all_gather(text).result().flatten())
     due = [optimizer for optimizer in optimizers if (step + 1) % optimizer.every == 0]
     # Until begin() has summed it, a gradient is that of this process's share alone. To clip by the
     # norm of all gradients would need a phase of its own after begin().
@@ -1208,6 +1371,8 @@ def check_settings(hp: Hyperparameters, world_size: int):
     # Gradients that Adam will add up over several steps are not saved.
     require(hp.save_every % hp.adam_every == hp.num_iterations % hp.adam_every == 0,
             f"--save_every and --num_iterations must be multiples of --adam_every={hp.adam_every}")
+    require(tokens_seen(hp.num_iterations, hp) < 2**32, "--num_iterations: the memory counts up to "
+            "2^32 tokens")
     require(hp.num_heads % (hp.num_kv_heads or 1) == 0, "--num_kv_heads must divide --num_heads")
     require(hp.micro_batches % world_size == 0, f"{world_size} processes cannot share "
             f"{hp.micro_batches} micro-batches equally: start a number that divides it")

@@ -1,0 +1,191 @@
+"""The record attempt's memory: its tables against a dictionary, and its part of a prediction."""
+
+import dataclasses
+
+import pytest
+import torch
+from test_speedrun_2026 import ALONE, TINY, attempt
+
+LENGTHS = (2, 3, 5)
+LAG = 100
+HP = dataclasses.replace(TINY, memory="2,3,5", memory_rows=2**16, memory_lag=LAG)
+
+
+class PlainMemory:
+    """By the definition: {(context, next token % 8): [position, next token, repeats]} of all that
+    was read, but for the newest tokens."""
+
+    def __init__(self):
+        self.text = []
+        self.known = {}
+        self.done = 0  # tokens of the text whose contexts are in `known`
+
+    def remember(self, tokens):
+        self.text += tokens.tolist()
+        before = dict(self.known)  # a step looks up before it writes
+        for at in range(self.done, len(self.text) - LAG):
+            for length in LENGTHS:
+                if at >= length:
+                    key = (*self.text[at - length:at], self.text[at] % 8)
+                    _, token, repeats = before.get(key, (0, -1, 0))
+                    again = token == self.text[at]
+                    self.known[key] = (at, self.text[at], min(7, repeats + 1) if again else 0)
+        self.done = max(self.done, len(self.text) - LAG)
+
+    def recall(self, tokens, at):
+        """For each length the entries of the context that ends with tokens[at], by position."""
+        found = []
+        for length in LENGTHS:
+            context = tuple(tokens[max(0, at + 1 - length):at + 1].tolist())
+            found.append(sorted(self.known[(*context, way)] for way in range(8)
+                                if len(context) == length and (*context, way) in self.known))
+        return found
+
+
+def texts(kind, length):
+    generator = torch.Generator().manual_seed(1)
+    if kind == "random":
+        return torch.randint(257, (length,), generator=generator, dtype=torch.int32)
+    if kind == "of few words":
+        words = [torch.randint(257, (n,), generator=generator) for n in (1, 2, 3, 4, 7, 9)]
+        chosen = torch.randint(6, (length,), generator=generator).tolist()
+        return torch.cat([words[word] for word in chosen])[:length].int()
+    # the same sentence again and again, with a document's border now and then
+    text = torch.arange(17, dtype=torch.int32).repeat(length // 17 + 1)[:length]
+    text[::100] = 256
+    return text
+
+
+@pytest.mark.parametrize("kind", ["random", "of few words", "repetitive"])
+def test_the_memory_is_a_dictionary_of_what_was_read(kind):
+    """Over steps of several sizes, shorter and longer than the lag."""
+    # With so many rows no two contexts share an entry.
+    memory = attempt.Memory(dataclasses.replace(HP, memory_rows=2**20))
+    plain = PlainMemory()
+    text = texts(kind, 1500)
+    seen = 0
+    for tokens in text.split([40, 300, 128, 512, 20, 500]):
+        memory.remember(tokens)
+        plain.remember(tokens)
+        sample = text[200:600] if len(plain.text) % 3 else torch.cat((text[:300], tokens))
+        candidates = memory.recall(sample)
+        for at in range(len(sample)):
+            expected = plain.recall(sample, at)
+            kinds, named = candidates.kinds[at], candidates.tokens[at]
+            known = kinds >= 0
+            want = sorted(((length * 8 + repeats) * 8 + len(entries) - 1, token)
+                          for length, entries in enumerate(expected)
+                          for _, token, repeats in entries)
+            assert sorted(zip(kinds[known].tolist(), named[known].tolist())) == want
+            assert not named[~known].any()
+            longest = [entries for entries in expected if entries]
+            best = candidates.best_T[at]
+            if longest:
+                assert kinds[best] >= 0 and int(named[best]) == longest[-1][-1][1]
+            else:
+                assert kinds[best] < 0
+            seen += len(want)
+    assert seen > 1000
+
+
+def test_what_was_read_lately_is_not_known():
+    """With a lag of 100 tokens, and a context that was read just before."""
+    memory = attempt.Memory(HP)
+    text = torch.arange(200, dtype=torch.int32)
+    memory.remember(text)
+    known = (memory.recall(text).kinds >= 0).any(1)
+    # The tokens 0 to 99 are known as what came next, so contexts that end with 1 to 98.
+    assert known.nonzero().flatten().tolist() == list(range(1, 99))
+
+
+def test_a_full_table_keeps_the_newest_and_seldom_errs():
+    """Of 50,000 contexts in 100 rows, nearly all that it finds have truly been followed so."""
+    hp = dataclasses.replace(HP, memory="2", memory_rows=100, memory_lag=0)
+    memory = attempt.Memory(hp)
+    text = texts("of few words", 50_000)
+    text = torch.where(torch.rand(len(text), generator=torch.Generator().manual_seed(2)) < 0.3,
+                       texts("random", len(text)), text)
+    memory.remember(text)
+    pairs = {}
+    for place, triple in enumerate(zip(*(text[i:].tolist() for i in range(3)))):
+        pairs.setdefault(triple, []).append(place)
+    recalled = memory.recall(text[-5000:])
+    found = [(place, int(token)) for place, (tokens, kinds) in enumerate(zip(*recalled[:2]))
+             for token, kind in zip(tokens, kinds) if kind >= 0]
+    tail = text[-5000:].tolist()
+    right = sum((tail[place - 1], tail[place], token) in pairs for place, token in found)
+    assert len(found) > 1000 and right / len(found) > 0.98
+    positions = memory.entries[memory.entries > 0] >> 31
+    assert len(positions) == 800 and positions.float().mean() > 0.9 * len(text)
+
+
+def test_the_prediction_is_a_mixture_with_what_the_memory_names():
+    """The softmax of `logits` against its definition, token by token, and the loss against both."""
+    torch.manual_seed(0)
+    model = attempt.GPT(HP, torch.float32, flex=False)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.2 * torch.randn(p.shape)
+    text = texts("of few words", 2000)
+    model.memory.remember(text)
+    tokens, window = text[300:812], torch.tensor(256)
+    features = model.features(tokens, window).detach()
+    got = model.logits(features).detach().softmax(-1)
+    D = HP.model_dim
+    own = model.own_logits(features[:, :D]).detach().softmax(-1)
+    own_score = features[:, :D] @ model.own_score.detach()
+    candidates = model.memory.recall(tokens)
+    mixed = 0
+    for t in range(512):
+        known = [(int(token), float(model.candidate_scores.detach()[kind]))
+                 for token, kind in zip(candidates.tokens[t], candidates.kinds[t]) if kind >= 0]
+        weights = [float(own_score[t].exp())] + [torch.tensor(s).exp().item() for _, s in known]
+        want = own[t] * weights[0] / sum(weights)
+        for (token, _), weight in zip(known, weights[1:]):
+            want[token] += weight / sum(weights)
+        torch.testing.assert_close(got[t], want, rtol=1e-4, atol=1e-7)
+        mixed += len(known)
+    assert mixed > 1000
+    targets = text[301:813].long()
+    targets[5] = -1
+    want = torch.nn.functional.cross_entropy(model.logits(features), targets, reduction="sum",
+                                             ignore_index=-1) / 512
+    torch.testing.assert_close(model(tokens, targets, window), want, rtol=1e-5, atol=0)
+
+
+def test_the_best_candidate_reaches_the_input(monkeypatch):
+    """A share of an embedding of it, by its kind, is added to the token's own; without one, nothing."""
+    torch.manual_seed(0)
+    model = attempt.GPT(HP, torch.float32, flex=False)
+    text = texts("of few words", 2000)
+    before = model.lookup(text[:512])[0].detach()
+    model.memory.remember(text)
+    torch.testing.assert_close(model.lookup(text[:512])[0].detach(), before)  # the shares are zero
+    with torch.no_grad():
+        model.recalled_mix += torch.randn(model.memory.kinds)
+    x_TD, _, candidates = model.lookup(text[:512])
+    for t in range(512):
+        best = candidates.best_T[t]
+        kind, token = candidates.kinds[t, best], candidates.tokens[t, best]
+        want = before[t]
+        if kind >= 0:
+            want = want + model.recalled_mix[kind] * model.recalled_embed.weight[token]
+        torch.testing.assert_close(x_TD[t], want)
+
+
+def test_a_step_looks_up_before_it_remembers():
+    """The loss of a step does not know the step's own text; the next one does."""
+    hp = dataclasses.replace(HP, memory_lag=0, num_iterations=2, stages="1:1:256", micro_batches=1,
+                             adam_every=1, future_tokens=0)
+    model = attempt.GPT(hp, torch.float32, flex=False)
+    text = texts("repetitive", 513)
+    batch = [(text[:-1], text[1:].long())]
+    alone = float(model(*batch[0], torch.tensor(256)))
+    optimizers = attempt.build_optimizers(model, hp, ALONE)
+    assert float(attempt.train_step(model, batch, optimizers, 0, hp, ALONE)) == pytest.approx(alone)
+    assert int(model.memory.read) == 512
+    known = model.memory.recall(text[:-1]).kinds >= 0
+    assert known[5:-5].any(1).all()
+    before = model.memory.entries.clone()
+    attempt.evaluate(model, batch, 1, hp, ALONE)
+    assert torch.equal(before, model.memory.entries) and int(model.memory.read) == 512
