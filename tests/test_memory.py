@@ -189,3 +189,22 @@ def test_a_step_looks_up_before_it_remembers():
     before = model.memory.entries.clone()
     attempt.evaluate(model, batch, 1, hp, ALONE)
     assert torch.equal(before, model.memory.entries) and int(model.memory.read) == 512
+
+
+def test_no_token_knows_a_later_one():
+    """With a full memory, other tokens from one on change no prediction before it."""
+    torch.manual_seed(0)
+    model = attempt.GPT(HP, torch.float32, flex=False)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.2 * torch.randn(p.shape)
+    text = texts("of few words", 2000)
+    model.memory.remember(text)
+    tokens, window = text[300:812].clone(), torch.tensor(256)
+    before = model.logits(model.features(tokens, window)).detach()
+    for cut in (1, 100, 256, 511):
+        others = torch.cat((tokens[:cut], text[1100:1612 - cut]))
+        assert not torch.equal(others, tokens)
+        after = model.logits(model.features(others, window)).detach()
+        assert torch.equal(after[:cut], before[:cut])
+        assert not torch.equal(after[cut:], before[cut:])
