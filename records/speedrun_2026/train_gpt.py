@@ -48,10 +48,9 @@ import zipfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timedelta, timezone
-from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Callable, Iterator, NamedTuple
+from typing import Iterator, NamedTuple
 
 import numpy as np
 import torch
@@ -139,11 +138,8 @@ class Hyperparameters:
     muon_momentum_start: float = flag(0.85, "Muon's momentum at the first step", max=1)
     muon_momentum_end: float = flag(0.95, "Muon's momentum after its warmup", max=1)
     muon_momentum_steps: int = flag(300, "steps of Muon's momentum warmup, in a run of any length")
-    muon_beta2: float = flag(0.95, "decay of NorMuon's mean square of each row", max=1 - 1e-9)
-    muon_decay: float = flag(1.2, "cautious decay of the blocks' matrices, by their squared rate")
     head_lr: float = flag(0.008, "learning rate of the output head (Adam)")
     embed_lr: float = flag(0.6, "learning rate of all embeddings (Adam)")
-    embed_decay: float = flag(0.025, "cautious decay of all embeddings, by their squared rate")
     scalar_lr: float = flag(0.04, "learning rate of vectors and scalars (Adam)")
     adam_every: int = flag(2, "Adam steps once in so many steps, by the sum of gradients", min=1)
     adam_beta1: float = flag(0.5, "decay of Adam's mean gradient", max=1 - 1e-9)
@@ -160,7 +156,7 @@ PRESETS = {
         head_dim=32, attention_scale=0.3, late_input=2, backout=1, pair_rows=8192,
         memory="3,5,7,9,12", memory_rows=2**16,
         num_iterations=450, future_tokens=1, cooldown_frac=0.4, lr_floor=0.1, muon_lr=0.045,
-        muon_momentum_end=0.9, muon_momentum_steps=0, muon_beta2=0.9, head_lr=0.016, embed_lr=0.3,
+        muon_momentum_end=0.9, muon_momentum_steps=0, head_lr=0.016, embed_lr=0.3,
         scalar_lr=0.08, adam_every=1, adam_beta1=0.8,
         adam_eps=1e-7,  # rare bytes' gradients are rounding noise; 1e-10 makes full steps of it
     ),
@@ -629,7 +625,6 @@ class GPT(nn.Module):
         self.recalled_mix = nn.Parameter(torch.zeros(self.memory.kinds))
         self.candidate_scores = nn.Parameter(torch.full((self.memory.kinds,), -5.0))
         self.own_score = nn.Parameter(torch.zeros(hp.model_dim))
-        self.smear = nn.Parameter(torch.zeros(hp.model_dim))  # part: smear
         # Layers marked by the same digit share a value embedding (record 2024-12-08).
         self.value_embeds = nn.ModuleDict({
             mark: nn.Embedding(padded_vocab, hp.num_kv_heads * hp.head_dim, sparse=True)
@@ -709,10 +704,7 @@ class GPT(nn.Module):
         """The normed residual stream, from the embeddings that `lookup` returns."""
         masks = dict(zip("LS", build_block_masks(tokens_T, self.end_of_text, window, self.flex)))
         begins_T = tokens_T == self.end_of_text
-        # Smear: to each embedding, a learned share of the one before is added (record #34).
-        x_TD = norm(x_TD)
-        x_TD = x_TD + self.smear.type_as(x_TD) * previous_token(x_TD, begins_T)  # part: smear
-        x0_TD = x_TD
+        x_TD = x0_TD = norm(x_TD)
         # Late attention reads an earlier layer's output, which is free of what the last layers
         # prepare for the head. A share of such an output is subtracted at the end, so that what
         # served attention alone need not be undone (record #40). The skips are a U-Net's (record
@@ -840,17 +832,6 @@ class World:
 
 # ---- 7. Optimizers ------------------------------------------------------------------------------
 
-def compiled(function: Callable, device: torch.device) -> Callable:
-    """The function, compiled if it is for a GPU."""
-    if device.type != "cuda":
-        return function
-    return torch.compile(function, dynamic=False, fullgraph=True)
-
-def cautious_decay(update: Tensor, weight: Tensor, rate: Tensor) -> Tensor:
-    """An update that will be subtracted from the weight, with weight decay added to it, but only
-    where the update already moves the weight towards zero (arXiv:2510.12402, record #43)."""
-    return update + rate * weight * (update * weight > 0)
-
 class Optimizer:
     """Trains some parameters. The work is divided among the processes, as in ZeRO
     (arXiv:1910.02054): each updates its part of the parameters.
@@ -881,7 +862,6 @@ class Optimizer:
         self.params = params  # {name: parameter}
         self.peak_lr = lr
         self.every = 1
-        self.with_decay = compiled(cautious_decay, world.device)
         self.hp = hp
         self.world = world
         self.state = {}
@@ -915,10 +895,9 @@ class Adam(Optimizer):
     float32. A bfloat16 has 8 significant bits: a step below 1/256 of its weight changes nothing,
     and a mean square with a beta2 of 0.999 would never fall."""
 
-    def __init__(self, params, lr, hp, world, decay=0.0):
+    def __init__(self, params, lr, hp, world):
         super().__init__(params, lr, hp, world)
         self.every = hp.adam_every
-        self.decay = decay
         self.state["mean"] = [torch.zeros_like(p) for p in params.values()]
         self.state["mean_square"] = [torch.zeros_like(p) for p in params.values()]
 
@@ -931,16 +910,13 @@ class Adam(Optimizer):
         local = [self.world.rows(p.detach()) for p in self.params.values()]
         means = [self.world.rows(mean) for mean in self.state["mean"]]
         mean_squares = [self.world.rows(square) for square in self.state["mean_square"]]
-        # AdamW's kernel without weight decay is Adam's. For each tensor it takes the number of the
-        # step, counted from 1. The empty list is for AMSGrad.
+        # AdamW's kernel is Adam's if the weight decay is 0. (A decay here would also shrink vectors
+        # and scalars.) For each tensor it takes the number of the step, counted from 1. The empty
+        # list is for AMSGrad.
         steps = [torch.full((), (step + 1.0) // self.every, device=self.world.device)] * len(local)
-        before = [p.clone() for p in local] if self.decay else []
         torch._fused_adamw_(local, gradients, means, mean_squares, [], steps,
                             lr=self.lr(step), beta1=self.hp.adam_beta1, beta2=self.hp.adam_beta2,
                             eps=self.hp.adam_eps, weight_decay=0.0, amsgrad=False, maximize=False)
-        rate = torch.full((), self.decay * self.lr(step)**2, device=self.world.device)
-        for p, old in zip(local, before):
-            torch.sub(old, self.with_decay(old - p, old, rate), out=p)
         self.gathers = [self.world.all_gather(p.detach()) for p in self.params.values()]
 
     def finish(self, step: int):
@@ -949,8 +925,7 @@ class Adam(Optimizer):
 
 class Muon(Optimizer):
     """Nesterov momentum, orthogonalized (Keller Jordan et al., 2024): every direction of the update
-    becomes about equally large, so that rare directions are learned too. NorMuon then makes the
-    rows about equally large as well.
+    becomes about equally large, so that rare directions are learned too.
 
     It trains matrices, or stacks of matrices, of one shape, which it stacks. Every process updates
     equally many; the stack is padded with zeros. With 11 on two processes, a step goes so:
@@ -976,9 +951,9 @@ class Muon(Optimizer):
         self.gradients = torch.zeros(shape, dtype=getattr(torch, hp.dtype), device=world.device)
         self.updates = torch.zeros_like(self.gradients)
         self.state["momentum"] = torch.zeros(shape, device=world.device)
-        self.state["row_squares"] = torch.zeros(*shape[:-1], 1, device=world.device)
-        self.orthogonalize = compiled(newton_schulz, world.device)
-        self.even_rows = compiled(even_rows, world.device)
+        self.orthogonalize = newton_schulz
+        if world.device.type == "cuda":
+            self.orthogonalize = torch.compile(newton_schulz, dynamic=False, fullgraph=True)
 
     def begin(self):
         for gradient, p in zip(self.gradients, self.params.values()):  # the padding stays zero
@@ -990,9 +965,9 @@ class Muon(Optimizer):
         self.gather = self.world.all_gather(self.updates)
 
     def finish(self, step: int):
-        rate = torch.full((), self.hp.muon_decay * self.lr(step), device=self.world.device)
         for update, p in zip(self.gather.result(), self.params.values()):
-            p.add_(self.with_decay(update, p, rate), alpha=-self.lr(step))
+            # There is no weight decay; its place would be here.
+            p.add_(update, alpha=-self.lr(step))
 
     def direction(self, gradients: Tensor, step: int) -> Tensor:
         """The updates of this process's n matrices of the stack, from their gradients in float32.
@@ -1004,27 +979,12 @@ class Muon(Optimizer):
         # Matrices with more rows than columns are scaled up, to change outputs as much as others.
         scale = max(1, update.size(-2) / update.size(-1)) ** 0.5
         # newton_schulz takes [n, rows, cols]; the update may be [n, 3, rows, cols].
-        update = scale * self.orthogonalize(update.flatten(0, -3)).view_as(update)
-        row_squares = self.world.rows(self.state["row_squares"])
-        update = self.even_rows(update, row_squares, self.hp.muon_beta2)  # part: NorMuon
-        return update
+        return scale * self.orthogonalize(update.flatten(0, -3)).view_as(update)
 
     def gather_state(self):
         for stack in self.state.values():
             assert len(stack) == len(self.updates) and stack.ndim > 1, "state of another stack"
             self.world.all_gather(stack).result()
-
-def even_rows(x: Tensor, row_squares: Tensor, beta2: float) -> Tensor:
-    """NorMuon (arXiv:2510.05491, record #41). Each row of x [n, ..., rows, cols] is divided by its
-    root mean square, averaged over the steps in row_squares [n, ..., rows, 1]; then each x[i] gets
-    back the norm that it had."""
-    squares = x.float().square().mean(-1, keepdim=True)
-    row_squares.lerp_(squares, 1 - beta2)  # the bias of its start at 0 cancels below
-    factor = (row_squares + 1e-10).rsqrt()
-    one_of_n = tuple(range(1, x.ndim))
-    evened = (squares * factor.square()).sum(one_of_n, keepdim=True)
-    factor = factor * (squares.sum(one_of_n, keepdim=True) / (evened + 1e-10)).sqrt()
-    return (x * factor).type_as(x)
 
 def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
     """Approximates U V^T for each matrix U S V^T of x [n, rows, cols] by a quintic iteration, which
@@ -1053,7 +1013,7 @@ def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> lis
     table = [
         # names of the parameters               optimizer  peak rate
         (r"lm_head\.weight",                          Adam, hp.head_lr),
-        (r"(pair_|value_|recalled_)?embeds?\..*", partial(Adam, decay=hp.embed_decay), hp.embed_lr),
+        (r"(pair_|value_|recalled_)?embeds?\..*",     Adam, hp.embed_lr),
         (r"blocks\..*\.(qkv|proj\.weight|fc\.weight)", Muon, hp.muon_lr),
     ]
     optimizers = []
