@@ -23,6 +23,7 @@ import tempfile
 import types
 from contextlib import chdir, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from pathlib import Path
 
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # whose keys cannot tell a relabelled graph
@@ -184,6 +185,8 @@ def kept_now() -> int:
 
 
 def nbytes(x: Tensor) -> int:
+    if x.is_sparse:  # the gradient of a table, as rows
+        return nbytes(x._indices()) + nbytes(x._values())
     return x.numel() * x.element_size()
 
 
@@ -333,11 +336,15 @@ class Program:
             if module is not None:
                 fakes |= {id(x): fake_of(x) for x in [*module.parameters(), *module.buffers()]}
                 function = function.__func__.__get__(copy.deepcopy(module, dict(fakes)))
-            args, kwargs = tree_map(lambda x: fakes.get(id(x), x), (args, kwargs))
+            given = args, kwargs
+            args, kwargs = tree_map(lambda x: fakes.get(id(x), x), given)
             torch._dynamo.reset()
             result = gpu_program(function, inner)(*args, **kwargs)
             if getattr(result, "requires_grad", False):
                 result.backward()
+            # Which tensors get a gradient, among the module's parameters and the arguments.
+            inputs = [*(module.parameters() if module else ()), *tensors_in([given])]
+            self.trained = [fakes[id(x)].grad is not None for x in inputs]
         self.peak = max(peaks, default=0)
 
     def run(self, part: int, stage: str):
@@ -392,14 +399,14 @@ class Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, program, *inputs):
         ctx.program = program
-        ctx.inputs = [describe(x) if x.requires_grad else None for x in inputs]
+        ctx.inputs = [describe(x) for x in inputs]
         program.run(0, "forward")
         return torch.empty((), device=META)
 
     @staticmethod
     def backward(ctx, gradient):
         ctx.program.run(1, "backward")
-        return None, *[x and meta(*x) for x in ctx.inputs]
+        return None, *[meta(*x) for x in ctx.inputs]
 
 
 class Compiled:
@@ -433,7 +440,8 @@ class Compiled:
         recorder.peak = max(recorder.peak, program.peak)
         if scalars:
             recorder.step.blocks += program.attended_blocks(documents(len(tokens)), *scalars)
-        return Loss.apply(program, *self.module.parameters(), *given)
+        inputs = [*self.module.parameters(), *given]
+        return Loss.apply(program, *compress(inputs, program.trained))
 
     def run_function(self, args, kwargs):
         try:
@@ -479,7 +487,7 @@ class Operators(TorchDispatchMode):
         arguments = func._schema.arguments
         changed = tensors_in([x for x, a in zip(args, arguments)
                               if a.alias_info and a.alias_info.is_write])
-        if any(x.device == META for x in changed):
+        if changed and changed[0].device == META:
             overwrites = re.fullmatch(r"(_foreach_)?(zero|fill|copy)_", name)
             others = [x for x in read if all(x is not y for y in changed)]
             recorder.add(name, [*others, *changed, *([] if overwrites else changed)],
