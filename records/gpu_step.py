@@ -22,7 +22,7 @@ import sys
 import tempfile
 import types
 from contextlib import chdir, contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import compress
 from pathlib import Path
 
@@ -49,48 +49,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from data.common import UserError, require
 from records.launch import load_script
+from records.predict import BLOCK, Collective, Launch, Notes, Step, Wait
 
 META = torch.device("meta")
-BLOCK = 128  # tokens
 SAMPLES = 10  # steps of a run that are looked at, from its first to its last
 STORED = 28 * 1024  # bytes of a row that stay near a processor between two loops over it
-
-
-@dataclass
-class Launch:
-    """Something that the GPU's stream does: a kernel, or several of one kind."""
-    name: str
-    part: str  # of the step
-    bytes: float  # read and written
-    product: tuple = ()  # (batch, m, n, k) of a matrix product
-    fp8: bool = False
-    special: float = 0  # exponentials, roots, divisions and the like
-    attention: str = ""  # forward or backward, of FlexAttention
-    heads: tuple = ()  # (number, width), of FlexAttention
-    count: int = 1  # how many kernels
-
-
-@dataclass
-class Collective:
-    """A collective that starts when the stream is there. `sent` is what each process sends."""
-    sent: float
-
-
-@dataclass
-class Wait:
-    """The stream waits for the collective of this number, counted from the step's first."""
-    number: int
-
-
-@dataclass
-class Step:
-    """The notes of `steps` steps, which follow each other."""
-    at: float  # the part of the run that was done before them
-    steps: int = 1
-    window: int = 0  # in tokens; 0 if it is not known
-    blocks: float = 0  # pairs of a query block and a key block that FlexAttention visits
-    notes: list = field(default_factory=list)
-    collectives: int = 0
 
 
 class Recorder:
@@ -291,7 +254,6 @@ class Extern:
 
 def run_generated(source, inputs):
     """Runs a generated program on meta tensors."""
-    if "DUMP" in os.environ: open(os.environ["DUMP"] + f"{hash(source) % 9999}.py", "w").write(source)
     space = {"__name__": "generated"}
     source = source.replace("async_compile = AsyncCompile()", "")
     space["async_compile"] = types.SimpleNamespace(
@@ -542,7 +504,10 @@ def replace_collectives(processes: int):
 
     def noted(factor, whole):
         def collective(*tensors, async_op=False, **_):
-            handle = recorder.collective(factor * others * sum(map(nbytes, tensors_in(tensors[whole]))))
+            parts = tensors_in(tensors[whole])
+            if len(parts) > 1 and factor == 1:  # NCCL takes them in one piece, to be copied there
+                recorder.add("copies for a collective", [*parts, *parts])
+            handle = recorder.collective(factor * others * sum(map(nbytes, parts)))
             return handle if async_op else handle.wait()
         return collective
 
@@ -573,9 +538,9 @@ class DistributedDataParallel(nn.Module):
         return self.module(*args)
 
 
-def replace_machine(processes: int):
+def replace_machine(processes: int, capability: int):
     """The GPU, the other processes and the compiler. It cannot be undone."""
-    pretend(90)
+    pretend(capability)
     replace_collectives(processes)
     for name in ("synchronize", "max_memory_allocated", "max_memory_reserved"):
         setattr(torch.cuda, name, lambda *args: 0)
@@ -637,7 +602,8 @@ def run_ours(path: Path, processes: int, flags: list[str]):
         script.check_settings(hp, processes)
     except script.UserError as error:
         raise UserError(error) from None
-    hp = replace(hp, dtype="bfloat16")
+    has_fp8 = torch.cuda.get_device_capability() >= (8, 9)
+    hp = replace(hp, dtype="bfloat16", use_fp8=hp.use_fp8 and has_fp8)
     world = script.World(0, processes, torch.device("cuda"))
     tokens = script.tokens_seen(hp.num_iterations + 3, hp)
     write_shard(Path("train.bin"), BLOCK)
@@ -670,24 +636,19 @@ def compile_as_main_does(script, model: nn.Module):
                     "model in train_gpt.py; keep it")
 
 
-def notes_of(path: str, processes: int, flags: list[str]) -> Recorder:
+def notes_of(path: str, processes: int, capability: int, flags: list[str]) -> Notes:
     """The notes of a script's steps on so many GPUs. For a process of its own."""
     torch.set_num_threads(1)
-    replace_machine(processes)
+    replace_machine(processes, capability)
     path = Path(path).resolve()
-    published = "\ndef train_step(" not in path.read_text()
-    with tempfile.TemporaryDirectory() as folder, chdir(folder), OnMeta(), Operators():
-        if published:
-            with redirect_stdout(open(os.devnull, "w")):
-                run_published(path)
-        else:
+    ours = "\ndef train_step(" in path.read_text(encoding="utf-8")
+    require(ours or processes == 8 and not flags, f"{path.name}: a published script runs on 8 GPUs "
+            "and takes no flags")
+    with (tempfile.TemporaryDirectory() as folder, chdir(folder), OnMeta(), Operators(),
+          open(os.devnull, "w") as nowhere, redirect_stdout(nowhere)):
+        if ours:
             run_ours(path, processes, flags)
-    return recorder
-
-
-if __name__ == "__main__":
-    import pickle, time
-    t = time.time()
-    r = notes_of(sys.argv[1], int(sys.argv[2]), sys.argv[4:])
-    print(time.time() - t, len(r.steps), r.kept / 2**20, r.peak / 2**20)
-    pickle.dump(dict(steps=r.steps, kept=r.kept, peak=r.peak), open(sys.argv[3], "wb"))
+        else:
+            run_published(path)
+    require(recorder.steps, f"{path.name}: trains no step with a compiled model")
+    return Notes(recorder.steps, recorder.kept + recorder.peak)
