@@ -30,7 +30,7 @@ e-values (stats.py explains them), as ./run.sh race does.
 Exit status: 0 all read, 1 some log was none or missing (the rest is still reported), 2 wrong usage.
 
 --json prints one object, with null for what the logs do not say or too few runs cannot say:
-  version: 7; target: the loss to reach; loss: the name of the loss that is read; unread: a line
+  version: 8; target: the loss to reach; loss: the name of the loss that is read; unread: a line
     for each input that was no log, and for each log that is missing
   sides: the candidates, then B if there is one: label, name, warnings, independent, used (names of
     the runs in the statistics), copies (names of those left out as copies), loss and seconds (n,
@@ -50,7 +50,7 @@ Exit status: 0 all read, 1 some log was none or missing (the rest is still repor
     (a diff), unequal (in what A and B are, in words), loss and seconds (by Welch's test: difference
     A - B, interval, p, E, adjusted: p or 1 / E, adjusted for the number of candidates), paired (the
     same by the t-test of differences, with seeds and sd; by e-values with --until_decided, needed:
-    pairs for a decision), no_effect (of how many losses none differs, else null), speaks (welch or
+    pairs for a decision; and steps: how many steps later A has the loss of B, by the curve of B), no_effect (of how many losses none differs, else null), speaks (welch or
     paired: the test of the verdict), why, level, to_target (reached: by how many runs of A, of B;
     means; seconds: as above), power (detectable: the difference that these runs would show 4 times
     of 5; needed: the runs a side, or the pairs, for the difference seen), decision (better, worse,
@@ -68,7 +68,7 @@ import sys
 import textwrap
 from collections import Counter
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import fmean
 
@@ -248,6 +248,9 @@ def compare(a, b, target, level=None):
     for key in ("loss", "seconds"):
         found[key] = by_sides(*values_of_both(a.used, b.used, key))
         found["paired"][key] = by_pairs(*values_of_both(*in_pairs, key))
+    later = [steps_later(*pair) for pair in pairs]
+    known = [] if None in later else later
+    found["paired"]["steps"] = by_pairs(known, [0.0] * len(known))
     if min(map(len, tested)) > 1 and not level:
         found["power"] = stats.power(*values_of_both(*tested, "loss"), enough)
     return found
@@ -273,6 +276,19 @@ def values_of_both(a, b, key):
 
 def test_that_speaks(comparison, key):
     return comparison["paired"][key] if comparison["speaks"] == "paired" else comparison[key]
+
+def steps_later(run, other):
+    """How many steps later `run` has the loss of `other`, by the latter's own curve; below 0 if it
+    is earlier. With a gain of g nats, `run` is where `other` was when its loss was still g above
+    its last one. None where the curve of `other` has no such loss, or the steps are not equal."""
+    gain = other.loss - run.loss
+    level = other.loss + abs(gain)
+    points = [(line.step, line.loss) for line in other.validations if line.loss is not None]
+    for (step, loss), (next_step, next_loss) in reversed(list(pairwise(points))):
+        if run.steps == other.steps and loss >= level > next_loss:
+            share = (loss - level) / (loss - next_loss)
+            return math.copysign(other.steps - step - share * (next_step - step), -gain)
+    return 0.0 if gain == 0 and run.steps == other.steps else None
 
 def unchanged_losses(pairs):
     """How many losses two sides of equal seeds have, where none differs at any step."""
@@ -396,7 +412,20 @@ def about_loss(a, b, comparison):
     text = claim("loss", names, test, size, ("better", "worse"), comparison["level"], extent)
     welch = f"Welch's t-test of {len(a.used)} runs against {len(b.used)}"
     by = f"{pairs} pairs" if comparison["speaks"] == "paired" else welch
-    return f"{text} by {by}.{about_power(comparison)}"
+    return f"{text} by {by}.{about_steps(names, b, comparison)}{about_power(comparison)}"
+
+def about_steps(names, b, comparison):
+    """What the difference in nats is in steps."""
+    test = comparison["paired"]["steps"]
+    if comparison["speaks"] != "paired" or not test["difference"]:
+        return ""
+    earlier = test["difference"] < 0
+    sign = -1 if earlier else 1
+    percent = [sign * 100 * steps / b.used[0].steps
+               for steps in (test["difference"], *(test["interval"] or ()))]
+    between = ", {:.2g} to {:.2g}".format(*sorted(percent[1:])) if test["interval"] else ""
+    return (f" By the curve of {names[1]}, {names[0]} is {abs(test['difference']):.3g} steps "
+            f"{'earlier' if earlier else 'later'} ({percent[0]:.2g} %{between}).")
 
 def about_power(comparison):
     """What the runs could have shown, or what is still to be done, where they show nothing."""
@@ -684,7 +713,7 @@ def main(arguments=None):
 
         plot.save(options.plot, sides, target, pairs_of(*sides) if only else ())
     if options.json:
-        print(json.dumps({"version": 7, "target": target, "loss": options.loss, "sides": sides,
+        print(json.dumps({"version": 8, "target": target, "loss": options.loss, "sides": sides,
                           "comparison": only, "comparisons": [] if only else comparisons,
                           "unread": unread}, indent=1, default=as_json, allow_nan=False))
     else:

@@ -475,8 +475,9 @@ class OnMeta(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if kwargs.get("device") is not None:
             kwargs["device"] = META
-        if func is not Tensor.pin_memory:
-            kwargs.pop("pin_memory", None)
+        kwargs.pop("pin_memory", None)
+        if func is torch.device and isinstance(args[0], int):
+            return META
         known = args[0] if args and isinstance(args[0], Tensor) else None
         if func is Tensor.cuda:
             out = args[0].to(META)
@@ -586,6 +587,7 @@ def run_published(path: Path):
     for side in ("train", "val"):
         for i in range(2):
             write_shard(Path(f"data/fineweb10B/fineweb_{side}_{i:06}.bin"), 2**24)
+    Path("logs").mkdir()
     os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="8")
     sys.argv = [str(path)]
     module = sys.modules["__main__"] = types.ModuleType("__main__")

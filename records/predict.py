@@ -37,7 +37,7 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from statistics import fmean
+from statistics import NormalDist, fmean
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -197,6 +197,39 @@ def ratio_of(notes: Notes, other: Notes, gpu: GPU) -> tuple[float, float]:
              for name, doubt in DOUBT.items()]
     same = best == 1 and not any(moves)
     return best, 0.0 if same else math.hypot(*moves, RATIO_ERROR)
+
+def full_run(notes: Notes, other: Notes, row: dict) -> dict:
+    """What a race in miniature and the two predictions say together, as race.py's verdict.json has
+    it. `row`: that race's object in verdict.json. A full run saves as large a part of its steps."""
+    ratio, doubt = ratio_of(notes, other, GPUS["h100"])
+    found = {"ratio": ratio, "uncertainty": doubt, "time": None, "p": None}
+    for name, one in (("ms", notes), ("baseline_ms", other)):
+        found[name] = mean_ms(one, Rates(), GPUS["h100"].processors)
+    if row["steps_later"] is not None and row["steps_later"] > -row["baseline_steps"]:
+        steps = 1 + row["steps_later"] / row["baseline_steps"]
+        found["time"] = steps * ratio
+        if row["steps_error"] is not None:
+            error = math.hypot(row["steps_error"] / row["baseline_steps"] / steps, doubt / ratio)
+            if error:
+                found["p"] = NormalDist().cdf(-abs(math.log(found["time"])) / error)
+    return found
+
+def about_full_run(row: dict) -> str:
+    """A race's object in verdict.json, with the prediction, in a sentence."""
+    found = row["predicted"]
+    ratio, doubt = found["ratio"], found["uncertainty"]
+    slower = sorted(100 * (x - 1) for x in (ratio - doubt, ratio + doubt))
+    text = (f"a step on 8 H100 is predicted {100 * (ratio - 1):.1f} % slower ({slower[0]:+.1f} to "
+            f"{slower[1]:+.1f})")
+    if found["time"] is None:
+        return f"{text}; what the difference in loss is in steps is not known."
+    fewer = [-100 * steps / row["baseline_steps"]
+             for steps in (row["steps_later"], *(row["steps_interval"] or ()))]
+    between = " ({:.1f} to {:.1f})".format(*sorted(fewer[1:])) if fewer[1:] else ""
+    change = 100 * (found["time"] - 1)
+    p = f", p = {found['p']:.2g}" if found["p"] is not None else ""
+    return (f"In miniature {fewer[0]:.1f} % fewer steps{between}; {text}; so a full run may take "
+            f"{abs(change):.1f} % {'less' if change < 0 else 'more'}{p}.")
 
 # ---- Scripts -------------------------------------------------------------------------------------
 

@@ -410,6 +410,33 @@ def test_what_is_said_about_the_target(tmp_path, capsys):
     assert "a mean below 3.28" in run_main(capsys, other, "--target", "3.28")[1]
 
 
+def test_nats_become_steps_by_the_curve_of_the_baseline(tmp_path):
+    """The baseline falls from 4.00 at step 125 to 3.28 at step 250, and both sides change roles."""
+    b = write(tmp_path / "b", [3.28] * 3)
+    gains = (0.35, 0.36, 0.37)
+    a = write(tmp_path / "a", [3.28 - gain for gain in gains])
+    want = [-125 * gain / (4 + (i + 1) / 1000 - 3.28) for i, gain in enumerate(gains)]
+    found = compared(a, b)
+    steps = found["paired"]["steps"]
+    assert steps["difference"] == pytest.approx(np.mean(want), abs=0.05)
+    assert steps["interval"] == pytest.approx(
+        tuple(stats.ttest_1samp(want, 0).confidence_interval()), abs=0.1)
+    assert "62.3 steps earlier (25 %, 2" in found["verdict"]
+    worse = write(tmp_path / "worse", [3.28 + gain for gain in gains])
+    steps = compared(worse, b)["paired"]["steps"]
+    assert steps["difference"] == pytest.approx(-np.mean(want), abs=0.05)
+
+
+def test_no_steps_where_the_curve_has_no_such_loss(tmp_path):
+    b = write(tmp_path / "b", [3.28] * 3)
+    far = write(tmp_path / "far", [3.28 - 8] * 3)
+    longer = write(tmp_path / "longer", [3.27] * 3, every=150)
+    for a in (far, longer):
+        found = compared(a, b)
+        assert found["paired"]["steps"]["difference"] is None
+        assert "steps earlier" not in found["verdict"]
+
+
 def test_json_holds_everything_that_is_documented_and_is_strict(tmp_path, capsys):
     a = write(tmp_path / "a", GOOD)
     (a / "nan.log").write_text(log_text((10.8, 4.5, math.nan), seed=51))
@@ -418,7 +445,7 @@ def test_json_holds_everything_that_is_documented_and_is_strict(tmp_path, capsys
     found = json.loads(out, parse_constant=pytest.fail)
     side = found["sides"][0]
     run = side["runs"][1]
-    assert (status, found["version"], found["target"], found["unread"]) == (0, 7, 3.28, [])
+    assert (status, found["version"], found["target"], found["unread"]) == (0, 8, 3.28, [])
     assert side["loss"]["mean"] == pytest.approx(np.mean(GOOD))
     assert [run["loss"] for run in side["runs"]] == [None, *GOOD]
     assert run["environment"]["ranks"] == "8" and run["hyperparameters"]["name"] == "'x'"
