@@ -50,8 +50,9 @@ Exit status: 0 all read, 1 some log was none or missing (the rest is still repor
     (a diff), unequal (in what A and B are, in words), loss and seconds (by Welch's test: difference
     A - B, interval, p, E, adjusted: p or 1 / E, adjusted for the number of candidates), paired (the
     same by the t-test of differences, with seeds and sd; by e-values with --until_decided, needed:
-    pairs for a decision; and steps: how many steps later A has the loss of B, by the curve of B), no_effect (of how many losses none differs, else null), speaks (welch or
-    paired: the test of the verdict), why, level, to_target (reached: by how many runs of A, of B;
+    pairs for a decision; and steps: how many steps later A has the loss of B, by the curve of B),
+    no_effect (of how many losses none differs, else null), speaks (welch or paired: the test of
+    the verdict), why, level, to_target (reached: by how many runs of A, of B;
     means; seconds: as above), power (detectable: the difference that these runs would show 4 times
     of 5; needed: the runs a side, or the pairs, for the difference seen), decision (better, worse,
     no difference or undecided), verdict

@@ -42,7 +42,7 @@ from torch._inductor.dependencies import MemoryDep
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.virtualized import V
 from torch._library.custom_ops import OPDEFS
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -164,8 +164,8 @@ def meta(size, stride, dtype) -> Tensor:
 # ---- Generated programs --------------------------------------------------------------------------
 
 def touched_bytes(kernel) -> int:
-    """The bytes that a Triton kernel of Inductor's reads and writes: of each buffer the regions that
-    its index expressions span, each once. (Inductor's own estimate counts a table of all positions
+    """The bytes that a Triton kernel of Inductor's reads and writes: of each buffer the regions
+    that its index expressions span, each once. (Inductor's own estimate counts a table of all positions
     whole, and twice what is read in two orders.)"""
     points = math.prod(int(n) for n in kernel.numels.values())
     accesses = kernel.features.buf_accesses()
@@ -204,8 +204,6 @@ class Kernel:
         size = re.search(r"'kernel_num_gb': ([\d.e-]+)", source)
         self.bytes = float(size[1]) * 1e9 if size else None
         self.atomic = "tl.atomic_add" in source
-        numels = re.search(r"size_hints=(\{.*?\})", source)
-        self.points = math.prod(ast.literal_eval(numels[1]).values()) if numels else 0
         parameters, body = re.search(r"(?s)\ndef triton_\w+\((.*?)\):(.*)", source).groups()
         loops = body.split("for r0_offset in ")[1:]
         inside = "".join(loops) or body
@@ -230,14 +228,11 @@ class Kernel:
             size = sum(map(nbytes, {id(x): x for x in tensors}.values()))
         if self.atomic:  # which read what they add to
             size += max(map(nbytes, tensors[-2:]))
-        numbers = [x for x in args if isinstance(x, int)]
-        points = math.prod(numbers) if numbers else 0
-        row = numbers[-1] if len(numbers) > 1 else 0
-        for name in self.again:
-            if isinstance(named.get(name), Tensor):
-                x = named[name]
-                if row * x.element_size() > STORED:
-                    size += min(points, x.numel()) * x.element_size()
+        numels = [x for x in args if isinstance(x, int)]  # of the loops; the last is a row's length
+        points = math.prod(numels)
+        for x in map(named.get, self.again):
+            if numels[-1] * x.element_size() > STORED:
+                size += min(points, x.numel()) * x.element_size()
         recorder.add(self.name, tensors, bytes=size, special=self.special * points)
 
 
@@ -409,7 +404,7 @@ class Compiled:
         try:
             with torch.no_grad():
                 program = self.program(args, kwargs)
-        except torch._dynamo.exc.Unsupported:  # It has to be compiled in parts, so it runs as it is.
+        except torch._dynamo.exc.Unsupported:  # it is compiled in parts, and so it runs as it is
             return self.function(*args, **kwargs)
         program.run(0, recorder.stage)
         with _disable_current_modes():
@@ -580,7 +575,8 @@ def write_shard(path: Path, tokens: int):
 
 def run_published(path: Path):
     """Runs a published script from its first line to its last."""
-    text = re.sub(r"(num_iterations\s*(?:: *int *)?=\s*)\d+", rf"\g<1>{2 * SAMPLES}", path.read_text())
+    text = path.read_text(encoding="utf-8")
+    text = re.sub(r"(num_iterations\s*(?:: *int *)?=\s*)\d+", rf"\g<1>{2 * SAMPLES}", text)
     text = re.sub(r"""(["'])cuda\1""", "'cpu'", text)  # where the compiler traces; else OnMeta's
     text = re.sub(r"""(["'])nvidia-smi\1""", "'true'", text)  # a program that prints nothing
     text = re.sub(r"(\w+)\.new_tensor\(([^,()]+), dtype=([\w.]+)\)",

@@ -1,10 +1,9 @@
-"""records/predict.py and records/gpu_step.py: what planted slowdowns cost, by hand and as predicted;
-how launches become times; and what is refused. What is predicted of published scripts stands in
-records/techniques/README.md."""
+"""records/predict.py and records/gpu_step.py: what planted slowdowns cost, by hand and as
+predicted; how launches become times; and what is refused. What is predicted of published scripts
+stands in records/techniques/README.md."""
 
 import importlib.metadata
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -40,7 +39,7 @@ SLOWDOWNS = {
         ("self.attn(norm(x_TD),", "self.attn(norm(x_TD).bfloat16(),"),
         ("self.mlp(norm(x_TD))", "self.mlp(norm(x_TD).bfloat16())"),
         ("return norm(x_TD)\n", "return norm(x_TD).bfloat16()\n"),
-        ("assert x_TD.dtype == self.embed.weight.dtype, f", "assert x_TD.dtype == torch.float32, f"),
+        ("assert x_TD.dtype == self.embed.weight.dtype", "assert x_TD.dtype == torch.float32"),
     ],
     # One more loop over the logits of each token.
     "looped reduction": [
