@@ -21,7 +21,7 @@ import re
 import sys
 import tempfile
 import types
-from contextlib import chdir, contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from itertools import compress
 from pathlib import Path
@@ -474,7 +474,6 @@ class OnMeta(TorchFunctionMode):
         kwargs.pop("pin_memory", None)
         if func is torch.device and isinstance(args[0], int):
             return META
-        known = args[0] if args and isinstance(args[0], Tensor) else None
         if func is Tensor.cuda:
             out = args[0].to(META)
         elif func is Tensor.to and len(args) > 1 and isinstance(args[1], (str, torch.device)):
@@ -490,8 +489,8 @@ class OnMeta(TorchFunctionMode):
             out.known = args[0]
         elif func is Tensor.copy_ and not isinstance(args[1], Tensor):
             out.known = args[1]
-        elif func in (Tensor.cuda, Tensor.to) and hasattr(known, "known"):
-            out.known = known.known
+        elif func in (Tensor.cuda, Tensor.to) and hasattr(args[0], "known"):
+            out.known = args[0].known
         return out
 
 
@@ -643,8 +642,9 @@ def notes_of(path: str, processes: int, capability: int, flags: list[str]) -> No
     ours = "\ndef train_step(" in path.read_text(encoding="utf-8")
     require(ours or processes == 8 and not flags, f"{path.name}: a published script runs on 8 GPUs "
             "and takes no flags")
-    with (tempfile.TemporaryDirectory() as folder, chdir(folder), OnMeta(), Operators(),
+    with (tempfile.TemporaryDirectory() as folder, OnMeta(), Operators(),
           open(os.devnull, "w") as nowhere, redirect_stdout(nowhere)):
+        os.chdir(folder)
         if ours:
             run_ours(path, processes, flags)
         else:
