@@ -34,7 +34,7 @@ import multiprocessing
 import re
 import sys
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import NormalDist, fmean
@@ -107,7 +107,7 @@ class Rates:
 # the root mean square error of the ratios in records/techniques/README.md.
 DOUBT = dict(bf16=0.05, fp8=0.1, memory=0.05, special=0.3, launch=0.3, link=0.3, latency=0.5,
              flex_forward=0.2, flex_backward=0.2)
-RATIO_ERROR = 0.01
+RATIO_ERROR = 0.011
 
 @dataclass(frozen=True)
 class GPU:
@@ -250,10 +250,14 @@ def require_compiler():
     require(sys.platform == "linux", f"{needs}, not {sys.platform}")
 
 def read_notes(path: str, gpus: int, capability: int, flags: list[str]) -> Notes:
-    """For a process of its own, for gpu_step.py changes torch beyond repair."""
+    """In a process of its own, for gpu_step.py changes torch beyond repair."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(read_notes_here, path, gpus, capability, flags).result()
+
+def read_notes_here(*arguments) -> Notes:
     from records import gpu_step
 
-    return gpu_step.notes_of(path, gpus, capability, flags)
+    return gpu_step.notes_of(*arguments)
 
 def notes_of(paths: list[str], gpus=8, gpu=GPUS["h100"], flags=()) -> list[Notes]:
     """What each script launches; two at a time."""
@@ -265,7 +269,7 @@ def notes_of(paths: list[str], gpus=8, gpu=GPUS["h100"], flags=()) -> list[Notes
             raise UserError(f"{path}: cannot be read ({error})") from None
         require(re.search(r"(?m)^class GPT\b", text), f"{path}: has no class GPT; predict takes a "
                 "copy of train_gpt.py, or a script that the speedrun published until July 2025")
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+    with ThreadPoolExecutor(2) as pool:
         jobs = [pool.submit(read_notes, path, gpus, gpu.capability, list(flags)) for path in paths]
         return [job.result() for job in jobs]
 
