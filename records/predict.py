@@ -107,7 +107,7 @@ class Rates:
 # the root mean square error of the ratios in records/techniques/README.md.
 DOUBT = dict(bf16=0.05, fp8=0.1, memory=0.05, special=0.3, launch=0.3, link=0.3, latency=0.5,
              flex_forward=0.2, flex_backward=0.2)
-RATIO_ERROR = 0.011
+RATIO_ERROR = 0.01
 
 @dataclass(frozen=True)
 class GPU:
