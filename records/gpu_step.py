@@ -165,8 +165,8 @@ def meta(size, stride, dtype) -> Tensor:
 
 def touched_bytes(kernel) -> int:
     """The bytes that a Triton kernel of Inductor's reads and writes: of each buffer the regions
-    that its index expressions span, each once. (Inductor's own estimate counts a table of all positions
-    whole, and twice what is read in two orders.)"""
+    that its index expressions span, each once. (Inductor's own estimate counts a table of all
+    positions whole, and twice what is read in two orders.)"""
     points = math.prod(int(n) for n in kernel.numels.values())
     accesses = kernel.features.buf_accesses()
     in_place = {b.inner_name for b in kernel.args.inplace_buffers.values()
