@@ -294,7 +294,8 @@ def print_table(found: dict):
         print(f"  at {100 * row['done']:3.0f} % of the run{window}: {row['ms']:6.1f} ms")
     print(f"  memory: {found['memory'] / 2**30:.1f} GiB at most, without validation")
 
-def main(arguments=None):
+def parse(arguments):
+    """The options, and the flags that are the script's."""
     parser = ArgumentParser(description=__doc__, prog="./run.sh predict",
                             usage="%(prog)s my_record.py [options] [flags]")
     parser.add_argument("script", metavar="my_record.py")
@@ -304,6 +305,10 @@ def main(arguments=None):
     parser.add_argument("--json", action="store_true", help="print an object, for programs")
     options, flags = parser.parse_known_args(arguments)
     require(options.gpus > 0, f"--gpus={options.gpus}: takes a number above 0")
+    return options, flags
+
+def main(arguments=None):
+    options, flags = parse(arguments)
     gpu = GPUS[options.gpu]
     scripts = [options.script, *([options.vs] if options.vs else [])]
     notes = notes_of(scripts, options.gpus, gpu, flags)

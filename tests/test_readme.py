@@ -21,7 +21,7 @@ from conftest import ATTEMPT, ROOT, byte_documents, load_script, write_shard
 from mutants import MUTANTS
 
 import train_gpt
-from records import ablate, compare, launch, logs, page as results, race
+from records import ablate, compare, launch, logs, page as results, predict, race
 
 FOLDERS = sorted(path.parent for path in ROOT.glob("records/*/README.md"))
 PAGES = [ROOT / "README.md", *sorted(path for pattern in ("*/*.md", "records/*/README.md")
@@ -208,6 +208,9 @@ def training(words: list[str]) -> tuple[str, list[str]] | None:
         there = next(filter(Path.exists, [ROOT / script, ROOT / "train_gpt.py"]))
         racer = race.parse([str(there), *flags]).candidates[0]
         return os.path.relpath(racer.script, ROOT), launch.split_words(racer.flags)[1]
+    if words[:2] == ["./run.sh", "predict"]:
+        options, flags = predict.parse(words[2:])
+        return options.script, flags
     if words[0] == "./run.sh" and words[1:2] not in (["test"], ["ideas"]):
         own = ("--repeat=", "--text=", "--help")
         return launch.split_words([word for word in words[1:] if not word.startswith(own)])
