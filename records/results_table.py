@@ -1,6 +1,6 @@
 """Writes the table of results in records/README.md from the logs that git tracks under records/.
 
-    python records/page.py
+    python records/results_table.py
 
 A folder of logs is a row. The last column is written by hand, and stays.
 """
@@ -15,7 +15,7 @@ from records import compare
 from records.logs import BadInput, printable, read
 from records.stats import spread
 
-MARKERS = ("<!-- table: python records/page.py -->", "<!-- end of table -->")
+MARKERS = ("<!-- table: python records/results_table.py -->", "<!-- end of table -->")
 HEADER = ("| record | runs | val loss, mean (SD) | time, mean (SD) | ms/step | steps | tokens | "
           "hardware | torch | what was asked, and what came out |")
 
