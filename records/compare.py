@@ -527,14 +527,17 @@ def print_side(side, target):
         rows.append([what, str(found["n"]), number(found["mean"], form, unit),
                      number(found["sd"], form, unit), interval(found["interval"], form)])
     print_table(rows)
-    print_rules(side, target)
+    for line in rule_lines(side, target):
+        say_wrapped(line)
     for line in side.warnings:
         say_wrapped(f"warning: {line}")
     say()
 
-def print_rules(side, target):
+def rule_lines(side, target):
+    """What the rules of the field say of a side."""
     if target is None:
-        say("no target: these runs have a vocabulary of their own (--target sets one)")
+        return ["no target: these runs have a vocabulary of their own (--target sets one)"]
+    lines = []
     for row in side.rules:
         text = RULES[row["rule"]].format(target, number(row["value"], ".2g"))
         text += ", holds" if row["holds"] else ", does not hold"
@@ -542,7 +545,8 @@ def print_rules(side, target):
             text += f"; it takes {row['runs_needed']} runs of this mean"
         if row["first"] is not None:
             text += f"; first holds at step {row['first']}"
-        say_wrapped(text)
+        lines.append(text)
+    return lines
 
 def print_comparison(a, b, comparison):
     rows = [["at the end", f"{a.label} - {b.label}", "interval", "p or 1 / E"]]
@@ -619,6 +623,7 @@ def parse(arguments):
     parser.add_argument("--loss", metavar="NAME", default=logs.VAL_LOSS, help="another loss")
     parser.add_argument("--until_decided", type=float, metavar="LEVEL", help="by e-values")
     parser.add_argument("--plot", metavar="FILE", help="draw the losses into a .png or .svg")
+    parser.add_argument("--html", metavar="FILE", help="a page for a browser")
     parser.add_argument("--json", action="store_true", help="everything, for programs")
     options = parser.parse_args(arguments)
     if len(options.vs or []) > 1:
@@ -682,7 +687,12 @@ def main(arguments=None):
     if options.plot:
         from records import plot  # which takes a second to import
 
-        plot.save(options.plot, sides, target, pairs_of(*sides) if only else ())
+        plot.save(options.plot, sides, target, pairs_of(*sides) if only else (),
+                  options.until_decided)
+    if options.html:
+        from records import page
+
+        page.save(options.html, sides, comparisons, target)
     if options.json:
         print(json.dumps({"version": 7, "target": target, "loss": options.loss, "sides": sides,
                           "comparison": only, "comparisons": [] if only else comparisons,
