@@ -39,6 +39,7 @@ better.</p>"""
 NO_PAIRS = "<p>No pair of runs has one seed, the same steps and two validations in common.</p>"
 RACE_WORDS = """<p>The mean difference in the final loss after each pair, with its interval. A
 candidate is decided once 0 is outside; to be the better one of several takes more.</p>"""
+OVERLAPPED = "<p>Runs were at work at the same time on one CPU, so they slowed each other down.</p>"
 TIME_WORDS = """<p>A peak is a moment in which the machine did something else.</p>"""
 
 # ---- Text and tables -----------------------------------------------------------------------------
@@ -78,7 +79,7 @@ def figure(name, traces, xaxis, yaxis, **layout):
     """The HTML of a Plotly figure. The frame's style gives text and grid their colours."""
     clear = "rgba(0,0,0,0)"
     axis = {"automargin": True, "zeroline": False, "exponentformat": "none"}
-    layout |= {"height": 460, "autosize": True, "margin": {"l": 10, "r": 10, "t": 40, "b": 10},
+    layout |= {"height": 460, "autosize": True, "margin": {"l": 10, "r": 10, "t": 36, "b": 10},
                "paper_bgcolor": clear, "plot_bgcolor": clear, "hovermode": "closest",
                "font": {"family": "system-ui, sans-serif", "size": 13},
                "hoverlabel": {"align": "left"},
@@ -148,6 +149,8 @@ def loss_figure(sides, target):
     units = {"step": "step %{x:,.0f}", "tokens": "%{x:,.4f} M tokens", "seconds": "%{x:,.2f} s"}
     if any(line.tokens is None for run in runs for line in run.validations):
         del units["tokens"]
+    if plot.overlapped(runs):
+        del units["seconds"]
     changes = {axis: {"x": [], "y": [], "hovertemplate": []} for axis in units}
     traces = []
     for side, colour, dash in looks(sides):
@@ -162,7 +165,8 @@ def loss_figure(sides, target):
             bold_x, bold_y = plot.bold_curve(side.used or side.runs, axis)
             change["x"] += [x, bold_x]
             change["y"] += [y, bold_y]
-            change["hovertemplate"] += [HOVER, f"{name}<br>{units[axis]}: %{{y:.4f}}<extra></extra>"]
+            change["hovertemplate"] += [
+                HOVER, f"{name}<br>{units[axis]}: loss %{{y:.4f}}<extra></extra>"]
         traces.append(thin(colour, dash, hovertext=texts, legendgroup=side.label))
         traces.append(bold(colour, dash, name=name, legendgroup=side.label))
     for i, trace in enumerate(traces):
@@ -250,7 +254,8 @@ def race_figure(sides, comparisons):
                 f"{label(pairs[n - 1][0].seed)}<br>mean difference {test['difference']:+.4f}, "
                 f"interval {compare.interval(test['interval'], '+.4f')}<br>E = {test['E']:.3g}"
                 for n, test in zip(counts, tests)]
-        marker = {"color": colour, "size": [7] * (len(pairs) - 1) + [14],
+        marker = {"color": colour, "opacity": 1, "line": {"width": 0},
+                  "size": [7] * (len(pairs) - 1) + [14],
                   "symbol": ["circle"] * (len(pairs) - 1) + [LAST[comparison["decision"]]]}
         traces.append(bold(colour, dash, x=counts, y=means, error_y=error, hovertext=said,
                            marker=marker, name=f"{label(side.name)}: {comparison['decision']} "
@@ -319,7 +324,7 @@ def run_table(sides, target, downloads):
     for side in sides:
         for run in side.runs:
             step, seconds = run.reached or (None, None)
-            row = [words(short(side.name)), words(run.name), words(run.seed or "-"),
+            row = [words(short(side.name)), words(short(run.name, 80)), words(run.seed or "-"),
                    number(run.loss, ".4f"), number(run.seconds, ".2f", " s"),
                    number(run.ms_per_step, ".2f"), number(run.steps, "d"), number(run.tokens, ",d")]
             row += [number(step, ".0f"), number(seconds, ".2f", " s")] if reached else []
@@ -423,7 +428,9 @@ def page(sides, comparisons, target, notes=(), alive=False) -> str:
                              *([DIFFERENCE_WORDS, found] if found else [NO_PAIRS])))
         found = race_figure(sides, comparisons)
         parts += [section(f"The race as it went: {names}", RACE_WORDS, found)] if found else []
-    parts.append(section(f"Time of each step: {names}", TIME_WORDS, time_figure(sides)))
+    overlapped = plot.overlapped([run for side in sides for run in side.runs])
+    parts.append(section(f"Time of each step: {names}", OVERLAPPED if overlapped else TIME_WORDS,
+                         time_figure(sides)))
     lines = [f"<p>{text(side.name)}: {text(line)}</p>" for side in sides if target is not None
              for line in compare.rule_lines(side, target)]
     lines += [f'<p class="note">{text(line, 1000)}</p>' for side in sides

@@ -1,8 +1,12 @@
 """Pictures of runs, for compare.py: validation losses over training time and tokens, and where two
 sides ran the same seeds, their difference by step."""
 
+import contextlib
+import os
+import re
 import textwrap
-from itertools import cycle
+from datetime import datetime
+from itertools import cycle, pairwise
 
 from records import logs
 from records.logs import BadInput, short
@@ -61,6 +65,21 @@ def difference_range(steps, rows, bands):
     room = 0.1 * (max(values) - min(values)) or 0.01
     return min(values) - room, max(values) + room
 
+STARTED = re.compile(r"(?a)\d{4}-\d\d-\d\dT\d\d-\d\d-\d\dZ")  # in a log's name
+
+def overlapped(runs):
+    """Whether runs were at work at the same time on one CPU: then their times say little."""
+    spans = []
+    for run in runs:
+        started = STARTED.match(os.path.basename(run.path))
+        host = run.environment.get("host")
+        if started and host and not run.environment.get("gpus"):
+            with contextlib.suppress(ValueError):  # a date that there is not
+                first = datetime.strptime(started[0], "%Y-%m-%dT%H-%M-%SZ").timestamp()
+                spans.append((host, first, first + run.seconds))
+    return any(before[0] == after[0] and after[1] < before[2]
+               for before, after in pairwise(sorted(spans)))
+
 # ---- Panels --------------------------------------------------------------------------------------
 
 def draw_losses(panel, side, axis, colour, dash):
@@ -78,7 +97,9 @@ def label_of(side):
     if len(runs) == 1:
         return name
     same = len({tuple(validation_curve(run, "step")[0]) for run in runs}) == 1
-    return f"{name}: {'mean' if same else 'the middle one'} of {len(runs)} runs"
+    if same:
+        return f"{name}: mean of {len(runs)} runs"
+    return f"{name}: {len(runs)} runs, bold the one of median time"
 
 def finish_panel(panel, axis, ylabel):
     panel.set_xlabel(AXES[axis])
@@ -112,15 +133,16 @@ def draw_difference(panel, steps, rows, level):
 def draw(sides, target, pairs=(), level=None):
     """The figure of one or two sides; pairs are those (run of A, run of B) that share a seed, and
     a level means that they were added until decided at it."""
-    runs = [run for side in sides for run in side.used or side.runs if validation_curve(run, "step")[0]]
-    if not runs:
+    runs = [run for side in sides for run in side.used or side.runs]
+    if not any(validation_curve(run, "step")[0] for run in runs):
         raise BadInput("no picture, for the logs hold no validation")
     difference = differences_by_step(pairs) if len(pairs) > 1 else None
     amount = "step" if any(line.tokens is None for run in runs for line in run.lines) else "tokens"
+    axes = [amount] if overlapped(runs) else ["seconds", amount]
     figure = Figure(figsize=(9, 7.6 if difference else 4.8), layout="constrained")
-    mosaic = [["time", "tokens"]] + [["difference"] * 2] * bool(difference)
-    panels = figure.subplot_mosaic(mosaic)
-    for axis, panel in (("seconds", panels["time"]), (amount, panels["tokens"])):
+    panels = figure.subplot_mosaic([axes, *[["difference"] * len(axes)] * bool(difference)])
+    for axis in axes:
+        panel = panels[axis]
         for side, colour, dash in zip(sides, cycle(COLOURS), cycle(DASHES)):
             draw_losses(panel, side, axis, colour, dash)
         bounds = loss_range(runs)
@@ -131,8 +153,8 @@ def draw(sides, target, pairs=(), level=None):
             panel.axhline(target, color="black", linewidth=1, linestyle="-.",
                           label=f"target {target:g}")
         finish_panel(panel, axis, "validation loss (nats a token)")
-    if any(len(side.used or side.runs) > 1 for side in sides):
-        panels["time"].set_xlabel(f"{AXES['seconds']}\nbold: the run of median time")
+    if "seconds" in axes and len(runs) > len(sides):
+        panels["seconds"].set_xlabel(f"{AXES['seconds']}\nbold: the run of median time")
     if difference:
         draw_difference(panels["difference"], *difference, level)
     entries = {}

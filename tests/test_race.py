@@ -129,7 +129,8 @@ def test_a_race_in_turn_with_the_same_seeds(place, capsys):
     out = capsys.readouterr().out
     folder = place / "records" / "race_record"
     assert sorted(path.name for path in folder.iterdir()) == [
-        "base", "race.json", "race.png", "record", "record.patch", "verdict.json", "verdict.txt"]
+        "base", "race.html", "race.json", "race.png", "record", "record.patch", "verdict.json",
+        "verdict.txt"]
     ends = [[logs.read_run(path, "x").loss for path in finished_logs(place, side)]
             for side in ("record", "base")]
     p = stats.ttest_rel(*ends).pvalue
