@@ -27,8 +27,8 @@ with logs.installed():
 FRAME = Path(__file__).with_suffix(".html")
 DASHES = ("solid", "dash", "dashdot", "dot")
 POINTS = 40_000         # of all runs' losses: more would make the page slow
-TIMES = 2_400           # of all runs' times, but at least 40 a run: more look like noise
-DOWNLOADS = 8_000_000   # characters of all logs and sources in a page
+TIMES = 2_400           # of all runs' times, but at least 16 a run: more look like noise
+DOWNLOADS = 6_000_000   # characters of all logs and sources in a page
 DOWNLOAD = 1_500_000    # of one: browsers refuse links of more than two million
 HOVER = "%{hovertext}<extra></extra>"
 LAST = {"better": "star", "worse": "x", "no difference": "diamond", "undecided": "circle"}
@@ -183,7 +183,7 @@ def loss_figure(sides, target):
         yaxis["range"] = bounds
         if target is not None and 0 < bounds[1] - target < 2 * (bounds[1] - bounds[0]):
             yaxis["range"] = [min(bounds[0], target - (bounds[1] - target) / 20), bounds[1]]
-            said = {"text": f"target {target:g}", "textposition": "start", "yanchor": "top"}
+            said = {"text": f"target {target:g}", "textposition": "start", "yanchor": "bottom"}
             shapes.append(level_line(target, label=said))
     return figure("loss", traces, {"title": {"text": plot.AXES["step"]}}, yaxis, shapes=shapes,
                   updatemenus=[menu])
@@ -262,14 +262,15 @@ def race_figure(sides, comparisons):
                            f"after {len(pairs)} pair{'s' * (len(pairs) > 1)}", showlegend=True))
     if not traces:
         return None
-    return figure("race", traces, {"title": {"text": "pairs"}, "tickformat": "d", "tick0": 0},
+    most = max(len(trace["x"]) for trace in traces)
+    return figure("race", traces, {"title": {"text": "pairs"}, "dtick": max(1, most // 10)},
                   {"title": {"text": "mean difference (nats a token)"}, "tickformat": ".4~f"},
                   shapes=[level_line(0)])
 
 def time_figure(sides):
     """Milliseconds a step, by which a slow machine and a hiccup are seen. Of many runs the steps
     are thinned, and each point is the mean of the steps since the one before."""
-    most = max(40, TIMES // sum(len(side.runs) for side in sides))
+    most = max(16, TIMES // sum(len(side.runs) for side in sides))
 
     def points(run):
         lines = [line for line, after in pairwise([*run.lines, None])
@@ -280,7 +281,7 @@ def time_figure(sides):
             if line.step - before.step > 1:
                 steps = f"mean of steps {before.step + 1:,} to {line.step:,}"
             if ms >= 0:  # until January 2025 the clock began anew after ten steps
-                yield line.step, ms, f"{run_in_words(run)}<br>{steps}: {ms:.2f} ms"
+                yield line.step, round(ms, 3), f"{run_in_words(run)}<br>{steps}: {ms:.2f} ms"
 
     traces = []
     for side, colour, dash in looks(sides):
@@ -309,7 +310,7 @@ def verdict_table(sides, comparisons):
 def side_table(sides):
     rows = []
     for side in sides:
-        row = [words(side.name), number(side.loss["n"], "d")]
+        row = [words(f"{side.label}: {side.name}"), number(side.loss["n"], "d")]
         for what, form, unit in (("loss", ".4f", ""), ("seconds", ".2f", " s")):
             found = getattr(side, what)
             row += [number(found["mean"], form, unit), number(found["sd"], form, unit),
@@ -320,6 +321,7 @@ def side_table(sides):
 
 def run_table(sides, target, downloads):
     reached = [] if target is None else [f"step at {target:g}", f"time to {target:g}"]
+    sources = {run: downloads.source(run) for side in sides for run in side.runs}  # first
     rows = []
     for side in sides:
         for run in side.runs:
@@ -328,7 +330,7 @@ def run_table(sides, target, downloads):
                    number(run.loss, ".4f"), number(run.seconds, ".2f", " s"),
                    number(run.ms_per_step, ".2f"), number(run.steps, "d"), number(run.tokens, ",d")]
             row += [number(step, ".0f"), number(seconds, ".2f", " s")] if reached else []
-            rows.append([*row, words(state_of(run, side)), f"<td>{downloads.source(run)}</td>",
+            rows.append([*row, words(state_of(run, side)), f"<td>{sources[run]}</td>",
                          f"<td>{' '.join(downloads.log(path) for path, _ in run.logs)}</td>"])
     return table("runs", ["side", "run", "seed", "val loss", "time", "ms a step", "steps",
                           "tokens", *reached, "counts", "source", "log"], rows)
@@ -344,7 +346,7 @@ def state_of(run, side):
     return "no" if run.finished else f"at step {run.steps} of {run.total}"
 
 class Downloads:
-    """Links that hold a log or a source, compressed by gzip, as long as there is room."""
+    """Links that hold a log or a source, compressed by gzip, until one has no room."""
 
     def __init__(self):
         self.left = DOWNLOADS
@@ -354,7 +356,9 @@ class Downloads:
         """The first link of a key holds the file; later ones lead to it."""
         if key not in self.links:
             packed = base64.b64encode(gzip.compress(data, mtime=0)) if self.left > 0 else b""
-            if not 0 < len(packed) <= min(self.left, DOWNLOAD):
+            if len(packed) > self.left:
+                self.left = 0
+            if not self.left or len(packed) > DOWNLOAD:
                 self.links[key] = f'<span title="no room in this page">{shown}</span>'
                 return self.links[key]
             self.left -= len(packed)

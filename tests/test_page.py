@@ -201,7 +201,7 @@ EVIL = "</script><script>window.hacked = 1</script><img src=x onerror=window.hac
 
 @pytest.fixture
 def hostile(tmp_path):
-    """Two folders of logs with hostile names, settings, environment and source; a line has 10 MB."""
+    """Two folders of logs with hostile names, settings and source, and lines of 10 MB."""
     for side, value in (("a<b>\x1b", "1"), ("b%{x}", "2")):
         for seed in (1, 2):
             long = "x" * 10_000_000 if seed == 1 and value == "1" else ""
