@@ -34,8 +34,8 @@ HOVER = "%{hovertext}<extra></extra>"
 LAST = {"better": "star", "worse": "x", "no difference": "diamond", "undecided": "circle"}
 LOSS_WORDS = """<p>A thin line is a run. The bold one is their mean, or over seconds the run of
 median time. Drag to zoom; a double click shows the first steps too.</p>"""
-DIFFERENCE_WORDS = """<p>A thin line is a pair of runs with one seed. Below 0 the candidate is
-better.</p>"""
+DIFFERENCE_WORDS = """<p>A thin line is a pair of runs with one seed, and the bold one their mean,
+with its {:g} % interval. Below 0 the candidate is better.</p>"""
 NO_PAIRS = "<p>No pair of runs has one seed, the same steps and two validations in common.</p>"
 RACE_WORDS = """<p>The mean difference in the final loss after each pair, with its interval. A
 candidate is decided once 0 is outside; to be the better one of several takes more.</p>"""
@@ -71,15 +71,17 @@ def table(name, columns, rows):
             f"<tbody>\n{body}\n</tbody></table></div>")
 
 def section(title, *parts):
-    return "\n".join([f"<h2>{text(title)}</h2>", *parts])
+    return "\n".join([f"<section><h2>{text(title)}</h2>", *parts, "</section>"])
 
 # ---- Figures -------------------------------------------------------------------------------------
 
 def figure(name, traces, xaxis, yaxis, **layout):
     """The HTML of a Plotly figure. The frame's style gives text and grid their colours."""
     clear = "rgba(0,0,0,0)"
+    entries = sum(trace.get("showlegend", True) for trace in traces)
+    height = 420 + 20 * entries  # which stand below each other where the window is narrow
     axis = {"automargin": True, "zeroline": False, "exponentformat": "none"}
-    layout |= {"height": 460, "autosize": True, "margin": {"l": 10, "r": 10, "t": 36, "b": 10},
+    layout |= {"height": height, "autosize": True, "margin": {"l": 10, "r": 10, "t": 36, "b": 10},
                "paper_bgcolor": clear, "plot_bgcolor": clear, "hovermode": "closest",
                "font": {"family": "system-ui, sans-serif", "size": 13},
                "hoverlabel": {"align": "left"},
@@ -90,7 +92,7 @@ def figure(name, traces, xaxis, yaxis, **layout):
               "modeBarButtonsToRemove": ["select2d", "lasso2d"]}
     return plotly.io.to_html({"data": traces, "layout": layout}, config=config, div_id=name,
                              full_html=False, include_plotlyjs=False, validate=False,
-                             default_height="460px")
+                             default_height=f"{height}px")
 
 def looks(sides):
     """(side, colour, dash) of each."""
@@ -210,11 +212,10 @@ def difference_figure(sides, comparisons):
         group = {"legendgroup": side.label}
         if known:
             there, low, high = map(list, zip(*known))
-            percent = f"{100 * (1 - level) if level else 95:g} % interval"
             traces.append({"type": "scatter", "mode": "lines", "line": {"width": 0},
                            "x": there + there[::-1], "y": low + high[::-1], "fill": "toself",
                            "fillcolor": f"{colour}33", "hoverinfo": "skip",
-                           "name": f"{name}: {percent}"} | group)
+                           "showlegend": False} | group)
         x, y, texts = one_line(zip(pairs, rows.tolist()), lambda pair: [
             (step, value, f"<b>{name}</b>, seed {label(pair[0][0].seed)}<br>step {step:,}: "
              f"{value:+.4f}") for step, value in zip(steps, pair[1])])
@@ -419,17 +420,17 @@ def page(sides, comparisons, target, notes=(), alive=False) -> str:
     above all; alive: runs are training and the page will be written again, so it reloads itself."""
     names = plot.names(sides)
     parts = [f'<p class="note">{text(note, 1000)}</p>' for note in notes]
-    for side, found in zip(sides, comparisons):
-        name = f"<b>{text(side.name)}:</b> " if len(comparisons) > 1 else ""
-        parts.append(f'<p class="verdict {found["decision"]}">{name}'
-                     f'{text(found["verdict"], 3000)}</p>')
+    verdicts = [f'<p class="verdict {found["decision"]}">{text(found["verdict"], 3000)}</p>'
+                for found in comparisons]
     if comparisons:
-        parts.append(verdict_table(sides, comparisons))
+        verdicts.insert(len(comparisons) == 1, verdict_table(sides, comparisons))
+    parts += verdicts
     parts.append(section(f"Validation loss: {names}", LOSS_WORDS, loss_figure(sides, target)))
     if comparisons:
         found = difference_figure(sides, comparisons)
-        parts.append(section(f"Difference in validation loss: {names}",
-                             *([DIFFERENCE_WORDS, found] if found else [NO_PAIRS])))
+        level = level_of(comparisons[0]) or 0.05
+        words_of_it = DIFFERENCE_WORDS.format(100 * (1 - level)) if found else NO_PAIRS
+        parts.append(section(f"Difference in validation loss: {names}", words_of_it, found or ""))
         found = race_figure(sides, comparisons)
         parts += [section(f"The race as it went: {names}", RACE_WORDS, found)] if found else []
     overlapped = plot.overlapped([run for side in sides for run in side.runs])
