@@ -16,6 +16,7 @@ import re
 import time
 from itertools import cycle, groupby, pairwise
 from pathlib import Path
+from statistics import fmean
 
 from records import compare, logs, plot, stats
 from records.logs import short
@@ -75,7 +76,7 @@ def section(title, *parts):
 
 # ---- Figures -------------------------------------------------------------------------------------
 
-def figure(name, traces, xaxis, yaxis, **layout):
+def figure(name, traces, xtitle, ytitle, xaxis=(), yaxis=(), **layout):
     """The HTML of a Plotly figure. The frame's style gives text and grid their colours."""
     clear = "rgba(0,0,0,0)"
     entries = sum(trace.get("showlegend", True) for trace in traces)
@@ -87,7 +88,8 @@ def figure(name, traces, xaxis, yaxis, **layout):
                "hoverlabel": {"align": "left"},
                "modebar": {"bgcolor": clear, "color": "#888", "activecolor": plot.COLOURS[1]},
                "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom"},
-               "xaxis": axis | xaxis, "yaxis": axis | yaxis}
+               "xaxis": axis | {"title": {"text": xtitle}} | dict(xaxis),
+               "yaxis": axis | {"title": {"text": ytitle}, "tickformat": ".4~f"} | dict(yaxis)}
     config = {"responsive": True, "displaylogo": False,
               "modeBarButtonsToRemove": ["select2d", "lasso2d"]}
     return plotly.io.to_html({"data": traces, "layout": layout}, config=config, div_id=name,
@@ -127,21 +129,20 @@ def run_in_words(run):
     return f"<b>{label(run.name)}</b>{seed}"
 
 def reference_losses(baseline):
-    """{seed: {step: loss}} of the baseline's runs, and {None: {step: mean loss}}."""
+    """{seed: {step: loss}} of the baseline's runs, and {step: mean loss}."""
     used = baseline.used or baseline.runs
-    found = {run.seed: {line.step: line.loss for line in run.validations} for run in used}
-    means = {step: sum(losses) / len(losses)
-             for step, losses in compare.losses_by_step(used).items()}
-    return found | {None: means}
+    by_seed = {run.seed: {line.step: line.loss for line in run.validations}
+               for run in used if run.seed}
+    return by_seed, {step: fmean(losses) for step, losses in compare.losses_by_step(used).items()}
 
-def validation_in_words(run, line, reference):
+def validation_in_words(run, line, by_seed, means):
     """With the difference to the baseline's run of the seed, or to the mean of its runs."""
     said = (f"{run_in_words(run)}<br>step {line.step:,}, {line.seconds:,.2f} s"
             f"<br>loss {line.loss:.4f}")
-    for seed, whom in ((run.seed, "the baseline with this seed"), (None, "the baseline's mean")):
-        other = reference.get(seed, {}).get(line.step)
-        if other is not None:
-            return f"{said}, {line.loss - other:+.4f} to {whom}"
+    for losses, whom in ((by_seed.get(run.seed, {}), "the baseline with this seed"),
+                         (means, "the baseline's mean")):
+        if losses.get(line.step) is not None:
+            return f"{said}, {line.loss - losses[line.step]:+.4f} to {whom}"
     return said
 
 def loss_figure(sides, target):
@@ -156,13 +157,13 @@ def loss_figure(sides, target):
     changes = {axis: {"x": [], "y": [], "hovertemplate": []} for axis in units}
     traces = []
     for side, colour, dash in looks(sides):
-        reference = reference_losses(sides[-1]) if side is not sides[-1] else {}
+        reference = reference_losses(sides[-1]) if side is not sides[-1] else ({}, {})
         shown = {run: thinned([line for line in run.validations if line.loss is not None], most)
                  for run in side.runs}
         name = label(plot.label_of(side))
         for axis, change in changes.items():
             x, y, texts = one_line(shown, lambda run, axis=axis: [
-                (plot.place(line, axis), line.loss, validation_in_words(run, line, reference))
+                (plot.place(line, axis), line.loss, validation_in_words(run, line, *reference))
                 for line in shown[run]])
             bold_x, bold_y = plot.bold_curve(side.used or side.runs, axis)
             change["x"] += [x, bold_x]
@@ -178,17 +179,13 @@ def loss_figure(sides, target):
         for axis, change in changes.items()]
     menu = {"type": "buttons", "direction": "right", "buttons": buttons, "x": 0, "xanchor": "left",
             "y": 1.02, "yanchor": "bottom", "pad": {"t": 0, "b": 0}}
-    yaxis = {"title": {"text": "validation loss (nats a token)"}, "tickformat": ".4~f"}
-    shapes = []
-    bounds = plot.loss_range([run for side in sides for run in side.used or side.runs])
-    if bounds:
-        yaxis["range"] = bounds
-        if target is not None and 0 < bounds[1] - target < 2 * (bounds[1] - bounds[0]):
-            yaxis["range"] = [min(bounds[0], target - (bounds[1] - target) / 20), bounds[1]]
-            said = {"text": f"target {target:g}", "textposition": "start", "yanchor": "bottom"}
-            shapes.append(level_line(target, label=said))
-    return figure("loss", traces, {"title": {"text": plot.AXES["step"]}}, yaxis, shapes=shapes,
-                  updatemenus=[menu])
+    bounds = plot.loss_range([run for side in sides for run in side.used or side.runs], target)
+    lines = []
+    if target is not None and bounds and bounds[0] < target < bounds[1]:
+        said = {"text": f"target {target:g}", "textposition": "start", "yanchor": "bottom"}
+        lines.append(level_line(target, label=said))
+    return figure("loss", traces, plot.AXES["step"], "validation loss (nats a token)",
+                  yaxis={"range": bounds} if bounds else {}, shapes=lines, updatemenus=[menu])
 
 def level_of(comparison):
     """The level at which pairs were added until decided; None where their number was fixed."""
@@ -230,9 +227,8 @@ def difference_figure(sides, comparisons):
     if not traces:
         return None
     minus = f"loss - {label(short(sides[-1].name, 20))}'s (nats a token)"
-    return figure("difference", traces, {"title": {"text": plot.AXES["step"]}},
-                  {"title": {"text": minus}, "range": [min(ranges), max(ranges)],
-                   "tickformat": ".4~f"}, shapes=[level_line(0)])
+    return figure("difference", traces, plot.AXES["step"], minus, shapes=[level_line(0)],
+                  yaxis={"range": [min(ranges), max(ranges)]})
 
 def race_figure(sides, comparisons):
     """The mean difference after each pair, with its interval, until a candidate was decided; None
@@ -264,9 +260,8 @@ def race_figure(sides, comparisons):
     if not traces:
         return None
     most = max(len(trace["x"]) for trace in traces)
-    return figure("race", traces, {"title": {"text": "pairs"}, "dtick": max(1, most // 10)},
-                  {"title": {"text": "mean difference (nats a token)"}, "tickformat": ".4~f"},
-                  shapes=[level_line(0)])
+    return figure("race", traces, "pairs", "mean difference (nats a token)",
+                  xaxis={"dtick": max(1, most // 10)}, shapes=[level_line(0)])
 
 def time_figure(sides):
     """Milliseconds a step, by which a slow machine and a hiccup are seen. Of many runs the steps
@@ -289,8 +284,8 @@ def time_figure(sides):
         x, y, texts = one_line(side.runs, points)
         traces.append(thin(colour, dash, x=x, y=y, hovertext=texts, showlegend=True,
                            name=label(side.name)))
-    return figure("times", traces, {"title": {"text": plot.AXES["step"]}},
-                  {"title": {"text": "time of a step (ms)"}, "rangemode": "tozero"})
+    return figure("times", traces, plot.AXES["step"], "time of a step (ms)",
+                  yaxis={"rangemode": "tozero"})
 
 # ---- Tables --------------------------------------------------------------------------------------
 
@@ -327,24 +322,15 @@ def run_table(sides, target, downloads):
     for side in sides:
         for run in side.runs:
             step, seconds = run.reached or (None, None)
+            counts = "yes" if run in side.used else f"no, at step {run.steps} of {run.total}"
             row = [words(short(side.name)), words(short(run.name, 80)), words(run.seed or "-"),
                    number(run.loss, ".4f"), number(run.seconds, ".2f", " s"),
                    number(run.ms_per_step, ".2f"), number(run.steps, "d"), number(run.tokens, ",d")]
             row += [number(step, ".0f"), number(seconds, ".2f", " s")] if reached else []
-            rows.append([*row, words(state_of(run, side)), f"<td>{sources[run]}</td>",
+            rows.append([*row, words(counts), f"<td>{sources[run]}</td>",
                          f"<td>{' '.join(downloads.log(path) for path, _ in run.logs)}</td>"])
     return table("runs", ["side", "run", "seed", "val loss", "time", "ms a step", "steps",
                           "tokens", *reached, "counts", "source", "log"], rows)
-
-def state_of(run, side):
-    """Whether it is in the statistics, or why not."""
-    if run in side.used:
-        return "yes"
-    if run.name in side.copies:
-        return "a copy"
-    if run.diverged:
-        return "diverged"
-    return "no" if run.finished else f"at step {run.steps} of {run.total}"
 
 class Downloads:
     """Links that hold a log or a source, compressed by gzip, until one has no room."""

@@ -48,14 +48,18 @@ def bold_curve(runs, axis):
     positions, losses = np.mean([validation_curve(run, axis) for run in runs], axis=0).tolist()
     return positions, losses
 
-def loss_range(runs):
-    """Of the losses that set the scale, with room."""
-    points = [line for run in runs for line in run.validations if line.loss is not None]
-    shown = [line.loss for line in points if line.step >= FIRST * line.total]
-    low, high = min(shown, default=0), max(shown, default=0)
-    if len(shown) < 2 or low == high:
+def loss_range(runs, target):
+    """Of the losses that set the scale, and of a target near them, with room; None where all are
+    the same."""
+    shown = [line.loss for run in runs for line in run.validations
+             if line.loss is not None and line.step >= FIRST * line.total]
+    if len(set(shown)) < 2:
         return None
-    return low - 0.05 * (high - low), high + 0.05 * (high - low)
+    low, high = min(shown), max(shown)
+    if target is not None and abs(target - (low + high) / 2) < high - low:
+        low, high = min(low, target), max(high, target)
+    room = 0.05 * (high - low)
+    return low - room, high + room
 
 def difference_range(steps, rows, bands):
     """Of the differences in the second half of the steps, and of 0, with room. `bands` are
@@ -145,11 +149,11 @@ def draw(sides, target, pairs=(), level=None):
         panel = panels[axis]
         for side, colour, dash in zip(sides, cycle(COLOURS), cycle(DASHES)):
             draw_losses(panel, side, axis, colour, dash)
-        bounds = loss_range(runs)
+        bounds = loss_range(runs, target)
         if bounds:
             panel.set_ylim(bounds)
         low, high = panel.get_ylim()
-        if target is not None and abs(target - (low + high) / 2) < high - low:
+        if target is not None and low < target < high:
             panel.axhline(target, color="black", linewidth=1, linestyle="-.",
                           label=f"target {target:g}")
         finish_panel(panel, axis, "validation loss (nats a token)")

@@ -147,7 +147,7 @@ def test_several_candidates_and_who_dropped_out(sides, tmp_path, capsys):
 def test_one_side_and_a_run_that_is_alive(tmp_path, capsys):
     (tmp_path / "x.log").write_text(log_text((10.8, 4.0, 3.5), total=1000))
     text, _ = written(capsys, tmp_path, tmp_path)
-    assert "at step 250 of 1000" in Tables(text).rows["runs"][0]
+    assert "no, at step 250 of 1000" in Tables(text).rows["runs"][0]
     assert "difference" not in text.split("<body>")[1] and "verdict" not in Tables(text).rows
 
 
@@ -196,7 +196,8 @@ def test_logs_and_sources_for_download(sides, tmp_path, capsys, monkeypatch):
     assert 0 < len(files_in(small)) < 4 and "no room in this page" in small
 
 
-EVIL = "</script><script>window.hacked = 1</script><img src=x onerror=window.hacked=1>\x1b[2J'\"&{{body}}"
+EVIL = ("</script><script>window.hacked = 1</script><img src=x onerror=window.hacked=1>"
+        "\x1b[2J'\"&{{body}}")
 
 
 @pytest.fixture

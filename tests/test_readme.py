@@ -70,7 +70,8 @@ def copy(tmp_path) -> Path:
     folder = tmp_path / "copy"
     for name in ("data", "records"):
         shutil.copytree(ROOT / name, folder / name, ignore=lambda path, names: [
-            name for name in names if Path(path, name).is_file() and not name.endswith(".py")])
+            name for name in names
+            if Path(path, name).is_file() and not name.endswith((".py", ".html"))])
     shutil.copy(ROOT / "run.sh", folder)
     shutil.copy(ROOT / "tests" / "text.txt", folder / "my_text.txt")
     before, mark, after = SCRIPT.partition("# ---- 2. Schedules")
