@@ -90,8 +90,8 @@ def figure(name, traces, xtitle, ytitle, xaxis=(), yaxis=(), **layout):
                "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom"},
                "xaxis": axis | {"title": {"text": xtitle}} | dict(xaxis),
                "yaxis": axis | {"title": {"text": ytitle}, "tickformat": ".4~f"} | dict(yaxis)}
-    config = {"responsive": True, "displaylogo": False,
-              "modeBarButtonsToRemove": ["select2d", "lasso2d"]}
+    config = {"responsive": True, "displaylogo": False,  # and no button that sends it to Plotly
+              "modeBarButtonsToRemove": ["select2d", "lasso2d", "sendChartToCloud"]}
     return plotly.io.to_html({"data": traces, "layout": layout}, config=config, div_id=name,
                              full_html=False, include_plotlyjs=False, validate=False,
                              default_height=f"{height}px")
@@ -139,10 +139,10 @@ def validation_in_words(run, line, by_seed, means):
     """With the difference to the baseline's run of the seed, or to the mean of its runs."""
     said = (f"{run_in_words(run)}<br>step {line.step:,}, {line.seconds:,.2f} s"
             f"<br>loss {line.loss:.4f}")
-    for losses, whom in ((by_seed.get(run.seed, {}), "the baseline with this seed"),
+    for losses, whom in ((by_seed.get(run.seed, {}), "the baseline's of this seed"),
                          (means, "the baseline's mean")):
         if losses.get(line.step) is not None:
-            return f"{said}, {line.loss - losses[line.step]:+.4f} to {whom}"
+            return f"{said}, {line.loss - losses[line.step]:+.4f} against {whom}"
     return said
 
 def loss_figure(sides, target):

@@ -312,9 +312,12 @@ def test_it_zooms_hovers_sorts_switches_and_downloads(sides, tmp_path, capsys, b
     written(capsys, tmp_path, sides[0], "--vs", sides[1])
     tab = browse(tmp_path / "page.html")
     tab.mouse.move(*place_of(tab, 1125, 3.1))  # our third run's end
-    said = tab.locator("#loss .hoverlayer").text_content()
-    for words in ("run2", "seed 3", "step 1,125", "loss 3.1000", "-0.3000 to the baseline"):
+    said = tab.locator("#loss .hovertext").text_content()  # waits for it
+    for words in ("run2", "seed 3", "step 1,125", "loss 3.1000", "-0.3000 against the baseline"):
         assert words in said
+
+    offers = tab.locator(".modebar-btn").evaluate_all("all => all.map(one => one.dataset.title)")
+    assert "Pan" in offers and not re.search("(?i)share|cloud|edit", " ".join(offers))
 
     before = range_of(tab, "xaxis")
     tab.mouse.move(*place_of(tab, 500, 3.5))
