@@ -43,7 +43,7 @@ def bold_curve(runs, axis):
     """The curve that stands for all runs: the mean, where all validated at the same steps. Over
     time it is the run of median time, for the mean would end where no run did."""
     if axis == "seconds" or len({tuple(validation_curve(run, "step")[0]) for run in runs}) != 1:
-        middle = sorted(runs, key=lambda run: run.seconds)[(len(runs) - 1) // 2]
+        middle = sorted(runs, key=lambda run: run.seconds or 0)[(len(runs) - 1) // 2]
         return validation_curve(middle, axis)
     positions, losses = np.mean([validation_curve(run, axis) for run in runs], axis=0).tolist()
     return positions, losses
@@ -80,7 +80,7 @@ def overlapped(runs):
         if started and host and not run.environment.get("gpus"):
             with contextlib.suppress(ValueError):  # a date that there is not
                 first = datetime.strptime(started[0], "%Y-%m-%dT%H-%M-%SZ").timestamp()
-                spans.append((host, first, first + run.seconds))
+                spans.append((host, first, first + (run.seconds or 0)))
     return any(before[0] == after[0] and after[1] < before[2]
                for before, after in pairwise(sorted(spans)))
 

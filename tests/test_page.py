@@ -144,6 +144,16 @@ def test_several_candidates_and_who_dropped_out(sides, tmp_path, capsys):
     assert names == [f"{name}: {decision} after 3 pairs" for name, decision in decisions.items()]
 
 
+def test_a_run_before_its_first_step(tmp_path, capsys):
+    """... beside one that is over."""
+    text = log_text(env={"gpus": "", "host": "vm"})
+    (tmp_path / "2026-11-25T00-00-00Z_x.log").write_text(text)
+    (tmp_path / "2026-11-25T01-00-00Z_x.log").write_text(text[:text.index("step:")])
+    for folder in (tmp_path, tmp_path / "2026-11-25T01-00-00Z_x.log"):
+        text, _ = written(capsys, tmp_path, folder)
+        assert Tables(text).rows["runs"][-1][3:5] == ["", ""]
+
+
 def test_one_side_and_a_run_that_is_alive(tmp_path, capsys):
     (tmp_path / "x.log").write_text(log_text((10.8, 4.0, 3.5), total=1000))
     text, _ = written(capsys, tmp_path, tmp_path)
