@@ -264,6 +264,19 @@ def test_labels_say_what_ran(sides, tmp_path, capsys):
     assert "record attempt - as it was = -0.2" in found["comparison"]["verdict"]
 
 
+def test_ctrl_c_ends_following(tmp_path, capsys, monkeypatch):
+    log = tmp_path / "x.log"
+    log.write_text(log_text((10.8, 4.0), total=500))
+
+    def stop(seconds):
+        assert "if (true)" in (tmp_path / "page.html").read_text()  # it reloads itself
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compare.time, "sleep", stop)
+    assert run_main(capsys, log, "--html", tmp_path / "page.html", "--follow")[0] == 0
+    assert "if (true)" not in (tmp_path / "page.html").read_text()
+
+
 # --------------------------------------------------------------------------------------------------
 # In a browser, which has no network
 
