@@ -118,10 +118,10 @@ def thinned(points, most):
         return points
     return [points[i * (len(points) - 1) // (most - 1)] for i in range(most)]
 
-def one_line(things, points_of):
-    """The points (x, y, hover text) of all things as one line, with a gap after each: x, y and
-    texts. A figure of 1,500 lines would be slow."""
-    rows = [row for thing in things for row in [*points_of(thing), (None, None, None)]]
+def one_line(curves):
+    """Curves of points (x, y, hover text) as one line, with a gap after each: x, y and texts. A
+    figure of 1,500 lines would be slow."""
+    rows = [row for curve in curves for row in [*curve, (None, None, None)]]
     return map(list, zip(*rows))
 
 def run_in_words(run):
@@ -162,9 +162,9 @@ def loss_figure(sides, target):
                  for run in side.runs}
         name = label(plot.label_of(side))
         for axis, change in changes.items():
-            x, y, texts = one_line(shown, lambda run, axis=axis: [
-                (plot.place(line, axis), line.loss, validation_in_words(run, line, *reference))
-                for line in shown[run]])
+            x, y, texts = one_line(
+                [(plot.place(line, axis), line.loss, validation_in_words(run, line, *reference))
+                 for line in lines] for run, lines in shown.items())
             bold_x, bold_y = plot.bold_curve(side.used or side.runs, axis)
             change["x"] += [x, bold_x]
             change["y"] += [y, bold_y]
@@ -213,9 +213,9 @@ def difference_figure(sides, comparisons):
                            "x": there + there[::-1], "y": low + high[::-1], "fill": "toself",
                            "fillcolor": f"{colour}33", "hoverinfo": "skip",
                            "showlegend": False} | group)
-        x, y, texts = one_line(zip(pairs, rows.tolist()), lambda pair: [
-            (step, value, f"<b>{name}</b>, seed {label(pair[0][0].seed)}<br>step {step:,}: "
-             f"{value:+.4f}") for step, value in zip(steps, pair[1])])
+        x, y, texts = one_line(
+            [(step, value, f"<b>{name}</b>, seed {label(run.seed)}<br>step {step:,}: {value:+.4f}")
+             for step, value in zip(steps, row)] for (run, _), row in zip(pairs, rows.tolist()))
         traces.append(thin(colour, dash, x=x, y=y, hovertext=texts, **group))
         count = f"{len(pairs)} pair{'s' * (len(pairs) > 1)}"
         said = [f"<b>{name}</b>, mean of {count}<br>step {step:,}: {mean:+.4f}, interval "
@@ -263,25 +263,25 @@ def race_figure(sides, comparisons):
     return figure("race", traces, "pairs", "mean difference (nats a token)",
                   xaxis={"dtick": max(1, most // 10)}, shapes=[level_line(0)])
 
+def step_times(run, most):
+    """Points of milliseconds a step. Where there are too many steps, each point is the mean of the
+    steps since the one before."""
+    lines = [line for line, after in pairwise([*run.lines, None])
+             if after is None or after.step > line.step]
+    for before, line in pairwise(thinned(lines, most + 1)):
+        ms = 1000 * (line.seconds - before.seconds) / (line.step - before.step)
+        steps = f"step {line.step:,}"
+        if line.step - before.step > 1:
+            steps = f"mean of steps {before.step + 1:,} to {line.step:,}"
+        if ms >= 0:  # until January 2025 the clock began anew after ten steps
+            yield line.step, round(ms, 3), f"{run_in_words(run)}<br>{steps}: {ms:.2f} ms"
+
 def time_figure(sides):
-    """Milliseconds a step, by which a slow machine and a hiccup are seen. Of many runs the steps
-    are thinned, and each point is the mean of the steps since the one before."""
+    """Milliseconds a step, by which a slow machine and a hiccup are seen."""
     most = max(16, TIMES // sum(len(side.runs) for side in sides))
-
-    def points(run):
-        lines = [line for line, after in pairwise([*run.lines, None])
-                 if after is None or after.step > line.step]
-        for before, line in pairwise(thinned(lines, most + 1)):
-            ms = 1000 * (line.seconds - before.seconds) / (line.step - before.step)
-            steps = f"step {line.step:,}"
-            if line.step - before.step > 1:
-                steps = f"mean of steps {before.step + 1:,} to {line.step:,}"
-            if ms >= 0:  # until January 2025 the clock began anew after ten steps
-                yield line.step, round(ms, 3), f"{run_in_words(run)}<br>{steps}: {ms:.2f} ms"
-
     traces = []
     for side, colour, dash in looks(sides):
-        x, y, texts = one_line(side.runs, points)
+        x, y, texts = one_line(step_times(run, most) for run in side.runs)
         traces.append(thin(colour, dash, x=x, y=y, hovertext=texts, showlegend=True,
                            name=label(side.name)))
     return figure("times", traces, plot.AXES["step"], "time of a step (ms)",
