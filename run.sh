@@ -21,8 +21,8 @@ die() { echo "error: $*" >&2; exit 2; }
 
 case " $* " in *" -h "*|*" --help "*) sed -n '2,/^set/s/^# \{0,1\}//p' run.sh; exit ;; esac
 needed="numpy, tqdm, huggingface_hub"
-case "${1:-}" in race | ablate | ideas) needed+=", scipy, matplotlib" ;; esac
-[ "${1:-}" != test ] || needed+=", tiktoken, scipy, matplotlib, pyarrow, pytest, xdist, hypothesis"
+case "${1:-}" in race | ablate | ideas) needed+=", scipy, matplotlib, plotly" ;; esac
+[ "${1:-}" != test ] || needed+=", tiktoken, scipy, matplotlib, plotly, pyarrow, pytest, xdist, hypothesis"
 works() {  # whether the interpreter $1 has torch and the modules $2; prints versions, or why not
   local versions major minor patch
   versions=$("$1" -c "import sys, torch, $2; print(sys.version.split()[0], torch.__version__)" \

@@ -6,6 +6,7 @@
     python records/compare.py idea1/ idea2/ --vs base/            several candidates, a table
     python records/compare.py new/ --at 2690 --first              losses at a step; earliest step
     python records/compare.py NEW.log --plot new.png              a run, alive or not
+    python records/compare.py new/ --vs base/ --html new.html     a page for a browser, that zooms
 
 A log is this project's, or published by the speedrun since October 2024, or captured from a
 console. A file may hold several runs, one after the other. A folder stands for every .log and .txt
@@ -23,6 +24,10 @@ reached at a step, as if they had finished there (--at=2690,2720: A at the first
 --target=LOSS is the loss to reach: by default 3.28, or none where the logs name another vocabulary
 than GPT-2's. --first finds the earliest step, the same for all runs, at which the rules of the
 speedrun and of its optimizer track hold for it.
+
+--html writes a page that needs no network (page.py), and --follow writes it again every five
+seconds while runs are alive; it reloads itself. --label, once for each side, says what they are
+called.
 
 Where the sides ran the same seeds, their differences are tested in pairs, beside Welch's test. If
 pairs were added until a difference was decided, no p-value holds: --until_decided=0.01 judges by
@@ -59,6 +64,7 @@ Exit status: 0 all read, 1 some log was none or missing (the rest is still repor
 """
 
 import argparse
+import contextlib
 import difflib
 import hashlib
 import json
@@ -67,6 +73,7 @@ import os
 import re
 import sys
 import textwrap
+import time
 from collections import Counter
 from functools import partial
 from itertools import chain, pairwise
@@ -75,7 +82,7 @@ from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from records import logs, stats
-from records.logs import BadInput, printable, read
+from records.logs import BadInput, printable, read, short
 from records.stats import ALPHA
 
 TARGET = 3.28  # a loss over the GPT-2 vocabulary; over another it means nothing
@@ -90,9 +97,9 @@ NOT_GIVEN = "(not given)"
 class Side:
     """The runs of one setting, and what their tables, picture and JSON say of them."""
 
-    def __init__(self, label, runs, target, at=None, first=False):
+    def __init__(self, label, runs, target, at=None, first=False, name=None):
         self.label = label
-        self.name = name_of(runs)
+        self.name = name or name_of(runs)
         self.runs = runs
         self.copies = []
         self.warnings = []
@@ -179,11 +186,16 @@ def name_of(runs):
     """What the runs are called: by their own name, else by their folder, else by the first."""
     names = {run.hyperparameters.get("name", "").strip("'\"") for run in runs}
     if len(names) == 1 and names != {""}:
-        return names.pop()
+        return short(names.pop(), 100)
     folders = {Path(run.path).resolve().parent for run in runs}
     if len(folders) == 1 and RECORDS not in folders:
         return folders.pop().name
     return runs[0].name
+
+def is_alive(run):
+    """Whether its log may still grow, or the next run of a series is about to begin. A log that has
+    not grown for ten minutes is given up."""
+    return time.time() - os.path.getmtime(run.path) < (60 if run.finished else 600)
 
 def of_two_methods(run):
     """Whether its losses are those of more than one script or set of settings, or may be."""
@@ -557,14 +569,17 @@ def print_side(side, target):
         rows.append([what, str(found["n"]), number(found["mean"], form, unit),
                      number(found["sd"], form, unit), interval(found["interval"], form)])
     print_table(rows)
-    print_rules(side, target)
+    for line in rule_lines(side, target):
+        say_wrapped(line)
     for line in side.warnings:
         say_wrapped(f"warning: {line}")
     say()
 
-def print_rules(side, target):
+def rule_lines(side, target):
+    """What the rules of the field say of a side."""
     if target is None:
-        say("no target: these runs have a vocabulary of their own (--target sets one)")
+        return ["no target: these runs have a vocabulary of their own (--target sets one)"]
+    lines = []
     for row in side.rules:
         text = RULES[row["rule"]].format(target, number(row["value"], ".2g"))
         text += ", holds" if row["holds"] else ", does not hold"
@@ -572,7 +587,8 @@ def print_rules(side, target):
             text += f"; it takes {row['runs_needed']} runs of this mean"
         if row["first"] is not None:
             text += f"; first holds at step {row['first']}"
-        say_wrapped(text)
+        lines.append(text)
+    return lines
 
 def print_comparison(a, b, comparison):
     rows = [["at the end", f"{a.label} - {b.label}", "interval", "p or 1 / E"]]
@@ -649,6 +665,9 @@ def parse(arguments):
     parser.add_argument("--loss", metavar="NAME", default=logs.VAL_LOSS, help="another loss")
     parser.add_argument("--until_decided", type=float, metavar="LEVEL", help="by e-values")
     parser.add_argument("--plot", metavar="FILE", help="draw the losses into a .png or .svg")
+    parser.add_argument("--html", metavar="FILE", help="a page for a browser")
+    parser.add_argument("--follow", action="store_true", help="keep it fresh while runs are alive")
+    parser.add_argument("--label", action="append", metavar="NAME", help="of a side, in order")
     parser.add_argument("--json", action="store_true", help="everything, for programs")
     options = parser.parse_args(arguments)
     if len(options.vs or []) > 1:
@@ -657,13 +676,16 @@ def parse(arguments):
         parser.error("--until_decided takes a level between 0 and 1, 0.01 say")
     if not re.fullmatch(r"\w+", options.loss):
         parser.error("--loss takes the name of a loss as it stands in a log, val_ema_loss say")
+    if options.follow and not options.html:
+        parser.error("--follow keeps a page fresh: add --html=FILE")
     if options.plot and not options.plot.endswith((".png", ".svg")):
         parser.error("--plot takes a .png or an .svg")
     return options
 
 def read_sides(options):
-    """The candidates, the baseline in a list, the target, and a line for each input that is no log.
-    With a baseline, each folder is a candidate, and the files are one together."""
+    """The candidates, the baseline in a list, the comparisons, the target, and a line for each
+    input that is no log. With a baseline, each folder is a candidate, and the files are one
+    together."""
     inputs = [options.logs]
     if options.vs:
         inputs = [[path] for path in options.logs if os.path.isdir(path)]
@@ -671,8 +693,6 @@ def read_sides(options):
         inputs += [files] if files else []
     *found, vs = [read(paths, options.loss) for paths in [*inputs, *(options.vs or [[]])]]
     unread = [line for _, lines in [*found, vs] for line in lines]
-    for line in unread:
-        say(line, sys.stderr)
     if not all(runs for runs, _ in found) or (options.vs and not vs[0]):
         raise BadInput("no run to report" + (" on one of the sides" if options.vs else ""))
     target = options.target
@@ -681,10 +701,18 @@ def read_sides(options):
     if target is None and vocabularies <= {None, "50257", "50304"}:  # GPT-2's
         target = TARGET
     labels = ["A"] if len(found) == 1 else [f"A{i + 1}" for i in range(len(found))]
-    candidates = [Side(label, runs, target, options.at[0], options.first)
-                  for label, (runs, _) in zip(labels, found)]
-    baseline = [Side("B", vs[0], target, options.at[1], options.first)] if options.vs else []
-    return candidates, baseline, target, unread
+    count = len(found) + bool(options.vs)
+    names = options.label or [None] * count
+    if len(names) != count:
+        raise BadInput(f"--label: found {len(names)}, expected one for each of the {count} sides, "
+                       "the baseline last")
+    candidates = [Side(label, runs, target, options.at[0], options.first, name)
+                  for label, (runs, _), name in zip(labels, found, names)]
+    if not options.vs:
+        return candidates, [], [], target, unread
+    baseline = Side("B", vs[0], target, options.at[1], options.first, names[-1])
+    comparisons = compare_all(candidates, baseline, target, options.until_decided)
+    return candidates, [baseline], comparisons, target, unread
 
 def report(candidates, baseline, comparisons, target):
     """Print everything about the sides."""
@@ -700,19 +728,39 @@ def report(candidates, baseline, comparisons, target):
     for side, comparison in zip(candidates, comparisons):
         print_comparison(side, *baseline, comparison)
 
+def follow(options):
+    """Write the page again and again, until no run is alive or Ctrl+C."""
+    from records import page
+
+    say(f"{options.html} shows the runs while they train; Ctrl+C ends that", sys.stderr)
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            candidates, baseline, comparisons, target, _ = read_sides(options)
+            sides = candidates + baseline
+            if not any(is_alive(run) for side in sides for run in side.runs):
+                return
+            page.save(options.html, sides, comparisons, target, alive=True)
+            time.sleep(5)
+
 def main(arguments=None):
     """Print what is asked for; returns the exit status."""
     options = parse(arguments)
-    candidates, baseline, target, unread = read_sides(options)
+    if options.follow:
+        follow(options)
+    candidates, baseline, comparisons, target, unread = read_sides(options)
+    for line in unread:
+        say(line, sys.stderr)
     sides = candidates + baseline
-    comparisons = []
-    if baseline:
-        comparisons = compare_all(candidates, *baseline, target, options.until_decided)
     only = comparisons[0] if len(comparisons) == 1 else None
     if options.plot:
         from records import plot  # which takes a second to import
 
-        plot.save(options.plot, sides, target, pairs_of(*sides) if only else ())
+        plot.save(options.plot, sides, target, pairs_of(*sides) if only else (),
+                  options.until_decided)
+    if options.html:
+        from records import page
+
+        page.save(options.html, sides, comparisons, target)
     if options.json:
         print(json.dumps({"version": 8, "target": target, "loss": options.loss, "sides": sides,
                           "comparison": only, "comparisons": [] if only else comparisons,

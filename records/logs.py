@@ -44,6 +44,11 @@ def printable(text):
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode()
                    for c in text)
 
+def short(text, width=40):
+    """The printable text, cut to a width."""
+    text = printable(text[:width + 1])
+    return text if len(text) <= width else f"{text[:width - 3]}..."
+
 # ---- The sections of a log -----------------------------------------------------------------------
 
 SEPARATOR = "=" * 100

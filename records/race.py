@@ -27,7 +27,8 @@ The race lies in records/race_NAME, a folder of logs for each script; NAME is th
 changed since. A run that was cut short starts anew, unless you resume it yourself: its seed counts
 once it is finished, with the same script and settings on the same machine. The race ends with the
 verdict of compare.py (verdict.txt), the same for programs (verdict.json), a picture (race.png) and
-what was changed (NAME.patch). Each candidate gets a line in records/ideas.csv (see ideas.py).
+what was changed (NAME.patch). race.html is a page for a browser, which is written after every run
+and reloads itself meanwhile. Each candidate gets a line in records/ideas.csv (see ideas.py).
 
 With --predict, the race ends with what it may be worth in a full run on eight H100: the steps that
 it saves, and the time of a step, which predict.py computes from the scripts as they are, without
@@ -82,6 +83,7 @@ with logs.installed():
     from tqdm import tqdm
 
     from data.common import ArgumentParser, UserError, require, run
+    from records import page, plot
 
 STEP = re.compile(r"step:(\d+)/(\d+) (?:.*?val_loss:(\S+))?")
 LOG = re.compile(r"(?m)^log: (.+)$")
@@ -420,6 +422,7 @@ def run_all(race: Race):
                 continue
             train(race, racer, seed, i + 1)
             made += 1
+            show(race, *judge(race)[1:], alive=True)
             left = sum(len(race.seeds) - len(one.runs) for one in [*race.racing, race.baseline])
             if left and race.racing:
                 seconds = tqdm.format_interval((time.monotonic() - began) / made * left)
@@ -526,6 +529,14 @@ def conclude(race: Race):
 def write_verdicts(race: Race, rows: list[dict]):
     (race.folder / "verdict.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
+def show(race: Race, sides, baseline, comparisons, alive: bool):
+    """Write race.html, from the first pair on. With --repeat it has no p-value before the end."""
+    if sides:
+        notes = [racer.problem or racer.dishonest for racer in race.racers]
+        shown = [] if alive and race.repeat else comparisons
+        page.save(race.folder / "race.html", [*sides, baseline], shown, race.target,
+                  notes=[note for note in notes if note], alive=alive)
+
 def finish(race: Race) -> int:
     """The verdict, the picture and the changes; returns the exit status."""
     rows, sides, baseline, found = conclude(race)
@@ -542,11 +553,11 @@ def finish(race: Race) -> int:
             write_verdicts(race, rows)
         print(f"\n{verdict}", end="", flush=True)
         (race.folder / "verdict.txt").write_text(verdict, encoding="utf-8")
-        from records import plot  # which takes a second to import
-
         pairs = compare.pairs_of(sides[0], baseline) if len(sides) == 1 else ()
-        plot.save(str(race.folder / "race.png"), [*sides, baseline], race.target, pairs)
-        say(f"the logs, verdict.txt and race.png are in {race.folder}")
+        level = None if race.repeat else race.level
+        plot.save(str(race.folder / "race.png"), [*sides, baseline], race.target, pairs, level)
+        show(race, sides, baseline, found, alive=False)
+        say(f"the logs, verdict.txt, race.html and race.png are in {race.folder}")
     ideas.add(race.folder.parent, race.folder.name, rows)
     decisions = {row["decision"] for row in rows}
     if any(row["keep"] for row in rows):
@@ -571,7 +582,7 @@ def hold(race: Race) -> int:
     names = ", ".join(one.name for one in race.candidates)
     pairs = f"{race.repeat} pairs" if race.repeat else f"at most {race.most} pairs"
     say(f"{names} against {race.baseline.name}: {pairs} of runs, from seed {race.first_seed} on, "
-        f"in {race.folder}")
+        f"in {race.folder}, where race.html shows it as it goes")
     race.folder.mkdir(parents=True, exist_ok=True)
     begin_or_go_on(race)
     try:
@@ -580,7 +591,9 @@ def hold(race: Race) -> int:
         print()
         say(f"{sum(len(racer.runs) for racer in race.racers)} runs are done; the same command goes "
             "on from there")
-        ideas.add(race.folder.parent, race.folder.name, conclude(race)[0])
+        rows, *judged = conclude(race)
+        show(race, *judged, alive=False)
+        ideas.add(race.folder.parent, race.folder.name, rows)
         raise
     return finish(race)
 

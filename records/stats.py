@@ -67,6 +67,26 @@ def paired(a, b):
     sd = sd_of(np.subtract(a, b))
     return difference(a, b, stats.ttest_rel if sd and sd > 1e-12 else None) | {"sd": sd}
 
+def differences_by_step(pairs):
+    """Steps, and rows [pairs, steps] of A - B in the validation loss, for pairs (run of A, run of
+    B). None where they have no two steps in common, or do not run to the same one: on the way,
+    other schedules say little."""
+    if len({run.total for pair in pairs for run in pair}) != 1:
+        return None
+    tables = [[{line.step: line.loss for line in run.validations if line.loss is not None}
+               for run in pair] for pair in pairs]
+    steps = sorted(set.intersection(*(set(table) for pair in tables for table in pair)))
+    if len(steps) < 2:
+        return None
+    return steps, np.array([[a[step] - b[step] for step in steps] for a, b in tables])
+
+def interval_of_pairs(differences, level=None):
+    """The interval of the mean of differences of pairs: 95 % by the t-test, or where pairs were
+    added until decided at a level, the confidence sequence. None where the pairs are too few."""
+    if level:
+        return confidence_sequence(differences, level)
+    return paired(list(differences), [0.0] * len(differences))["interval"]
+
 def adjusted(values):
     """p-values of several comparisons, adjusted for their number (Holm, 1979): with a probability
     of 1 - level, none of those that stay below the level is wrong."""

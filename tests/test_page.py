@@ -1,61 +1,417 @@
-"""records/page.py: the table of results in records/README.md."""
+"""records/page.py: its figures are those of --json, hostile logs, and what it does in a browser."""
 
+import base64
+import gzip
+import html
+import json
+import os
+import re
 import shutil
-import subprocess
+import sys
+from html.parser import HTMLParser
 
 import pytest
-from test_compare import GOOD, SAME, write
+from test_compare import run_main, side_of, write
 from test_logs import log_text
+from test_plot import LONG
 
-from records import page
+from records import compare, logs, page
+
+NAMES = ("ours", "theirs")
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+         "--disable-background-networking", "--disable-component-update", "--disable-sync"]
 
 
 @pytest.fixture
-def checkout(tmp_path):
-    if not shutil.which("git"):
-        pytest.skip("git is not installed")
-    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    (tmp_path / "records").mkdir()
-    readme = "# Records\n\n{}\n{}\nthe end\n".format(*page.MARKERS)
-    (tmp_path / "records" / "README.md").write_text(readme)
-    return tmp_path / "records"
+def sides(tmp_path):
+    """Two folders of three runs with the same seeds."""
+    for name, finals, source in (("ours", [3.2, 3.3, 3.1], "def f():\n    return 2\n"),
+                                 ("theirs", [3.3, 3.5, 3.4], "def f():\n    return 1\n")):
+        write(tmp_path / name, finals, before=LONG[:-1], then=3.4, ms=(90.0, 100.0, 130.0),
+              hyper={"name": f"'{name}'", "muon_lr": len(name)}, source=source)
+    return [tmp_path / name for name in NAMES]
 
 
-def track(checkout, *folders):
-    subprocess.run(["git", "-C", str(checkout), "add", "-f", *folders], check=True)
+class Tables(HTMLParser):
+    """The texts or data-values of all cells in the body of each table, by the table's id."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.rows = {}
+        self.in_text = False  # of a cell that has no data-value
+        self.feed(text.split("<body>")[1])
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        if tag == "table":
+            self.table = self.rows.setdefault(attributes["id"], [])
+        elif tag == "tr":
+            self.table.append([])
+        elif tag == "td":
+            value = attributes.get("data-value")
+            self.table[-1].append(value or "")
+            self.in_text = value is None
+
+    def handle_data(self, data):
+        if self.in_text:
+            self.table[-1][-1] += data
+
+    def handle_endtag(self, tag):
+        if tag == "td":
+            self.in_text = False
+        if tag == "table":
+            self.table.pop(0)  # the header
 
 
-def test_only_tracked_logs_are_records(checkout):
-    readme = checkout / "README.md"
-    write(checkout / "mine", GOOD)  # a user's own runs
-    write(checkout / "speedrun", SAME)
-    (checkout / "speedrun" / "stopped.log").write_text(log_text((10.8, 4.5), seed=50, total=250))
-    track(checkout, "speedrun")
-    page.update(checkout)
-    text = readme.read_text()
-    assert ("| [speedrun](speedrun/) | 4 of 5 | 3.2778 (0.0005) | 25.0 s (0.0) | 100.00 | 250 | "
-            "250k | 8x H100 | 2.11.0 | - |\n") in text
-    assert text.startswith("# Records\n") and text.endswith("the end\n") and "mine" not in text
-    page.update(checkout)
-    assert readme.read_text() == text
+def traces_of(text, name):
+    """The traces of a figure, as the page gives them to Plotly."""
+    start = re.search(rf'Plotly\.newPlot\(\s*"{name}",\s*', text).end()
+    return json.JSONDecoder().raw_decode(text, start)[0]
 
 
-def test_what_is_written_by_hand_stays_in_the_table(checkout):
-    readme = checkout / "README.md"
-    for name in ("one", "two"):
-        write(checkout / name, SAME)
-    track(checkout, "one", "two")
-    page.update(checkout)
-    said = "Is one | better than `two`? No: 3.2778 | 3.2778."
-    rows = readme.read_text().splitlines()
-    written = [row.removesuffix("- |") + f"{said} |" if row.startswith("| [one]") else row
-               for row in rows]
-    assert written != rows
-    readme.write_text("\n".join(written) + "\n")
-    write(checkout / "one", GOOD, hyper={"muon_lr": 1}, ms=(50.0,))
-    write(checkout / "three", GOOD)
-    track(checkout, "three")
-    page.update(checkout)
-    rows = {row.split("](")[0]: row for row in readme.read_text().splitlines()}
-    assert rows["| [one"].endswith(f"| 50.00 | 250 | 250k | 8x H100 | 2.11.0 | {said} |")
-    assert rows["| [two"].endswith("| 2.11.0 | - |") and rows["| [three"].endswith("| 2.11.0 | - |")
+def written(capsys, tmp_path, *arguments):
+    """The page, and the object of --json."""
+    path = tmp_path / "page.html"
+    status, out, _ = run_main(capsys, *arguments, "--html", path, "--json")
+    assert status == 0
+    return path.read_text(), json.loads(out)
+
+
+# --------------------------------------------------------------------------------------------------
+# Figures
+
+@pytest.mark.parametrize("level", [None, 0.5])
+def test_its_figures_are_those_of_json(sides, tmp_path, capsys, level):
+    more = ["--until_decided", level] if level else []
+    text, found = written(capsys, tmp_path, sides[0], "--vs", sides[1], "--target", 3.35, *more)
+    tables = Tables(text).rows
+    loss = found["comparison"]["paired"]["loss"]
+    (row,) = tables["verdict"]
+    assert row[:3] == ["ours", found["comparison"]["decision"], "3"]
+    values = [float(value) if value else None for value in (row[3], *row[5:8])]
+    assert values == [loss[key] for key in ("difference", "p", "E", "adjusted")]
+    low, high = loss["interval"]
+    assert row[4] == f"{low:+.4f} .. {high:+.4f}"
+    assert float(row[8]) == found["comparison"]["paired"]["seconds"]["difference"]
+
+    runs = [run for side in found["sides"] for run in side["runs"]]
+    assert len(tables["runs"]) == len(runs) == 6
+    for row, run in zip(tables["runs"], runs):
+        assert row[1:3] == [run["name"], run["seed"]]
+        assert [*map(float, row[3:8])] == [run[key] for key in ("loss", "seconds", "ms_per_step",
+                                                                "steps", "tokens")]
+        reached = [float(value) if value else None for value in row[8:10]]
+        assert reached == (run["reached"] or [None, None])
+    for row, side in zip(tables["sides"], found["sides"]):
+        assert [float(row[i]) for i in (2, 3, 5, 6)] == [
+            side[key][what] for key in ("loss", "seconds") for what in ("mean", "sd")]
+    assert ["muon_lr", "6", "4"] in tables["settings"]
+    assert html.escape(found["comparison"]["verdict"]) in text
+
+    for traces, side in zip((traces_of(text, "loss")[i:i + 2] for i in (0, 2)), found["sides"]):
+        thin, bold = traces
+        shown = list(zip(thin["x"], thin["y"]))
+        expected = []
+        for run in side["runs"]:
+            expected += [(step, loss) for step, _, _, loss, *_ in run["validations"]]
+            expected.append((None, None))
+        assert shown == expected
+        assert bold["y"][-1] == pytest.approx(side["loss"]["mean"])
+    band, pairs, mean = traces_of(text, "difference")
+    assert mean["y"][-1] == pytest.approx(loss["difference"])
+    at_end = sorted(y for x, y in zip(band["x"], band["y"]) if x == 1125)
+    assert at_end == pytest.approx(loss["interval"])
+    assert pairs["y"][9] == pytest.approx(3.2 - 3.3) and pairs["y"][10] is None
+    if level:
+        (race,) = traces_of(text, "race")
+        assert race["x"] == [1, 2, 3] and race["y"][-1] == pytest.approx(loss["difference"])
+        assert race["y"][-1] + race["error_y"]["array"][-1] == pytest.approx(high)
+    else:
+        assert 'id="race"' not in text  # looking before the end is for races until decided
+    times = traces_of(text, "times")[0]
+    assert times["y"][:3] == pytest.approx([90.0] * 3)
+
+
+def test_several_candidates_and_who_dropped_out(sides, tmp_path, capsys):
+    other = write(tmp_path / "other", [3.31, 3.52, 3.43], before=LONG[:-1], then=3.4,
+                  hyper={"name": "'other'"})
+    text, found = written(capsys, tmp_path, sides[0], other, "--vs", sides[1],
+                          "--until_decided", 0.5)
+    decisions = {found["sides"][i]["name"]: one["decision"]
+                 for i, one in enumerate(found["comparisons"])}
+    assert [row[:2] for row in Tables(text).rows["verdict"]] == list(map(list, decisions.items()))
+    names = [trace["name"] for trace in traces_of(text, "race")]
+    assert names == [f"{name}: {decision} after 3 pairs" for name, decision in decisions.items()]
+
+
+def test_a_run_before_its_first_step(tmp_path, capsys):
+    """... beside one that is over."""
+    text = log_text(env={"gpus": "", "host": "vm"})
+    (tmp_path / "2026-11-25T00-00-00Z_x.log").write_text(text)
+    (tmp_path / "2026-11-25T01-00-00Z_x.log").write_text(text[:text.index("step:")])
+    for folder in (tmp_path, tmp_path / "2026-11-25T01-00-00Z_x.log"):
+        text, _ = written(capsys, tmp_path, folder)
+        assert Tables(text).rows["runs"][-1][3:5] == ["", ""]
+
+
+def test_one_side_and_a_run_that_is_alive(tmp_path, capsys):
+    (tmp_path / "x.log").write_text(log_text((10.8, 4.0, 3.5), total=1000))
+    text, _ = written(capsys, tmp_path, tmp_path)
+    assert "no, at step 250 of 1000" in Tables(text).rows["runs"][0]
+    assert "difference" not in text.split("<body>")[1] and "verdict" not in Tables(text).rows
+
+
+def test_a_slow_stretch_is_seen_in_thinned_times(tmp_path):
+    """Ten thousand steps, of which a hundred take ten times as long."""
+    lines, ms = [], 0
+    for step in range(1, 10_001):
+        ms += 1000 if 5000 < step <= 5100 else 100
+        lines.append(f"step:{step}/10000 train_time:{ms}ms step_avg:{ms / step:.2f}ms")
+    (tmp_path / "x.txt").write_text("\n".join([*lines, "step:10000/10000 val_loss:3.0 "
+                                               f"train_time:{ms}ms step_avg:1.00ms"]))
+    (trace,) = traces_of(page.page([side_of("A", tmp_path)], [], None), "times")
+    assert len(trace["x"]) <= page.TIMES + 1 and trace["x"][-2] == 10_000
+    peak = max(range(len(trace["x"]) - 1), key=lambda i: trace["y"][i])
+    assert 5000 < trace["x"][peak] <= 5104 and trace["y"][peak] == pytest.approx(1000)
+    assert trace["y"][0] == pytest.approx(100)
+
+
+@pytest.mark.parametrize("count, most", [(1, 2), (5, 5), (100, 7), (101, 100)])
+def test_thinned_points_keep_the_ends(count, most):
+    points = page.thinned(list(range(count)), most)
+    assert points == sorted(set(points)) and len(points) == min(count, most)
+    assert points[0] == 0 and points[-1] == count - 1
+
+
+# --------------------------------------------------------------------------------------------------
+# Files and errors
+
+def files_in(text):
+    """name -> bytes of what the page holds for download."""
+    found = re.findall(r'download="([^"]*)" href="data:application/gzip;base64,([^"]*)"', text)
+    return {name: gzip.decompress(base64.b64decode(data)) for name, data in found}
+
+
+def test_logs_and_sources_for_download(sides, tmp_path, capsys, monkeypatch):
+    text, _ = written(capsys, tmp_path, sides[0])
+    files = files_in(text)
+    assert {name: data for name, data in files.items() if name.endswith(".log.gz")} == {
+        f"run{i}.log.gz": (sides[0] / f"run{i}.log").read_bytes() for i in range(3)}
+    (source,) = (data for name, data in files.items() if name.endswith(".py.gz"))
+    assert source.decode() == "def f():\n    return 2\n"
+    place = re.search(r'id="(\w+)" download="\w+\.py\.gz"', text)[1]
+    assert text.count(f'<a href="#{place}">') == 2  # the other runs' source is the same
+    monkeypatch.setattr(page, "DOWNLOADS", 1000)
+    small = page.page([side_of("A", sides[0])], [], None)
+    assert 0 < len(files_in(small)) < 4 and "no room in this page" in small
+
+
+EVIL = ("</script><script>window.hacked = 1</script><img src=x onerror=window.hacked=1>"
+        "\x1b[2J'\"&{{body}}")
+
+
+@pytest.fixture
+def hostile(tmp_path):
+    """Two folders of logs with hostile names, settings and source, and lines of 10 MB."""
+    for side, value in (("a<b>\x1b", "1"), ("b%{x}", "2")):
+        for seed in (1, 2):
+            long = "x" * 10_000_000 if seed == 1 and value == "1" else ""
+            text = log_text((*LONG[:-1], 3.2 + seed * int(value) / 100),
+                            seed=f"{seed}{EVIL}",
+                            hyper={"name": repr(EVIL + long), "muon_lr": EVIL + value + long},
+                            env={"gpus": EVIL + long, "host": EVIL + value, "torch": EVIL},
+                            source=f"def f{EVIL}():\n    '{EVIL}{value}{long}'\n")
+            (tmp_path / side).mkdir(exist_ok=True)
+            (tmp_path / side / f"<img src=x onerror=window.hacked=1>{seed}.log").write_text(text)
+    return [tmp_path / "a<b>\x1b", tmp_path / "b%{x}"]
+
+
+def test_a_hostile_log_changes_nothing(hostile, tmp_path, capsys):
+    plain = page.get_plotlyjs()
+    text, _ = written(capsys, tmp_path, hostile[0], "--vs", hostile[1])
+    body = text.replace(plain, "")
+    assert "\x1b" not in body and len(body) < 1_000_000
+    scripts = re.findall(r"(?s)<script>.*?</script>", body)
+    assert len(scripts) == 1 + 3 + 1  # Plotly, the figures, the frame's
+    assert "<img" not in body and not any("window.hacked = 1<" in one for one in scripts)
+    assert body.count("<footer>") == 1
+
+
+def test_without_plotly_it_says_so_in_one_line(sides, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    for name in ("plotly.io", "records.page"):
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("records.page")
+    status, _, err = run_main(capsys, sides[0], "--html", tmp_path / "x.html")
+    assert status == 2 and re.fullmatch(r"error: plotly\S* is not installed here: .*\n", err)
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["--follow"], "add --html=FILE"), (["--label", "one", "--label", "two"], "found 2, expected")])
+def test_flags_that_make_no_sense(sides, capsys, arguments, words):
+    try:
+        status, _, err = run_main(capsys, sides[0], *arguments)
+    except logs.BadInput as error:
+        status, err = 2, str(error)
+    assert status == 2 and words in err
+
+
+def test_labels_say_what_ran(sides, tmp_path, capsys):
+    text, found = written(capsys, tmp_path, sides[0], "--vs", sides[1], "--label", "record attempt",
+                          "--label", "as it was")
+    assert [side["name"] for side in found["sides"]] == ["record attempt", "as it was"]
+    assert "<h1>record attempt against as it was, 3 runs each</h1>" in text
+    assert "record attempt - as it was = -0.2" in found["comparison"]["verdict"]
+
+
+def test_ctrl_c_ends_following(tmp_path, capsys, monkeypatch):
+    log = tmp_path / "x.log"
+    log.write_text(log_text((10.8, 4.0), total=500))
+
+    def stop(seconds):
+        assert "if (true)" in (tmp_path / "page.html").read_text()  # it reloads itself
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compare.time, "sleep", stop)
+    assert run_main(capsys, log, "--html", tmp_path / "page.html", "--follow")[0] == 0
+    assert "if (true)" not in (tmp_path / "page.html").read_text()
+
+
+# --------------------------------------------------------------------------------------------------
+# In a browser, which has no network
+
+@pytest.fixture(scope="module")
+def chromium():
+    path = shutil.which("chromium")
+    if not path:
+        pytest.skip("Chromium is not installed (Debian: apt-get install chromium)")
+    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    with playwright.sync_playwright() as program:
+        browser = program.chromium.launch(executable_path=path, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def browse(chromium):
+    """A function that opens a file, and may be told the window's width and colours; afterwards
+    there must have been no error on the console, and no request but for files."""
+    contexts, trouble = [], []
+
+    def open_page(path, width=1400, scheme="light"):
+        context = chromium.new_context(viewport={"width": width, "height": 900}, offline=True,
+                                       color_scheme=scheme)
+        contexts.append(context)
+        tab = context.new_page()
+        tab.on("console", lambda message: trouble.append(message.text))
+        tab.on("pageerror", lambda error: trouble.append(str(error)))
+        tab.on("dialog", lambda dialog: trouble.append(dialog.message))
+        tab.on("request", lambda request: request.url.startswith(("file:", "data:", "blob:"))
+               or trouble.append(request.url))
+        tab.goto(f"file://{path}")
+        return tab
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert trouble == []
+
+
+def range_of(tab, axis, figure="loss"):
+    return tab.evaluate(f"document.getElementById('{figure}')._fullLayout.{axis}.range.map(Number)")
+
+
+def place_of(tab, x, y, figure="loss"):
+    """The pixels of a point in a figure."""
+    tab.evaluate(f"document.getElementById('{figure}').scrollIntoView()")
+    return tab.evaluate("""([name, x, y]) => {
+        const figure = document.getElementById(name), box = figure.getBoundingClientRect();
+        const {xaxis, yaxis} = figure._fullLayout;
+        return [box.left + xaxis._offset + xaxis.l2p(x), box.top + yaxis._offset + yaxis.l2p(y)];
+    }""", [figure, x, y])
+
+
+def test_it_zooms_hovers_sorts_switches_and_downloads(sides, tmp_path, capsys, browse):
+    written(capsys, tmp_path, sides[0], "--vs", sides[1])
+    tab = browse(tmp_path / "page.html")
+    tab.mouse.move(*place_of(tab, 1125, 3.1))  # our third run's end
+    said = tab.locator("#loss .hovertext").text_content()  # waits for it
+    for words in ("run2", "seed 3", "step 1,125", "loss 3.1000", "-0.3000 against the baseline"):
+        assert words in said
+
+    offers = tab.locator(".modebar-btn").evaluate_all("all => all.map(one => one.dataset.title)")
+    assert "Pan" in offers and not re.search("(?i)share|cloud|edit", " ".join(offers))
+
+    before = range_of(tab, "xaxis")
+    tab.mouse.move(*place_of(tab, 500, 3.5))
+    tab.mouse.down()
+    tab.mouse.move(*place_of(tab, 800, 3.3), steps=4)
+    tab.mouse.up()
+    low, high = range_of(tab, "xaxis")
+    assert before[0] < 490 < low < 510 and 790 < high < 810 < before[1]
+
+    for button, title, end in (("tokens", "training tokens (millions)", 1.125),
+                               ("seconds", "training time (seconds)", 1.125 * 130),
+                               ("steps", "training step", 1125)):
+        tab.locator("#loss .menulayer").get_by_text(button, exact=True).click()
+        tab.locator("#loss .xtitle").get_by_text(title).wait_for()
+        assert range_of(tab, "xaxis")[1] >= end >= range_of(tab, "xaxis")[1] * 0.9
+
+    column = tab.locator("#runs th", has_text="val loss")
+    for order in (sorted, lambda values: sorted(values, reverse=True)):
+        column.get_by_role("button").click()
+        shown = tab.locator("#runs tbody tr td:nth-child(4)").all_text_contents()
+        assert shown == order(shown) and len(shown) == 6
+    assert shown[0] == "3.5000"
+
+    with tab.expect_download() as started:
+        tab.locator("#runs a[download$='.log.gz']").first.click()
+    data = gzip.decompress(started.value.path().read_bytes())
+    assert data == (sides[1] / "run1.log").read_bytes()  # the highest loss is sorted to the top
+
+
+@pytest.mark.parametrize("width, scheme", [(400, "light"), (400, "dark"), (1400, "dark")])
+def test_it_is_readable_on_a_phone_and_in_the_dark(sides, tmp_path, capsys, browse, width, scheme):
+    written(capsys, tmp_path, sides[0], "--vs", sides[1])
+    tab = browse(tmp_path / "page.html", width, scheme)
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    colours = tab.evaluate("""[[document.body, "backgroundColor"], [document.body, "color"],
+        ...[...document.querySelectorAll(".xtick text, .ytitle, .legendtext, .menulayer text")]
+        .map(element => [element, "fill"])].map(([element, what]) =>
+        getComputedStyle(element)[what].match(/\\d+/g).slice(0, 3).reduce((a, b) => a + +b, 0))""")
+    assert len(colours) > 20
+    paper, *ink = colours
+    assert all(abs(paper - one) > 400 for one in ink)  # of 765 between black and white
+
+
+def test_a_hostile_log_in_a_browser(hostile, tmp_path, capsys, browse):
+    written(capsys, tmp_path, hostile[0], "--vs", hostile[1])
+    tab = browse(tmp_path / "page.html")
+    tab.mouse.move(*place_of(tab, 1000, 3.2))
+    assert tab.evaluate("window.hacked") is None and tab.locator("img").count() == 0
+    assert tab.locator("h1").count() == tab.locator("footer").count() == 1
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 1400
+
+
+def test_it_reloads_while_a_run_trains(tmp_path, capsys, browse, monkeypatch):
+    """--follow: each time that it waits, the log has grown, until the run is over."""
+    log = tmp_path / "x.log"
+    target = tmp_path / "page.html"
+    log.write_text(log_text((10.8, 4.0), total=500))
+    tabs = []
+
+    def wait(seconds):
+        if not tabs:
+            tabs.append(browse(target))
+            assert tabs[0].locator("#alive").is_visible()
+            log.write_text(log_text((10.8, 4.0, 3.5), total=500))
+            return
+        tabs[0].get_by_text("at step 250 of 500").wait_for(timeout=20_000)
+        log.write_text(log_text((10.8, 4.0, 3.5, 3.4, 3.3), total=500))
+        os.utime(log, (0, 0))
+
+    monkeypatch.setattr(compare.time, "sleep", wait)
+    status, out, err = run_main(capsys, log, "--html", target, "--follow")
+    assert status == 0 and "Ctrl+C ends that" in err and "3.3000" in out
+    tabs[0].locator("#alive").wait_for(state="hidden", timeout=20_000)
+    assert tabs[0].locator("#runs tbody td:nth-child(4)").text_content() == "3.3000"

@@ -46,18 +46,19 @@ def test_the_files(tmp_path):
 
 
 def test_a_thin_line_a_run_and_a_thick_one_their_mean(tmp_path):
-    side = long_side("A", tmp_path / "a", [3.2, 3.3, 3.4], ms=(80.0, 100.0, 120.0))
+    side = long_side("A", tmp_path / "a", [3.2, 3.3, 3.7], ms=(80.0, 100.0, 120.0))
     left, right, below = drawn(side, side, target=3.28).axes
     thick, _ = bold_lines(left)
     ends = [(line.get_xdata()[-1], line.get_ydata()[-1]) for line in (thick, bold_lines(right)[0])]
-    assert ends == [pytest.approx((112.5, 3.3)), pytest.approx((1.125, 3.3))]
+    # Over time it is a run: the mean of the times would end where no run did.
+    assert ends == [pytest.approx((112.5, 3.3)), pytest.approx((1.125, 3.4))]
     thin = {line.get_xdata()[-1] for line in left.get_lines() if line.get_linewidth() == 0.8}
     assert thin == {90.0, 112.5, 135.0}
     assert [{*line.get_ydata()} for line in bold_lines(below)] == [{0.0}]
     (tmp_path / "a" / "longer.log").write_text(log_text((*LONG, 3.2, 3.1), seed=9))
     side = side_of("A", tmp_path / "a")
-    for panel in drawn(side, side).axes:
-        assert not bold_lines(panel)  # steps differ: no mean
+    for panel in drawn(side, side).axes:  # steps differ: no mean
+        assert [line.get_ydata()[-1] for line in bold_lines(panel)] == 2 * [3.3]
 
 
 def test_the_difference_is_drawn_by_step_in_pairs(tmp_path):
@@ -79,7 +80,24 @@ def test_a_run_that_is_alive(tmp_path):
     (tmp_path / "x.log").write_text(log_text((10.8, 4.0, 3.5), total=1000))
     for panel, end in zip(drawn(side_of("A", tmp_path, None)).axes, (25.0, 0.25)):
         (line,) = (line for line in panel.get_lines() if line.get_marker() == "o")
-        assert list(line.get_ydata()) == [4.0, 3.5] and line.get_xdata()[-1] == end
+        assert list(line.get_ydata()) == [10.8, 4.0, 3.5] and line.get_xdata()[-1] == end
+
+
+def test_the_whole_run_is_drawn_in_the_range_of_its_later_losses(tmp_path):
+    for panel in drawn(long_side("A", tmp_path / "a", GOOD)).axes:
+        low, high = panel.get_ylim()
+        assert panel.get_xlim()[0] <= 0 and low < min(GOOD) and 4.0 < high < 10.8
+
+
+def test_runs_that_shared_a_cpu_have_no_panel_of_times(tmp_path):
+    """The second log begins before the first one's 100 seconds of training are over, or after."""
+    for second, panels in (("00-01-00", 1), ("00-02-00", 2)):
+        folder = tmp_path / second
+        folder.mkdir()
+        for i, time in enumerate(("00-00-00", second)):
+            text = log_text((*LONG[:-1], 3.3 + i), seed=i + 1, env={"gpus": "", "host": "vm"})
+            (folder / f"2026-11-25T{time}Z_x.log").write_text(text)
+        assert len(drawn(side_of("A", folder)).axes) == panels
 
 
 @pytest.mark.parametrize("name", ["console_only.log", "stopped_early.txt"])

@@ -121,6 +121,17 @@ def finished_logs(place, side):
     return sorted((place / "records" / "race_record" / side).glob("*.log"))
 
 
+@pytest.mark.parametrize("flags, judged", [(["--repeat=2"], False), (["--most=2"], True)])
+def test_its_page_is_fresh_after_every_run(place, monkeypatch, flags, judged):
+    """... and with a fixed number of pairs it says nothing of their difference before the end."""
+    pages = []
+    monkeypatch.setattr(race.page, "save", lambda path, sides, comparisons, target, notes, alive:
+                        pages.append((len(sides[-1].runs), len(comparisons), notes, alive)))
+    run_race(place, *flags)
+    assert pages == [(1, judged, [], True), (2, judged, [], True), (2, judged, [], True),
+                     (2, 1, [], False)]
+
+
 def test_a_race_in_turn_with_the_same_seeds(place, capsys):
     assert run_race(place, "--repeat=3", "--target=4.0", "--muon_lr=2") == 0
     assert starts(place) == [
@@ -130,7 +141,8 @@ def test_a_race_in_turn_with_the_same_seeds(place, capsys):
     out = capsys.readouterr().out
     folder = place / "records" / "race_record"
     assert sorted(path.name for path in folder.iterdir()) == [
-        "base", "race.json", "race.png", "record", "record.patch", "verdict.json", "verdict.txt"]
+        "base", "race.html", "race.json", "race.png", "record", "record.patch", "verdict.json",
+        "verdict.txt"]
     ends = [[logs.read_run(path, "x").loss for path in finished_logs(place, side)]
             for side in ("record", "base")]
     p = stats.ttest_rel(*ends).pvalue

@@ -21,7 +21,7 @@ from conftest import ATTEMPT, ROOT, byte_documents, load_script, write_shard
 from mutants import MUTANTS
 
 import train_gpt
-from records import ablate, compare, launch, logs, page as results, predict, race
+from records import ablate, compare, launch, logs, predict, race, results_table
 
 FOLDERS = sorted(path.parent for path in ROOT.glob("records/*/README.md"))
 PAGES = [ROOT / "README.md", *sorted(path for pattern in ("*/*.md", "records/*/README.md")
@@ -70,7 +70,8 @@ def copy(tmp_path) -> Path:
     folder = tmp_path / "copy"
     for name in ("data", "records"):
         shutil.copytree(ROOT / name, folder / name, ignore=lambda path, names: [
-            name for name in names if Path(path, name).is_file() and not name.endswith(".py")])
+            name for name in names
+            if Path(path, name).is_file() and not name.endswith((".py", ".html"))])
     shutil.copy(ROOT / "run.sh", folder)
     shutil.copy(ROOT / "tests" / "text.txt", folder / "my_text.txt")
     before, mark, after = SCRIPT.partition("# ---- 2. Schedules")
@@ -411,7 +412,7 @@ def test_the_verdict_that_is_shown_is_that_of_the_logs(page, name):
 
 def test_the_table_of_results_is_that_of_the_logs():
     page = TEXTS["records/README.md"]
-    assert results.with_table(page, ROOT / "records") == page
+    assert results_table.with_table(page, ROOT / "records") == page
 
 
 @pytest.mark.parametrize("size", [8, 16, 64])
@@ -445,7 +446,7 @@ def test_the_mistakes_of_the_page_are_those_that_are_planted():
 # Committed logs
 
 LOGS = sorted(path.relative_to(ROOT / "records").as_posix()
-              for path in results.tracked_logs(ROOT / "records"))
+              for path in results_table.tracked_logs(ROOT / "records"))
 
 
 def test_there_are_committed_logs_and_every_folder_has_a_page():
