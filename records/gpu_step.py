@@ -1,7 +1,7 @@
 """What a training step of a script does on a GPU, found on a machine that has none.
 
 torch.compile is replaced: what a script has compiled is traced, and Inductor generates its program
-for the GPU (tests/helpers/fake_gpu.py has it do so). The rest of the script runs as it is, on meta
+for the GPU (fake_gpu.py has it do so). The rest of the script runs as it is, on meta
 tensors, which have a shape and no values. Generated programs run on meta tensors too, so that each
 kernel, matrix product and operator is noted with its bytes and products, and each collective with
 what it sends, in the order in which the script launches them. predict.py turns these notes into
@@ -29,13 +29,13 @@ from pathlib import Path
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # whose keys cannot tell a relabelled graph
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 import numpy as np
 import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func
-from helpers.fake_gpu import compile_as_cuda, gpu_program, pretend
-from helpers.memory_plan import estimated_peaks
+from records.fake_gpu import compile_as_cuda, gpu_program, pretend
+from records.memory_plan import estimated_peaks
 from torch import Tensor, nn
 from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.dependencies import MemoryDep

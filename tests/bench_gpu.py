@@ -45,7 +45,7 @@ from torch import Tensor
 from torch.autograd import DeviceType
 
 from data import common
-from helpers.memory_plan import estimated_peaks, kept_bytes
+from records.memory_plan import estimated_peaks, kept_bytes
 from train_gpt import (BLOCK, GPT, Hyperparameters, Shard, UserError, World, build_optimizers,
                        check_settings, draw_weights, evaluate, find_shards, fp8_matmul,
                        load_validation, norm, parse_flags, resolve, step_starts, to_fp8,
