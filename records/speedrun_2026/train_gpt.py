@@ -660,12 +660,13 @@ class GPT(nn.Module):
         for x, named, scores, target_T, *later in zip(*[part.split(self.LOGITS_TOKENS)
                                                         for part in parts]):
             log_p_TV = F.log_softmax(self.own_logits(x), dim=-1)
-            # As in `logits`, but for the target alone: there is no need for a second table [T, V].
-            share_TC = self.shares(x, scores)
-            own_T = F.nll_loss(log_p_TV, target_T, ignore_index=-1, reduction="none")
-            named_T = (share_TC[:, 1:] * (named == target_T[:, None])).sum(1)
-            p_T = share_TC[:, 0] * torch.exp(-own_T) + named_T
-            total -= p_T.log().masked_fill(target_T < 0, 0).sum()
+            # As in `logits`, but for the target alone: a second table [T, V] would take time. The
+            # target's probability is the sum of what the model and the candidates that name it give.
+            own_T = -F.nll_loss(log_p_TV, target_T, ignore_index=-1, reduction="none")
+            own_share_T1, share_TC = self.log_shares(x, scores).split((1, named.size(1)), dim=1)
+            share_TC = share_TC.masked_fill(named != target_T[:, None], -torch.inf)
+            mixed_T = torch.cat((own_share_T1 + own_T[:, None], share_TC), dim=1).logsumexp(1)
+            total -= mixed_T.masked_fill(target_T < 0, 0).sum()
             for weight, target_T in zip(future, later):  # what comes later is not in the memory
                 total += weight * F.nll_loss(log_p_TV, target_T, ignore_index=-1, reduction="sum")
         return total / len(x_TD)
@@ -727,12 +728,12 @@ class GPT(nn.Module):
         scores_TC = self.candidate_scores[candidates.kinds]
         return scores_TC.masked_fill(candidates.kinds < 0, -torch.inf)
 
-    def shares(self, x: Tensor, scores: Tensor) -> Tensor:
-        """How the prediction is shared out [..., 1 + C]: first the model's own share, whose score is
-        a learned function of the stream, then those of the candidates (a mixture, as in
-        arXiv:1609.07843)."""
+    def log_shares(self, x: Tensor, scores: Tensor) -> Tensor:
+        """How the prediction is shared out, as logarithms [..., 1 + C]: first the model's own share,
+        whose score is a learned function of the stream, then those of the candidates (a mixture, as
+        in arXiv:1609.07843)."""
         own_score = (x @ self.own_score.type_as(x)).float().unsqueeze(-1)
-        return torch.cat((own_score, scores), dim=-1).softmax(-1)
+        return torch.cat((own_score, scores), dim=-1).log_softmax(-1)
 
     def own_logits(self, x: Tensor) -> Tensor:
         """The logits without the memory. A smooth cap keeps them between 0 and softcap_height. It is
@@ -748,7 +749,7 @@ class GPT(nn.Module):
         C = (features.size(-1) - self.hp.model_dim) // 2
         x, tokens, scores = features.split((self.hp.model_dim, C, C), dim=-1)
         x = x.type_as(self.embed.weight)
-        shares = self.shares(x, scores)
+        shares = self.log_shares(x, scores).exp()
         own = shares[..., :1] * self.own_logits(x).softmax(-1)
         return own.scatter_add(-1, tokens.long(), shares[..., 1:]).log()
 
