@@ -79,13 +79,40 @@ def test_the_memory_is_a_dictionary_of_what_was_read(kind):
             assert sorted(zip(kinds[known].tolist(), named[known].tolist())) == want
             assert not named[~known].any()
             longest = [entries for entries in expected if entries]
-            best = candidates.best_T[at]
+            best = int(candidates.best[at, 0])
             if longest:
                 assert kinds[best] >= 0 and int(named[best]) == longest[-1][-1][1]
             else:
                 assert kinds[best] < 0
             seen += len(want)
     assert seen > 1000
+
+
+@pytest.mark.parametrize("kind", ["random", "of few words", "repetitive"])
+def test_what_the_document_has_had_before(kind):
+    """Against a search through the document for each token and length."""
+    text = texts(kind, 600)
+    text[[0, 170, 171, 400]] = 256
+    found = attempt.recall_from_document(text, 256, list(LENGTHS))
+    text = text.tolist()
+    seen = 0
+    for at in range(600):
+        begin = max(place for place in range(at + 1) if place == 0 or text[place] == 256)
+        best = None
+        for i, length in enumerate(LENGTHS):
+            context = text[at - length + 1:at + 1]
+            places = [place for place in range(begin + length - 1, at)
+                      if text[place - length + 1:place + 1] == context
+                      and at - length + 1 >= begin]
+            kind, token = int(found.kinds[at, i]), int(found.tokens[at, i])
+            if places:
+                assert (kind, token) == (8 * i + min(8, len(places)) - 1, text[places[-1] + 1])
+                best = i
+            else:
+                assert (kind, token) == (-1, 0)
+            seen += len(places)
+        assert best is None or int(found.best[at, 0]) == best
+    assert seen > 500 or text[1] != 1
 
 
 def test_what_was_read_lately_is_not_known():
@@ -134,7 +161,7 @@ def test_the_prediction_is_a_mixture_with_what_the_memory_names():
     D = HP.model_dim
     own = model.own_logits(features[:, :D]).detach().softmax(-1)
     own_score = features[:, :D] @ model.own_score.detach()
-    candidates = model.memory.recall(tokens)
+    candidates = model.candidates(tokens)
     mixed = 0
     for t in range(512):
         known = [(int(token), float(model.candidate_scores.detach()[kind]))
@@ -160,16 +187,20 @@ def test_the_best_candidate_reaches_the_input(monkeypatch):
     text = texts("of few words", 2000)
     before = model.lookup(text[:512])[0].detach()
     model.memory.remember(text)
+    other = model.memory.recall(text[:512])
+    own = attempt.recall_from_document(text[:512], 256, model.document_lengths)
     torch.testing.assert_close(model.lookup(text[:512])[0].detach(), before)  # the shares are zero
     with torch.no_grad():
-        model.recalled_mix += torch.randn(model.memory.kinds)
-    x_TD, _, candidates = model.lookup(text[:512])
+        model.recalled_mix += torch.randn(len(model.recalled_mix))
+    x_TD, _, _ = model.lookup(text[:512])
     for t in range(512):
-        best = candidates.best_T[t]
-        kind, token = candidates.kinds[t, best], candidates.tokens[t, best]
         want = before[t]
-        if kind >= 0:
-            want = want + model.recalled_mix[kind] * model.recalled_embed.weight[token]
+        for each, first_kind in ((own, 0), (other, 8 * len(model.document_lengths))):
+            best = each.best[t, 0]
+            kind, token = each.kinds[t, best], each.tokens[t, best]
+            if kind >= 0:
+                mix = model.recalled_mix[first_kind + kind]
+                want = want + mix * model.recalled_embed.weight[token]
         torch.testing.assert_close(x_TD[t], want)
 
 

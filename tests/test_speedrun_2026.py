@@ -53,8 +53,8 @@ CHANGED = {
     "CausalSelfAttention", "Block", "GPT", "Optimizer", "Adam", "build_optimizers",
     "step_starts", "train_batches", "train_step", "warm_up", "check_settings", "main"}
 ADDED = {
-    "STAGE", "Stage", "stage", "batch_size", "future_weights", "previous_token", "Candidates",
-    "Memory", "summed_gradient"}
+    "STAGE", "Stage", "stage", "batch_size", "future_weights", "previous_token", "Candidates", "HASH",
+    "context_hashes", "recall_from_document", "Memory", "summed_gradient"}
 
 
 def test_only_the_method_differs():
@@ -206,24 +206,24 @@ def plain_attention(p, name, x, value_embed, visible, begins, key_offset, hp):
     return y @ p[f"{name}.proj.weight"].T
 
 
-def plain_predictions(p, tokens, window, hp, memory):
+def plain_predictions(p, tokens, window, hp, model):
     """The attempt's forward pass, written from its definitions; p has its weights in float64, and
-    `memory` is right by test_memory.py. Returns the log-probabilities of the model's own, and those
+    the model's candidates are right by test_memory.py. Returns the log-probabilities of the model's own, and those
     of its mixture with the memory's candidates."""
     T = len(tokens)
     begins = (tokens == 256).tolist()
     signs = np.random.RandomState(0).choice([-1, 1], (8192, hp.model_dim))
-    candidates = memory.recall(tokens)
+    candidates = model.candidates(tokens)
     x = torch.empty(T, hp.model_dim, dtype=torch.float64)
     for t, token in enumerate(tokens.tolist()):
         before = 256 if t == 0 or begins[t] else int(tokens[t - 1])
         pair = p["pair_embed.weight"][(before * 2654435761 + token) % hp.pair_rows]
         x[t] = p["embed.weight"][token] + pair * torch.tensor(signs[(before ^ token) % 8192])
-        best = candidates.best_T[t]
-        kind = candidates.kinds[t, best]
-        if kind >= 0:
-            recalled = p["recalled_embed.weight"][candidates.tokens[t, best]]
-            x[t] += p["recalled_mix"][kind] * recalled
+        for best in candidates.best[t]:
+            kind = candidates.kinds[t, best]
+            if kind >= 0:
+                recalled = p["recalled_embed.weight"][candidates.tokens[t, best]]
+                x[t] += p["recalled_mix"][kind] * recalled
     x = rms_norm(x)
     x0 = x
     visible = {"L": dense_mask(tokens, window // 128, 256),
@@ -271,7 +271,7 @@ def test_loss_and_gradients_are_those_of_the_plain_definition(heads, kv_heads, f
     loss = model(tokens, targets, torch.tensor(384), tuple(map(torch.tensor, weights[1:])))
     loss.backward()
     p = {name: x.detach().double().requires_grad_() for name, x in model.named_parameters()}
-    own, mixed = plain_predictions(p, tokens, 384, hp, model.memory)
+    own, mixed = plain_predictions(p, tokens, 384, hp, model)
     want = 0.0
     for t in range(512):
         for k, weight in enumerate(weights):
@@ -288,7 +288,7 @@ def test_validation_counts_the_next_token_alone(float64):
     model = tiny_model(dtype=torch.float64)
     tokens, targets = sequence(512, eots=BEGINS)
     p = {name: x.detach().double() for name, x in model.named_parameters()}
-    _, mixed = plain_predictions(p, tokens, 256, TINY, model.memory)
+    _, mixed = plain_predictions(p, tokens, 256, TINY, model)
     want = F.nll_loss(mixed, targets)
     got = model(tokens, targets, torch.tensor(256)).detach()
     assert float(got) == pytest.approx(float(want), rel=1e-12)

@@ -126,6 +126,8 @@ class Hyperparameters:
     pair_rows: int = flag(377280, "rows of the embedding of pairs of tokens", min=1)
     memory: str = flag("2,3,4,6", "the numbers of tokens by which the memory finds what it has "
                        "read", pattern=r"[1-9]\d?(,[1-9]\d?)*")
+    document_memory: str = flag("1,2,3,4,6", "the same, for what the document has had before",
+                                pattern=r"[1-9]\d?(,[1-9]\d?)*")
     memory_rows: int = flag(2**23, "contexts that it holds of each number of tokens", min=1)
     memory_lag: int = flag(8192, "tokens that are read before it knows what came before them")
     # Optimization. Learning rates and the window stretch to num_iterations: if a resumed run gets
@@ -154,7 +156,7 @@ PRESETS = {
         train_seq_len=1024, val_seq_len=2048, micro_batches=4, stages="1:1:256", windows="LSSL",
         attention="xx.x", value_embeds="0..0", skips="..10", model_dim=128, num_heads=4,
         head_dim=32, attention_scale=0.3, late_input=2, backout=1, pair_rows=8192,
-        memory="3,5,7,9,12", memory_rows=2**16,
+        memory="3,5,7,9,12", document_memory="3,5,7,9,12", memory_rows=2**16,
         num_iterations=450, future_tokens=1, cooldown_frac=0.4, lr_floor=0.1, muon_lr=0.045,
         muon_momentum_end=0.9, muon_momentum_steps=0, head_lr=0.016, embed_lr=0.3,
         scalar_lr=0.08, adam_every=1, adam_beta1=0.8,
@@ -483,11 +485,50 @@ class Block(nn.Module):
         return x_TD + self.mlp(norm(x_TD))
 
 class Candidates(NamedTuple):
-    """The tokens that may come next by what followed elsewhere: [T, C], C candidates for each of T
-    tokens, those of the shortest context first. Some of them may name the same token."""
-    tokens: Tensor  # int64; where there is no candidate, 0
-    kinds: Tensor  # int64: what is known of the candidate, see Memory; -1 where there is none
-    best_T: Tensor  # the place, among the C, of the newest candidate of the longest known context
+    """Tokens that may come next, by what followed elsewhere: C for each of T tokens. Several may name
+    the same token."""
+    tokens: Tensor  # [T, C] int64; 0 where there is no candidate
+    kinds: Tensor  # [T, C] int64: what is known of the candidate, as a number; -1 where there is none
+    best: Tensor  # [T, 1 or 2] int64: the places, among the C, of the best one of each source
+
+HASH = -7046029254386353131  # an odd number near 2^64 / 1.618, as 64 bits with a sign
+
+def context_hashes(tokens_T: Tensor, lengths: list[int]) -> Tensor:
+    """For each length n and each token, a hash in 64 bits of the last n tokens: [lengths, T]. Before
+    the first token there are zeros."""
+    hash_T = torch.zeros_like(tokens_T, dtype=torch.int64)
+    hashes = {}
+    for back in range(max(lengths)):
+        token_T = F.pad(tokens_T, (back, 0))[:len(tokens_T)]
+        hash_T = (hash_T + token_T + 1) * HASH  # which wraps around
+        hash_T = hash_T ^ (hash_T >> 32)
+        hashes[back + 1] = hash_T
+    return torch.stack([hashes[length] for length in lengths])
+
+@torch.no_grad()
+def recall_from_document(tokens_T: Tensor, end_of_text: int, lengths: list[int]) -> Candidates:
+    """For each length n, what followed the last n tokens when they last occurred in the same document.
+    Attention finds this by induction heads, which take long to form; here it is there from the first
+    step on (after n-gram heads, arXiv:2401.12973). The kind is the number of the length, and how
+    often these n tokens have occurred before, counted up to 8: one of 8 * len(lengths) kinds."""
+    place_T = torch.arange(len(tokens_T), device=tokens_T.device)
+    number_L1 = torch.arange(len(lengths), device=tokens_T.device)[:, None]
+    # The document's number is part of the hash. So contexts that reach into the document before,
+    # or before the first token, equal no other.
+    document_T = (tokens_T == end_of_text).cumsum(0)
+    hash_LT = context_hashes(tokens_T, lengths) + document_T * HASH
+    # Sorting brings equal contexts together, in the order of the text.
+    hash_LT, order_LT = hash_LT.sort(dim=1, stable=True)
+    again_LT = F.pad(hash_LT[:, 1:] == hash_LT[:, :-1], (1, 0))
+    before_LT = F.pad(order_LT[:, :-1], (1, 0))  # where the same context occurred, if again_LT
+    first_LT = torch.where(again_LT, 0, place_T).cummax(1).values
+    times_LT = (place_T - first_LT).clamp(max=8)
+    kind_LT = torch.where(again_LT, 8 * number_L1 + times_LT - 1, -1)
+    next_LT = torch.where(again_LT, tokens_T.roll(-1)[before_LT].long(), 0)
+    # back into the order of the text
+    next_LT, kind_LT = (torch.empty_like(x).scatter_(1, order_LT, x) for x in (next_LT, kind_LT))
+    longest_T = torch.where(kind_LT >= 0, number_L1, -1).argmax(0)
+    return Candidates(next_LT.T, kind_LT.T, longest_T[:, None])
 
 class Memory(nn.Module):
     """What training has read, so that the model can look up how a text went on where it has seen it
@@ -528,15 +569,7 @@ class Memory(nn.Module):
     def hashes(self, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
         """For each length and token, the row of the context that ends there, and its check: both
         [lengths, T]. A context that would begin before the first token has a hash as well."""
-        hash_T = torch.zeros_like(tokens_T, dtype=torch.int64)
-        hashes = {}
-        for back in range(max(self.lengths)):
-            token_T = F.pad(tokens_T, (back, 0))[:len(tokens_T)]
-            # Products wrap around at 64 bits. The multiplier is an odd number near 2^64 / 1.618.
-            hash_T = (hash_T + token_T + 1) * -7046029254386353131
-            hash_T = hash_T ^ (hash_T >> 32)
-            hashes[back + 1] = hash_T
-        hash_LT = torch.stack([hashes[length] for length in self.lengths])
+        hash_LT = context_hashes(tokens_T, self.lengths)
         return (hash_LT >> 12) % self.entries.size(1), hash_LT & 0xFFF
 
     def table(self) -> Tensor:
@@ -561,7 +594,7 @@ class Memory(nn.Module):
         rank_LTW = (entry_LTW >> 31) + (self.table()[:, :, None] << 32) * known_LTW
         token_TC, kind_TC, rank_TC = (x.transpose(0, 1).reshape(T, -1) for x in
                                       (entry_LTW & 0xFFFF, kind_LTW, rank_LTW))
-        return Candidates(token_TC, kind_TC, rank_TC.argmax(1))
+        return Candidates(token_TC, kind_TC, rank_TC.argmax(1, keepdim=True))
 
     @torch.no_grad()
     def remember(self, tokens: Tensor):
@@ -622,8 +655,10 @@ class GPT(nn.Module):
         self.register_buffer("signs", torch.tensor(signs, dtype=dtype), persistent=False)
         self.memory = Memory(hp)
         self.recalled_embed = nn.Embedding(padded_vocab, hp.model_dim, sparse=True)
-        self.recalled_mix = nn.Parameter(torch.zeros(self.memory.kinds))
-        self.candidate_scores = nn.Parameter(torch.full((self.memory.kinds,), -5.0))
+        self.document_lengths = [int(length) for length in hp.document_memory.split(",")]
+        kinds = self.memory.kinds + 8 * len(self.document_lengths)
+        self.recalled_mix = nn.Parameter(torch.zeros(kinds))
+        self.candidate_scores = nn.Parameter(torch.full((kinds,), -5.0))
         self.own_score = nn.Parameter(torch.zeros(hp.model_dim))
         # Layers marked by the same digit share a value embedding (record 2024-12-08).
         self.value_embeds = nn.ModuleDict({
@@ -673,17 +708,17 @@ class GPT(nn.Module):
 
     def features(self, tokens_T: Tensor, window: Tensor) -> Tensor:
         """What `logits` needs to predict each next token, in float32: [T, D + 2C], the normed
-        residual stream after the last layer, the memory's candidates, and their scores."""
+        residual stream after the last layer, the candidates, and their scores."""
         x_TD, value_embeds, candidates = self.lookup(tokens_T)
         x_TD = self.stream(x_TD, value_embeds, tokens_T, window)
         numbers_TC = candidates.tokens.float()  # exact, since they are below 2^16
         return torch.cat((x_TD.float(), numbers_TC, self.scores(candidates)), dim=1)
 
     def lookup(self, tokens_T: Tensor) -> tuple[Tensor, dict[str, Tensor], Candidates]:
-        """The tokens' embeddings, the value embeddings by their marks, and what the memory knows. To
-        the first are added an embedding of each token together with the one before it, where pairs
-        share rows by a hash (records #62 and #83), and a share of an embedding of the memory's best
-        candidate."""
+        """The tokens' embeddings, the value embeddings by their marks, and the candidates. To the
+        first are added an embedding of each token together with the one before it, where pairs
+        share rows by a hash (records #62 and #83), and shares of an embedding of the best candidate
+        of the document and of the best one of the memory."""
         before_T = F.pad(tokens_T[:-1], (1, 0), value=self.end_of_text)
         before_T = before_T.masked_fill(tokens_T == self.end_of_text, self.end_of_text)
         # The multiplier is a prime near 2^32 / 1.618, which spreads the pairs over the rows.
@@ -694,12 +729,22 @@ class GPT(nn.Module):
         pair_TD = self.pair_embed(pairs_T)  # part: pairs
         pair_TD = signs_TD * pair_TD  # part: pairs  # part: signs for pairs
         x_TD = x_TD + pair_TD  # part: pairs
-        candidates = self.memory.recall(tokens_T)
-        best_T, kind_T = (x.gather(1, candidates.best_T[:, None])[:, 0] for x in candidates[:2])
-        mix_T = self.recalled_mix[kind_T].masked_fill(kind_T < 0, 0)
-        x_TD = x_TD + mix_T.type_as(x_TD)[:, None] * self.recalled_embed(best_T)
+        candidates = self.candidates(tokens_T)
+        for place_T in candidates.best.T:
+            token_T, kind_T = (x.gather(1, place_T[:, None])[:, 0] for x in candidates[:2])
+            mix_T = self.recalled_mix[kind_T].masked_fill(kind_T < 0, 0)
+            x_TD = x_TD + mix_T.type_as(x_TD)[:, None] * self.recalled_embed(token_T)
         value_embeds = {mark: embed(tokens_T) for mark, embed in self.value_embeds.items()}
         return x_TD, value_embeds, candidates
+
+    def candidates(self, tokens_T: Tensor) -> Candidates:
+        """Those of the document, then those of the memory."""
+        own = recall_from_document(tokens_T, self.end_of_text, self.document_lengths)
+        read = self.memory.recall(tokens_T)
+        kinds = torch.where(read.kinds < 0, -1, read.kinds + 8 * len(self.document_lengths))
+        return Candidates(torch.cat((own.tokens, read.tokens), dim=1),
+                          torch.cat((own.kinds, kinds), dim=1),
+                          torch.cat((own.best, read.best + own.kinds.size(1)), dim=1))
 
     def stream(self, x_TD: Tensor, value_embeds: dict, tokens_T: Tensor, window: Tensor) -> Tensor:
         """The normed residual stream, from the embeddings that `lookup` returns."""
@@ -745,7 +790,7 @@ class GPT(nn.Module):
 
     def logits(self, features: Tensor) -> Tensor:
         """The logits of the next token, of which the softmax are the probabilities: the model's own,
-        mixed with the memory's candidates."""
+        mixed with the candidates."""
         C = (features.size(-1) - self.hp.model_dim) // 2
         x, tokens, scores = features.split((self.hp.model_dim, C, C), dim=-1)
         x = x.type_as(self.embed.weight)
