@@ -448,6 +448,8 @@ class Operators(TorchDispatchMode):
         if changed and changed[0].device == META:
             overwrites = re.fullmatch(r"(_foreach_)?(zero|fill|copy)_", name)
             others = [x for x in read if all(x is not y for y in changed)]
+            if name.startswith("scatter"):  # it reads and writes only where an index points
+                changed = [others[-1]]
             recorder.add(name, [*others, *changed, *([] if overwrites else changed)],
                          count=math.ceil(len(changed) / 30))
             return args[0] if func._schema.returns else None
@@ -458,6 +460,8 @@ class Operators(TorchDispatchMode):
         if name in ("mm", "bmm", "addmm", "baddbmm", "_scaled_mm"):
             first = int("add" in name)
             recorder.product(name, *args[first:first + 2], out, *args[:first])
+        elif name in ("index", "gather", "embedding"):  # of a table it reads what it returns
+            recorder.add(name, [*read[1:], *made, *made])
         else:
             recorder.add(name, [*read, *made])
         return out

@@ -181,7 +181,7 @@ def test_the_prediction_is_a_mixture_with_what_the_memory_names():
 
 
 def test_the_best_candidate_reaches_the_input(monkeypatch):
-    """A share of an embedding of it, by its kind, is added to the token's own; without one, nothing."""
+    """A share of an embedding of it, by its kind, is added to the token's own; else nothing."""
     torch.manual_seed(0)
     model = attempt.GPT(HP, torch.float32, flex=False)
     text = texts("of few words", 2000)

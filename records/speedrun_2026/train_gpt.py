@@ -1,4 +1,4 @@
-"""Train a GPT in half the tokens of the NanoGPT speedrun: an attempt at its record.
+"""Train a GPT in a third of the tokens of the NanoGPT speedrun: an attempt at its record.
 
 The task is a validation loss of 3.28 nats per token on FineWeb, in the least training time on eight
 H100 GPUs. This is a copy of train_gpt.py, the record of 2025-01-26, changed by what the records of
@@ -132,7 +132,7 @@ class Hyperparameters:
     memory_lag: int = flag(8192, "tokens that are read before it knows what came before them")
     # Optimization. Learning rates and the window stretch to num_iterations: if a resumed run gets
     # more steps, its learning rates rise again. Muon's momentum does not.
-    num_iterations: int = flag(1284, "training steps", max=10**7)
+    num_iterations: int = flag(870, "training steps", max=10**7)
     future_tokens: int = flag(0, "tokens after the next one that count in the training loss", max=9)
     cooldown_frac: float = flag(0.6, "last fraction of the run, in which rates fall", max=1)
     lr_floor: float = flag(0.15, "factor on the learning rates at the end of the run", max=1)
@@ -485,17 +485,17 @@ class Block(nn.Module):
         return x_TD + self.mlp(norm(x_TD))
 
 class Candidates(NamedTuple):
-    """Tokens that may come next, by what followed elsewhere: C for each of T tokens. Several may name
-    the same token."""
+    """Tokens that may come next, by what followed elsewhere: C for each of T tokens. Several may
+    name the same token."""
     tokens: Tensor  # [T, C] int64; 0 where there is no candidate
-    kinds: Tensor  # [T, C] int64: what is known of the candidate, as a number; -1 where there is none
+    kinds: Tensor  # [T, C] int64: what is known of the candidate, as a number; -1 if there is none
     best: Tensor  # [T, 1 or 2] int64: the places, among the C, of the best one of each source
 
 HASH = -7046029254386353131  # an odd number near 2^64 / 1.618, as 64 bits with a sign
 
 def context_hashes(tokens_T: Tensor, lengths: list[int]) -> Tensor:
-    """For each length n and each token, a hash in 64 bits of the last n tokens: [lengths, T]. Before
-    the first token there are zeros."""
+    """For each length n and each token, a hash in 64 bits of the last n tokens: [lengths, T].
+    Before the first token there are zeros."""
     hash_T = torch.zeros_like(tokens_T, dtype=torch.int64)
     hashes = {}
     for back in range(max(lengths)):
@@ -507,10 +507,11 @@ def context_hashes(tokens_T: Tensor, lengths: list[int]) -> Tensor:
 
 @torch.no_grad()
 def recall_from_document(tokens_T: Tensor, end_of_text: int, lengths: list[int]) -> Candidates:
-    """For each length n, what followed the last n tokens when they last occurred in the same document.
-    Attention finds this by induction heads, which take long to form; here it is there from the first
-    step on (after n-gram heads, arXiv:2401.12973). The kind is the number of the length, and how
-    often these n tokens have occurred before, counted up to 8: one of 8 * len(lengths) kinds."""
+    """For each length n, what followed the last n tokens when they last occurred in the same
+    document. Attention finds this by induction heads, which take long to form; here it is there
+    from the first step on (after n-gram heads, arXiv:2401.12973). The kind is the number of the
+    length, and how often these n tokens have occurred before, counted up to 8: one of
+    8 * len(lengths) kinds."""
     place_T = torch.arange(len(tokens_T), device=tokens_T.device)
     number_L1 = torch.arange(len(lengths), device=tokens_T.device)[:, None]
     # The document's number is part of the hash. So contexts that reach into the document before,
@@ -572,26 +573,23 @@ class Memory(nn.Module):
         hash_LT = context_hashes(tokens_T, self.lengths)
         return (hash_LT >> 12) % self.entries.size(1), hash_LT & 0xFFF
 
-    def table(self) -> Tensor:
-        """The number of each entry's table, for indexing: [lengths, 1]."""
-        return torch.arange(len(self.lengths), device=self.entries.device)[:, None]
-
     @torch.no_grad()
     def recall(self, tokens_T: Tensor) -> Candidates:
         """What followed each context that ends in the sequence. Contexts begin within it."""
         T = len(tokens_T)
         row_LT, check_LT = self.hashes(tokens_T)
-        entry_LTW = self.entries[self.table(), row_LT]
+        table_L1 = torch.arange(len(self.lengths), device=tokens_T.device)[:, None]
+        entry_LTW = self.entries[table_L1, row_LT]
         position_T = torch.arange(T, device=tokens_T.device)
         whole_LT = position_T >= torch.tensor(self.lengths, device=tokens_T.device)[:, None] - 1
         same_LTW = (entry_LTW >> 16 & 0xFFF) == check_LT[:, :, None]
         entry_LTW = torch.where(same_LTW & whole_LT[:, :, None], entry_LTW, 0)
         known_LTW = entry_LTW > 0
         others_LT1 = known_LTW.sum(-1, keepdim=True) - 1
-        kind_LTW = (self.table()[:, :, None] * 8 + (entry_LTW >> 28 & 7)) * self.WAYS + others_LT1
+        kind_LTW = (table_L1[:, :, None] * 8 + (entry_LTW >> 28 & 7)) * self.WAYS + others_LT1
         kind_LTW = torch.where(known_LTW, kind_LTW, -1)
         # Positions are below 2^32, so a longer context's entry wins against any of a shorter one's.
-        rank_LTW = (entry_LTW >> 31) + (self.table()[:, :, None] << 32) * known_LTW
+        rank_LTW = (entry_LTW >> 31) + (table_L1[:, :, None] << 32) * known_LTW
         token_TC, kind_TC, rank_TC = (x.transpose(0, 1).reshape(T, -1) for x in
                                       (entry_LTW & 0xFFFF, kind_LTW, rank_LTW))
         return Candidates(token_TC, kind_TC, rank_TC.argmax(1, keepdim=True))
@@ -612,13 +610,13 @@ class Memory(nn.Module):
         position_T = position_T - (len(self.newest) - longest)
         self.read += len(tokens)
         way_T = next_T % self.WAYS
-        before_LT = self.entries[self.table(), row_LT, way_T]
+        index_LT = row_LT * self.WAYS + way_T
+        before_LT = self.entries.flatten(1).gather(1, index_LT)
         again_LT = (before_LT & 0xFFFFFFF) == (check_LT << 16 | next_T)
         repeats_LT = torch.where(again_LT, (before_LT >> 28 & 7) + 1, 0).clamp(max=7)
         entry_LT = position_T << 31 | repeats_LT << 28 | check_LT << 16 | next_T
         whole_LT = position_T >= torch.tensor(self.lengths, device=tokens.device)[:, None]
         entry_LT = torch.where(whole_LT, entry_LT, 0)
-        index_LT = row_LT * self.WAYS + way_T
         self.entries.flatten(1).scatter_reduce_(1, index_LT, entry_LT, "amax")
 
 class GPT(nn.Module):
@@ -683,8 +681,8 @@ class GPT(nn.Module):
         return self.loss(*self.lookup(tokens_T), tokens_T, targets_T, window, future)
 
     def loss(self, x_TD, value_embeds: dict, candidates, tokens_T, targets_T, window, future):
-        """The sum of -w[k] * log p(targets[t + k] at t) over all tokens t and all k, divided by T. w
-        is 1 for the target itself, then `future`. Targets of -1, and those past the end of the
+        """The sum of -w[k] * log p(targets[t + k] at t) over all tokens t and all k, divided by T.
+        w is 1 for the target itself, then `future`. Targets of -1, and those past the end of the
         sequence, add nothing. Validation reports this loss as well, without `future`: what only
         training shall minimize belongs under `if self.training`."""
         x_TD = self.stream(x_TD, value_embeds, tokens_T, window)
@@ -696,7 +694,8 @@ class GPT(nn.Module):
                                                         for part in parts]):
             log_p_TV = F.log_softmax(self.own_logits(x), dim=-1)
             # As in `logits`, but for the target alone: a second table [T, V] would take time. The
-            # target's probability is the sum of what the model and the candidates that name it give.
+            # target's probability is the sum of what the model gives it and the shares of the
+            # candidates that name it.
             own_T = -F.nll_loss(log_p_TV, target_T, ignore_index=-1, reduction="none")
             own_share_T1, share_TC = self.log_shares(x, scores).split((1, named.size(1)), dim=1)
             share_TC = share_TC.masked_fill(named != target_T[:, None], -torch.inf)
@@ -774,22 +773,22 @@ class GPT(nn.Module):
         return scores_TC.masked_fill(candidates.kinds < 0, -torch.inf)
 
     def log_shares(self, x: Tensor, scores: Tensor) -> Tensor:
-        """How the prediction is shared out, as logarithms [..., 1 + C]: first the model's own share,
-        whose score is a learned function of the stream, then those of the candidates (a mixture, as
-        in arXiv:1609.07843)."""
+        """How the prediction is shared out, as logarithms [..., 1 + C]: first the model's own
+        share, whose score is a learned function of the stream, then those of the candidates (a
+        mixture, as in arXiv:1609.07843)."""
         own_score = (x @ self.own_score.type_as(x)).float().unsqueeze(-1)
         return torch.cat((own_score, scores), dim=-1).log_softmax(-1)
 
     def own_logits(self, x: Tensor) -> Tensor:
-        """The logits without the memory. A smooth cap keeps them between 0 and softcap_height. It is
-        lower than the cap of train_gpt.py, and steeper for unlikely tokens, where most logits are
-        (record #54). Tokens that only pad the vocabulary have logits as well, but are never
+        """The logits without the candidates. A smooth cap keeps them between 0 and softcap_height.
+        It is lower than the cap of train_gpt.py, and steeper for unlikely tokens, where most logits
+        are (record #54). Tokens that only pad the vocabulary have logits as well, but are never
         targets."""
         shifted = self.lm_head(x).float() + self.hp.softcap_shift
         return self.hp.softcap_height * torch.sigmoid(shifted * (2 / self.hp.lm_head_softcap))
 
     def logits(self, features: Tensor) -> Tensor:
-        """The logits of the next token, of which the softmax are the probabilities: the model's own,
+        """The logits of the next token: the logarithms of its probabilities, the model's own,
         mixed with the candidates."""
         C = (features.size(-1) - self.hp.model_dim) // 2
         x, tokens, scores = features.split((self.hp.model_dim, C, C), dim=-1)
