@@ -693,13 +693,15 @@ class GPT(nn.Module):
         for x, named, scores, target_T, *later in zip(*[part.split(self.LOGITS_TOKENS)
                                                         for part in parts]):
             log_p_TV = F.log_softmax(self.own_logits(x), dim=-1)
-            # As in `logits`, but for the target alone: a second table [T, V] would take time. The
-            # target's probability is the sum of what the model gives it and the shares of the
-            # candidates that name it.
+            # As in `logits`, but for the target alone: a second table [T, V] would take time. To the
+            # target, the model gives its log-probability, a candidate that names it 0, and another
+            # one -inf. (The compiler is to sum the gradient of own_T over the columns, as it does
+            # here; else it would write out the gradient of log_p_TV as one more table.)
             own_T = -F.nll_loss(log_p_TV, target_T, ignore_index=-1, reduction="none")
-            own_share_T1, share_TC = self.log_shares(x, scores).split((1, named.size(1)), dim=1)
-            share_TC = share_TC.masked_fill(named != target_T[:, None], -torch.inf)
-            mixed_T = torch.cat((own_share_T1 + own_T[:, None], share_TC), dim=1).logsumexp(1)
+            names_TC = F.pad(named == target_T[:, None], (1, 0), value=True)
+            is_own_C = torch.arange(names_TC.size(1), device=x.device) == 0
+            given_TC = torch.where(is_own_C, own_T[:, None], 0).masked_fill(~names_TC, -torch.inf)
+            mixed_T = (self.log_shares(x, scores) + given_TC).logsumexp(1)
             total -= mixed_T.masked_fill(target_T < 0, 0).sum()
             for weight, target_T in zip(future, later):  # what comes later is not in the memory
                 total += weight * F.nll_loss(log_p_TV, target_T, ignore_index=-1, reduction="sum")
