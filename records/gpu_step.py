@@ -649,9 +649,12 @@ def notes_of(path: str, processes: int, capability: int, flags: list[str]) -> No
     with (tempfile.TemporaryDirectory() as folder, OnMeta(), Operators(),
           open(os.devnull, "w") as nowhere, redirect_stdout(nowhere)):
         os.chdir(folder)
-        if ours:
-            run_ours(path, processes, flags)
-        else:
-            run_published(path)
+        try:
+            if ours:
+                run_ours(path, processes, flags)
+            else:
+                run_published(path)
+        except ModuleNotFoundError as error:
+            raise UserError(f"{path.name}: {error}; install it to predict this script") from None
     require(recorder.steps, f"{path.name}: trains no step with a compiled model")
     return Notes(recorder.steps, recorder.kept + recorder.peak)

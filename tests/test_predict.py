@@ -235,7 +235,9 @@ def test_what_is_no_script_is_refused(tmp_path):
         predict.main([str(path)])
     with refused("cannot be read", UserError):
         predict.main([str(tmp_path / "missing.py")])
-    path.write_text("class GPT:\n    pass\n")
-    done = launch(path, script=ROOT / "records" / "predict.py", check=False)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert "trains no step with a compiled model" in done.stderr
+    for first, words in (("", "trains no step with a compiled model"),
+                         ("import no_such_module", "No module named 'no_such_module'; install it")):
+        path.write_text(f"{first}\nclass GPT:\n    pass\n")
+        done = launch(path, script=ROOT / "records" / "predict.py", check=False)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+        assert words in done.stderr
