@@ -115,6 +115,15 @@ def test_what_the_document_has_had_before(kind):
     assert seen > 500 or text[1] != 1
 
 
+def test_nothing_lies_before_the_first_token():
+    """Tokens of 0 do not look like what is before a sequence that begins within a document."""
+    text = torch.tensor([7, 8, 0, 7, 9, 0, 0, 7, 5], dtype=torch.int32)
+    found = attempt.recall_from_document(text, 256, [2, 3])
+    assert found.kinds[:, 1].tolist() == [-1] * 9
+    # Of pairs, only (0, 7) occurs again, and 9 followed it.
+    assert found.kinds[:, 0].tolist() == [-1] * 7 + [0, -1] and int(found.tokens[7, 0]) == 9
+
+
 def test_what_was_read_lately_is_not_known():
     """With a lag of 100 tokens, and a context that was read just before."""
     memory = attempt.Memory(HP)
@@ -146,8 +155,8 @@ def test_a_full_table_keeps_the_newest_and_seldom_errs():
     assert len(positions) == 800 and positions.float().mean() > 0.9 * len(text)
 
 
-def test_the_prediction_is_a_mixture_with_what_the_memory_names():
-    """The softmax of `logits` against its definition, token by token, and the loss against both."""
+def model_that_has_read():
+    """A model without weights of zero, and the text that its memory holds."""
     torch.manual_seed(0)
     model = attempt.GPT(HP, torch.float32, flex=False)
     with torch.no_grad():
@@ -155,6 +164,12 @@ def test_the_prediction_is_a_mixture_with_what_the_memory_names():
             p += 0.2 * torch.randn(p.shape)
     text = texts("of few words", 2000)
     model.memory.remember(text)
+    return model, text
+
+
+def test_the_prediction_is_a_mixture_with_what_the_memory_names():
+    """The softmax of `logits` against its definition, token by token, and the loss against both."""
+    model, text = model_that_has_read()
     tokens, window = text[300:812], torch.tensor(256)
     features = model.features(tokens, window).detach()
     got = model.logits(features).detach().softmax(-1)
@@ -224,13 +239,7 @@ def test_a_step_looks_up_before_it_remembers():
 
 def test_no_token_knows_a_later_one():
     """With a full memory, other tokens from one on change no prediction before it."""
-    torch.manual_seed(0)
-    model = attempt.GPT(HP, torch.float32, flex=False)
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.2 * torch.randn(p.shape)
-    text = texts("of few words", 2000)
-    model.memory.remember(text)
+    model, text = model_that_has_read()
     tokens, window = text[300:812].clone(), torch.tensor(256)
     before = model.logits(model.features(tokens, window)).detach()
     for cut in (1, 100, 256, 511):

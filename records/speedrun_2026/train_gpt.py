@@ -494,12 +494,12 @@ class Candidates(NamedTuple):
 HASH = -7046029254386353131  # an odd number near 2^64 / 1.618, as 64 bits with a sign
 
 def context_hashes(tokens_T: Tensor, lengths: list[int]) -> Tensor:
-    """For each length n and each token, a hash in 64 bits of the last n tokens: [lengths, T].
-    Before the first token there are zeros."""
+    """For each length n and each token, a hash in 64 bits of the last n tokens: [lengths, T]. What
+    would lie before the first token counts as -1, which no token is."""
     hash_T = torch.zeros_like(tokens_T, dtype=torch.int64)
     hashes = {}
     for back in range(max(lengths)):
-        token_T = F.pad(tokens_T, (back, 0))[:len(tokens_T)]
+        token_T = F.pad(tokens_T, (back, 0), value=-1)[:len(tokens_T)]
         hash_T = (hash_T + token_T + 1) * HASH  # which wraps around
         hash_T = hash_T ^ (hash_T >> 32)
         hashes[back + 1] = hash_T
@@ -514,8 +514,8 @@ def recall_from_document(tokens_T: Tensor, end_of_text: int, lengths: list[int])
     8 * len(lengths) kinds."""
     place_T = torch.arange(len(tokens_T), device=tokens_T.device)
     number_L1 = torch.arange(len(lengths), device=tokens_T.device)[:, None]
-    # The document's number is part of the hash. So contexts that reach into the document before,
-    # or before the first token, equal no other.
+    # The document's number is part of the hash. So contexts that reach into the document before
+    # find no equal, and neither do those that reach before the first token.
     document_T = (tokens_T == end_of_text).cumsum(0)
     hash_LT = context_hashes(tokens_T, lengths) + document_T * HASH
     # Sorting brings equal contexts together, in the order of the text.
@@ -693,10 +693,11 @@ class GPT(nn.Module):
         for x, named, scores, target_T, *later in zip(*[part.split(self.LOGITS_TOKENS)
                                                         for part in parts]):
             log_p_TV = F.log_softmax(self.own_logits(x), dim=-1)
-            # As in `logits`, but for the target alone: a second table [T, V] would take time. To the
-            # target, the model gives its log-probability, a candidate that names it 0, and another
-            # one -inf. (The compiler is to sum the gradient of own_T over the columns, as it does
-            # here; else it would write out the gradient of log_p_TV as one more table.)
+            # As in `logits`, but for the target alone: a second table [T, V] would take time. The
+            # logarithm of the probability that each gives the target is own_T for the model, 0 for
+            # a candidate that names it, and -inf for another one. (Here the gradient of own_T is a
+            # sum over the columns, which the compiler stores. In simpler forms it stored that of
+            # log_p_TV, which is a table [T, V].)
             own_T = -F.nll_loss(log_p_TV, target_T, ignore_index=-1, reduction="none")
             names_TC = F.pad(named == target_T[:, None], (1, 0), value=True)
             is_own_C = torch.arange(names_TC.size(1), device=x.device) == 0
@@ -740,12 +741,12 @@ class GPT(nn.Module):
 
     def candidates(self, tokens_T: Tensor) -> Candidates:
         """Those of the document, then those of the memory."""
-        own = recall_from_document(tokens_T, self.end_of_text, self.document_lengths)
-        read = self.memory.recall(tokens_T)
-        kinds = torch.where(read.kinds < 0, -1, read.kinds + 8 * len(self.document_lengths))
-        return Candidates(torch.cat((own.tokens, read.tokens), dim=1),
-                          torch.cat((own.kinds, kinds), dim=1),
-                          torch.cat((own.best, read.best + own.kinds.size(1)), dim=1))
+        near = recall_from_document(tokens_T, self.end_of_text, self.document_lengths)
+        far = self.memory.recall(tokens_T)
+        far_kinds = torch.where(far.kinds < 0, -1, far.kinds + 8 * len(self.document_lengths))
+        return Candidates(torch.cat((near.tokens, far.tokens), dim=1),
+                          torch.cat((near.kinds, far_kinds), dim=1),
+                          torch.cat((near.best, far.best + near.kinds.size(1)), dim=1))
 
     def stream(self, x_TD: Tensor, value_embeds: dict, tokens_T: Tensor, window: Tensor) -> Tensor:
         """The normed residual stream, from the embeddings that `lookup` returns."""
@@ -796,8 +797,8 @@ class GPT(nn.Module):
         x, tokens, scores = features.split((self.hp.model_dim, C, C), dim=-1)
         x = x.type_as(self.embed.weight)
         shares = self.log_shares(x, scores).exp()
-        own = shares[..., :1] * self.own_logits(x).softmax(-1)
-        return own.scatter_add(-1, tokens.long(), shares[..., 1:]).log()
+        own_p = shares[..., :1] * self.own_logits(x).softmax(-1)
+        return own_p.scatter_add(-1, tokens.long(), shares[..., 1:]).log()
 
 def draw_weights(model: nn.Module, seed: int):
     """Calls reset_parameters of every module that has it and has parameters of its own, each with a
