@@ -72,7 +72,7 @@ EARLIER = [line.strip() for line in EARLIER.splitlines() if "./run.sh speedrun" 
 
 
 @pytest.mark.method
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", range(4))
 def test_settings_of_an_earlier_record_train(tmp_path, shards, number):
     """Each line of the page as it stands, then made small; what makes it that record's method
     stays."""
