@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Tokens to a loss: the record attempt speedrun_2026 against train_gpt.py, in miniature, on a CPU.
 
-    python tests/bench_tokens.py english.jsonl.xz --seeds=4 --keep=records/tokens_english
+    python tests/bench_tokens.py english.jsonl.xz --keep=records/tokens/english
     python tests/bench_tokens.py english.jsonl.xz --shards=data/mini      only makes the data
 
 Both scripts train their preset `speedrun`, with their own layer tables, schedules and ratios of
@@ -11,12 +11,15 @@ names the folder of its files, where they cannot be downloaded. The text is line
 document each in the field `text`, and may be compressed. Its first documents are for choosing
 settings (--tune validates on them), the next ones validate, and all others train, in one pass.
 train_gpt.py gets --steps steps, the attempt --share of its tokens. If it ends at a lower loss all
-the same, it needs at most that share of the tokens for that loss.
+the same, it needs at most that share of the tokens for that loss. The attempt runs twice, the
+second time without its memory of what training has read, since whether the speedrun's rules allow
+one is undecided.
 
---script names another attempt. --shards=DIR makes the data in DIR and prints the attempt's flags for
-it, with which ./run.sh ablate trains the miniature. --out writes every loss into a file. Flags that are not this program's own go to all runs. Each run
-is a process with one thread, and --jobs of them run at a time. Exit status: 0, or 2 for wrong usage
-or a run that failed.
+--script names another attempt. --shards=DIR makes the data in DIR and prints the attempt's flags
+for it, with which ./run.sh ablate trains the miniature. --keep=DIR keeps the logs, in folders whose
+names begin with DIR, one for each side. --out writes every loss into a file. Flags that are not this program's own go to
+all runs. Each run is a process with one thread, and --jobs of them run at a time. Exit status: 0,
+or 2 for wrong usage or a run that failed.
 """
 
 import json
@@ -43,11 +46,12 @@ ATTEMPT = ROOT / "records" / "speedrun_2026" / "train_gpt.py"
 HELD_OUT = 150_000  # least number of tokens to validate on, and of those to choose settings on
 MINI = {
     "both": """--model_dim=64 --num_heads=2 --head_dim=32 --attention_scale=0.2 --vocab_size=2048
-        --train_seq_len=512 --val_seq_len=4096 --val_tokens=131072 --val_loss_every=500
+        --train_seq_len=512 --val_seq_len=4096 --val_tokens=131072 --val_loss_every=100
         --save_every=0 --dtype=bfloat16""",
     "speedrun": "--micro_batches=3 --window_end=512 --muon_lr=0.025",
     "speedrun_2026": """--micro_batches=1 --stages=1:1:128,2:1.52:256,3:1.73:384
-        --pair_rows=15360 --memory_rows=131072 --muon_lr=0.01 --head_lr=0.024 --embed_lr=0.7 --scalar_lr=0.03""",
+        --pair_rows=15360 --memory_rows=131072 --muon_lr=0.01 --head_lr=0.024 --embed_lr=0.7
+        --scalar_lr=0.03""",
 }
 
 class SmallVocabulary(GPT2Tokenizer):
@@ -139,11 +143,11 @@ def main():
     parser.add_argument("--vocab_dir", metavar="DIR", help="GPT-2's encoder.json and vocab.bpe")
     parser.add_argument("--script", type=Path, default=ATTEMPT, metavar="FILE",
                         help="the attempt (records/speedrun_2026/train_gpt.py)")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each side (3)")
+    parser.add_argument("--seeds", type=int, default=4, help="runs of each side (4)")
     parser.add_argument("--first_seed", type=int, default=1, help="the first of their seeds (1)")
-    parser.add_argument("--steps", type=int, default=1500, help="steps of train_gpt.py (1500)")
-    parser.add_argument("--share", type=float, default=0.5,
-                        help="tokens of the attempt, as a share of those of train_gpt.py (0.5)")
+    parser.add_argument("--steps", type=int, default=600, help="steps of train_gpt.py (600)")
+    parser.add_argument("--share", type=float, default=0.33,
+                        help="tokens of the attempt, as a share of those of train_gpt.py (0.33)")
     parser.add_argument("--tune", action="store_true",
                         help="validate on the documents for choosing settings")
     parser.add_argument("--shards", type=Path, metavar="DIR", help="only make the data, in DIR")
@@ -170,7 +174,8 @@ def main():
                         f"--val_files={args.shards}/{val}.bin"]))
         return
     print(f"speedrun_2026: {tokens_of(steps, attempt, new)} tokens", flush=True)
-    sides = {"speedrun": (ROOT / "train_gpt.py", old), "speedrun_2026": (args.script, new)}
+    sides = {"speedrun": (ROOT / "train_gpt.py", old), "speedrun_2026": (args.script, new),
+             "without_memory": (args.script, [*new, "--memory_rows=1"])}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
         make_shards(args.text, Path(folder), budget + 2**16, args.vocab_dir)
         data = [f"--train_files={folder}/train.bin", f"--val_files={folder}/{val}.bin"]

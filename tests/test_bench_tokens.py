@@ -47,26 +47,27 @@ def documents(tmp_path, text, monkeypatch):
     return path
 
 
-def test_both_scripts_train_and_are_compared(documents, tmp_path, monkeypatch, capsys):
+def test_all_sides_train_and_are_compared(documents, tmp_path, monkeypatch, capsys):
     flags = ["--steps=4", "--seeds=2", "--first_seed=5", "--share=0.6", "--val_tokens=1000",
              "--model_dim=16", "--num_heads=1", "--head_dim=16", f"--keep={tmp_path}/logs",
              f"--out={tmp_path}/losses.csv"]
     monkeypatch.setattr(sys, "argv", ["bench_tokens.py", str(documents), *flags])
     bench_tokens.main()
     printed = capsys.readouterr().out
-    logs = sorted(tmp_path.glob("logs_speedrun*/*.log"))
+    logs = sorted(tmp_path.glob("logs_*/*.log"))
     names = sorted(log.name.partition("Z_")[2] for log in logs)
     assert names == ["speedrun-5.log", "speedrun-6.log", "speedrun_2026-5.log",
-                     "speedrun_2026-6.log"]
+                     "speedrun_2026-6.log", "without_memory-5.log", "without_memory-6.log"]
     assert all(losses(log.read_text()) for log in logs)
     assert "speedrun_2026: 3584 tokens\n" in printed
     rows = [row.split(",") for row in (tmp_path / "losses.csv").read_text().splitlines()]
-    assert rows[0] == ["what", "seed", "val_loss"] and len(rows) == 5
+    assert rows[0] == ["what", "seed", "val_loss"] and len(rows) == 7
     for name, seed, loss in rows[1:]:
         (log,) = tmp_path.glob(f"logs_{name}/*_{name}-{seed}.log")
         assert f"final_val_loss: {float(loss):.4f} " in log.read_text()
-    assert [row.split(" | ")[:2] for row in printed.splitlines()[-2:]] == [
-        ["| speedrun", "2"], ["| speedrun_2026", "2"]]
+        assert (name == "without_memory") == ("memory_rows = 1\n" in log.read_text())
+    assert [row.split(" | ")[:2] for row in printed.splitlines()[-3:]] == [
+        ["| speedrun", "2"], ["| speedrun_2026", "2"], ["| without_memory", "2"]]
 
 
 def test_the_data_and_the_flags_for_an_ablation(documents, tmp_path, monkeypatch, capsys):
@@ -76,7 +77,7 @@ def test_the_data_and_the_flags_for_an_ablation(documents, tmp_path, monkeypatch
     script = load_script(ATTEMPT)
     hp, _ = script.parse_flags(["--preset=speedrun", *capsys.readouterr().out.split()])
     assert hp.val_files == f"{tmp_path}/mini/tune.bin" and hp.val_tokens == 1000
-    assert script.tokens_seen(hp.num_iterations, hp) <= 0.5 * 4 * 3 * 512
+    assert script.tokens_seen(hp.num_iterations, hp) <= 0.33 * 4 * 3 * 512
     (train,) = script.find_shards(hp.train_files)
     assert train.tokens > 4 * 3 * 512
 
