@@ -17,9 +17,9 @@ one is undecided.
 
 --script names another attempt. --shards=DIR makes the data in DIR and prints the attempt's flags
 for it, with which ./run.sh ablate trains the miniature. --keep=DIR keeps the logs, in folders whose
-names begin with DIR, one for each side. --out writes every loss into a file. Flags that are not this program's own go to
-all runs. Each run is a process with one thread, and --jobs of them run at a time. Exit status: 0,
-or 2 for wrong usage or a run that failed.
+names begin with DIR, one for each side. --out writes every loss into a file. Flags that are not
+this program's own go to all runs. Each run is a process with one thread, and --jobs of them run at
+a time. Exit status: 0, or 2 for wrong usage or a run that failed.
 """
 
 import json
@@ -46,7 +46,7 @@ ATTEMPT = ROOT / "records" / "speedrun_2026" / "train_gpt.py"
 HELD_OUT = 150_000  # least number of tokens to validate on, and of those to choose settings on
 MINI = {
     "both": """--model_dim=64 --num_heads=2 --head_dim=32 --attention_scale=0.2 --vocab_size=2048
-        --train_seq_len=512 --val_seq_len=4096 --val_tokens=131072 --val_loss_every=100
+        --train_seq_len=512 --val_seq_len=4096 --val_tokens=131072 --val_loss_every=150
         --save_every=0 --dtype=bfloat16""",
     "speedrun": "--micro_batches=3 --window_end=512 --muon_lr=0.025",
     "speedrun_2026": """--micro_batches=1 --stages=1:1:128,2:1.52:256,3:1.73:384

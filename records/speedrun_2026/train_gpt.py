@@ -156,9 +156,9 @@ PRESETS = {
         train_seq_len=1024, val_seq_len=2048, micro_batches=4, stages="1:1:256", windows="LSSL",
         attention="xx.x", value_embeds="0..0", skips="..10", model_dim=128, num_heads=4,
         head_dim=32, attention_scale=0.3, late_input=2, backout=1, pair_rows=8192,
-        memory="3,5,7,9,12", document_memory="3,5,7,9,12", memory_rows=2**16,
-        num_iterations=450, future_tokens=1, cooldown_frac=0.4, lr_floor=0.1, muon_lr=0.045,
-        muon_momentum_end=0.9, muon_momentum_steps=0, head_lr=0.016, embed_lr=0.3,
+        memory="3,4,6,8,12", document_memory="2,3,4,6,8", memory_rows=2**17, memory_lag=2048,
+        num_iterations=400, future_tokens=1, cooldown_frac=0.4, lr_floor=0.1, muon_lr=0.035,
+        muon_momentum_end=0.9, muon_momentum_steps=0, head_lr=0.016, embed_lr=0.2,
         scalar_lr=0.08, adam_every=1, adam_beta1=0.8,
         adam_eps=1e-7,  # rare bytes' gradients are rounding noise; 1e-10 makes full steps of it
     ),
