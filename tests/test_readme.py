@@ -3,6 +3,7 @@ to exists; and the numbers in their marked tables are those of the committed log
 
 import ast
 import csv
+import hashlib
 import json
 import math
 import os
@@ -19,8 +20,10 @@ import pytest
 import torch
 from conftest import ATTEMPT, ROOT, byte_documents, load_script, write_shard
 from mutants import MUTANTS
+from test_data_vocab import write_vocabulary
 
 import train_gpt
+from data import vocab
 from records import ablate, compare, launch, logs, predict, race, results_table
 
 FOLDERS = sorted(path.parent for path in ROOT.glob("records/*/README.md"))
@@ -140,12 +143,33 @@ def test_copy_tweak_race_and_sample(copy, text):
 
 
 def test_your_own_text(copy):
-    page = section(TEXTS["data/README.md"], "Your own text")
-    at_once, tokenize, train, _ = indented(page).splitlines()
-    assert at_once.startswith("./run.sh --text=")
-    for commands, name in (([at_once], "my_text"), ([tokenize, train], "mine")):
-        assert "final_val_loss: " in bash(copy, "\n".join(commands))
-        assert len(list((copy / "data" / name).glob("*.bin"))) == 2
+    """The commands in bytes, with fewer steps; those in GPT-2's tokens with a smaller model, and
+    without a network, so with a made-up vocabulary of the same size."""
+    page = TEXTS["data/README.md"]
+    commands = indented(section(page, "Your own text"))
+    commands, fewer = re.subn(r"--num_iterations=\d+", "--num_iterations=4", commands)
+    *in_bytes, tokenize, train, sample = commands.splitlines()
+    assert fewer == 1 and len(in_bytes) == 3
+    output = bash(copy, "\n".join(in_bytes))
+    assert output.count("final_val_loss: ") == 2 and "\nThe " in output
+    assert len(list((copy / "data" / "my_text").glob("*.bin"))) == 2
+
+    vocabulary = write_vocabulary(copy)
+    source = (copy / "data" / "vocab.py").read_text()
+    for name, published in vocab.GPT2_SHA256.items():
+        made_up = hashlib.sha256((vocabulary / name).read_bytes()).hexdigest()
+        source = source.replace(published, made_up)
+    (copy / "data" / "vocab.py").write_text(source)
+    train, smaller = re.subn(r"--model_dim=\d+ --num_heads=\d+ ", "", train)
+    assert smaller == 1
+    inspect = indented(section(page, "The format of a shard")).strip()
+    assert "`--vocab_dir=FOLDER`" in page
+    tokenize, sample, inspect = (f"{command} --vocab_dir=." for command in (tokenize, sample,
+                                                                            inspect))
+    offline = "export TIKTOKEN_CACHE_DIR= https_proxy=http://127.0.0.1:9"
+    output = bash(copy, "\n".join([offline, tokenize, train, sample, inspect]))
+    assert "final_val_loss: " in output and "\nThe " in output and "(gpt2)" in output
+    assert len(list((copy / "data" / "mine").glob("*.bin"))) == 2
 
 
 def test_commands_for_when_something_goes_wrong(copy, text):
