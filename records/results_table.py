@@ -16,8 +16,8 @@ from records.logs import BadInput, printable, read
 from records.stats import spread
 
 MARKERS = ("<!-- table: python records/results_table.py -->", "<!-- end of table -->")
-HEADER = ("| record | runs | val loss, mean (SD) | time, mean (SD) | ms/step | steps | tokens | "
-          "hardware | torch | what was asked, and what came out |")
+HEADER = ("| record | runs | val loss, mean (SD) | time, mean (SD) | steps | tokens | "
+          "what was asked, and what came out |")
 
 def tracked_logs(records):
     """The logs under records/ that git tracks: a user's own runs are no records."""
@@ -39,14 +39,12 @@ def row(folder, paths, records):
         raise BadInput(unread[0])
     name = folder.relative_to(records).as_posix()
     used = compare.Side(name, runs, None).used
-    several = ([str(run.steps) for run in used], [compare.tokens_text(run.tokens) for run in used],
-               [run.hardware or "-" for run in used], [run.torch or "-" for run in used])
+    several = ([str(run.steps) for run in used], [compare.tokens_text(run.tokens) for run in used])
     return [f"[{name}]({name}/)",
             f"{len(used)} of {len(runs)}" if len(used) < len(runs) else f"{len(used)}",
             mean_and_sd([run.loss for run in used], ".4f"),
             mean_and_sd([run.seconds for run in used], ".1f", " s"),
-            compare.number(spread([run.ms_per_step for run in used])["mean"], ".2f"),
-            *(", ".join(sorted(set(texts))).replace("|", "/") for texts in several)]
+            *(", ".join(sorted(set(texts))) for texts in several)]
 
 def with_table(page, records):
     """The page's text with the table between its markers made anew."""

@@ -164,10 +164,9 @@ def test_your_own_text(copy):
     assert smaller == 1
     inspect = indented(section(page, "The format of a shard")).strip()
     assert "`--vocab_dir=FOLDER`" in page
-    tokenize, sample, inspect = (f"{command} --vocab_dir=." for command in (tokenize, sample,
-                                                                            inspect))
-    offline = "export TIKTOKEN_CACHE_DIR= https_proxy=http://127.0.0.1:9"
-    output = bash(copy, "\n".join([offline, tokenize, train, sample, inspect]))
+    offline = "export TIKTOKEN_CACHE_DIR= https_proxy=http://127.0.0.1:9\n"
+    output = bash(copy, offline + f"{tokenize} --vocab_dir=.\n{train}\n{sample} --vocab_dir=.\n"
+                  f"{inspect} --vocab_dir=.")
     assert "final_val_loss: " in output and "\nThe " in output and "(gpt2)" in output
     assert len(list((copy / "data" / "mine").glob("*.bin"))) == 2
 
@@ -435,8 +434,13 @@ def test_the_verdict_that_is_shown_is_that_of_the_logs(page, name):
 
 
 def test_the_table_of_results_is_that_of_the_logs():
+    """On one machine and torch, as is said above it."""
     page = TEXTS["records/README.md"]
     assert results_table.with_table(page, ROOT / "records") == page
+    assert "All runs were made on two cores of an AMD EPYC with AVX512-BF16, in torch 2.13." in page
+    runs, _ = logs.read(results_table.tracked_logs(ROOT / "records"))
+    for run in runs:
+        assert re.match("2x AMD EPYC.* avx512_bf16", run.hardware) and run.torch[:5] == "2.13."
 
 
 @pytest.mark.parametrize("size", [8, 16, 64])
