@@ -111,7 +111,7 @@ def make_demo_shards(folder: Path, text: bytes):
 
 def test_the_first_commands(tmp_path):
     """As far as they differ from what other tests run: the clone has what they start."""
-    clone, enter, train, demo, tests = indented(README.split("## What it is")[0]).splitlines()
+    clone, enter, train, demo, tests = indented(README.split("## Copy, tweak, race")[0]).splitlines()
     clone = clone.replace("this_repository", str(ROOT))
     done = subprocess.run(["bash", "-euc", f"{clone}\n{enter}\n./run.sh --help"], cwd=tmp_path,
                           capture_output=True, text=True, check=True)
@@ -124,7 +124,8 @@ def test_the_first_commands(tmp_path):
 def test_copy_tweak_race_and_sample(copy, text):
     make_demo_shards(copy, text)
     page = section(README, "Copy, tweak, race")
-    copied, race, two_settings, alone, sample = indented(page).splitlines()
+    copied, race, two_settings = indented(page).splitlines()
+    alone, sample = re.findall(r"`(\S+ my_record\.py --name=.*|python records/sample.*)`", page)
     assert copied.startswith("cp ") and race == "./run.sh race my_record.py"
     # With another activation, which one might try, a run's loss is not that of the script.
     tweak = r"sed -i 's/F.relu(self.fc(x_TD))/F.silu(self.fc(x_TD))/' my_record.py"
@@ -176,7 +177,8 @@ def test_commands_for_when_something_goes_wrong(copy, text):
     make_demo_shards(copy, text)
     script = copy / "train_gpt.py"
     script.write_text(script.read_text().replace("num_iterations=8,", "num_iterations=120,"))
-    first, resume, *others = indented(section(README, "If something goes wrong")).splitlines()
+    first, resume = indented(section(TEXTS["records/howto.md"], "A run that died")).splitlines()
+    others = indented(section(TEXTS["records/howto.md"], "If something else goes wrong"))
     run = subprocess.Popen(["bash", "-c", f"exec {first}"], cwd=copy, env=environment(copy),
                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     for line in run.stdout:
@@ -191,8 +193,27 @@ def test_commands_for_when_something_goes_wrong(copy, text):
     assert not run.missing and not run.mixed and not run.changed
     trained = [line.step for line in run.lines if line.kind == "train"]
     assert trained == [*range(1, 121)]
-    output = bash(copy, "\n".join(others))
+    output = bash(copy, others)
     assert output.startswith("checks passed\n") and "documents" in output
+
+
+def test_a_new_optimizer(copy, text):
+    """The page's optimizer, put where the page says, trains and is raced at the rate chosen."""
+    make_demo_shards(copy, text)
+    page = section(TEXTS["records/howto.md"], "A new optimizer")
+    optimizer, row = re.findall(r"(?s)```python\n(.*?)```", page)
+    script = (copy / "train_gpt.py").read_text()
+    place, old_row = "def newton_schulz(", row.replace("SignMomentum", "Muon")
+    assert script.count(place) == script.count(old_row) == 1
+    script = script.replace(place, f"{optimizer}\n{place}").replace(old_row, row)
+    (copy / "my_optimizer.py").write_text(script)
+    rates, race = indented(re.sub("(?s)```.*?```", "", page)).splitlines()
+    bash(copy, rates)
+    assert [len(list(copy.glob(f"records/*_lr{rate}.log"))) for rate in (0.0003, 0.001, 0.003)
+            ] == [1, 1, 1]
+    output = bash(copy, f"{race} --most=1 || [ $? = 4 ]")
+    assert "verdict" in output and "+class SignMomentum" in (
+        copy / "records" / "race_my_optimizer" / "my_optimizer.patch").read_text()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -255,7 +276,7 @@ def program(path: str):
 
 @pytest.mark.parametrize("path, flags", TRAINING, ids=str)
 def test_flags_of_training_exist_and_keep_the_tokens_of_a_step(path, flags):
-    assert (ROOT / path).is_file() or path == "my_record.py"
+    assert (ROOT / path).is_file() or path in ("my_record.py", "my_optimizer.py")
     hp, command = program(path).parse_flags(flags)
     if "micro_batches" in command.named and "model_dim" not in command.named:  # no miniature
         tokens = SPEEDRUN.micro_batches * SPEEDRUN.train_seq_len
@@ -291,7 +312,7 @@ def test_links_and_files_exist(page):
         target = (folder / path).resolve() if path else ROOT / page
         assert target.exists(), link
         assert not anchor or anchor in headings(target.read_text(encoding="utf-8")), link
-    made = {"my_record.py", "<topic>", "race_my_record", "fineweb10B", "my_text"}
+    made = {"my_record.py", "my_optimizer.py", "<topic>", "race_my_record", "fineweb10B", "my_text"}
     for path in re.findall(r"`([\w./<>-]+(?:\.py|\.sh|\.md|\.txt|/))`", TEXTS[page]):
         found = any((where / path).exists() for where in (ROOT, ROOT / "records", folder))
         assert found or made & set(path.split("/")), path
@@ -308,15 +329,6 @@ def test_the_machines_that_are_named_train():
             program(path).check_settings(hp, int(ranks))
 
 
-def test_the_sections_are_the_scripts():
-    rows = table(section(README, "Copy, tweak, race"))
-    assert len(rows) == 6
-    for _, name in rows:
-        title, _, function = name.partition(", `")
-        part = re.search(rf"(?m)^# ---- {re.escape(title)}\b(?s:.*?)(?=^# ---- \d|\Z)", SCRIPT)
-        assert f"def {function.rstrip('`')}" in part[0], name
-
-
 # --------------------------------------------------------------------------------------------------
 # Figures
 
@@ -324,7 +336,7 @@ def figures(folder: Path) -> set[str]:
     """The numbers that a page may give of the runs in a folder: their count, their steps, their
     tokens in millions; medians of seconds and losses, or means and SDs, as the folder's own page
     has it; the targets in its commands, if all runs end at or below; the figures of what they are
-    compared with, which is nanoGPT or the folder without _2026."""
+    compared with, which is nanoGPT or, of a miniature, the folder of train_gpt.py."""
     sides = sorted({path.parent for path in folder.glob("*/*.log")})
     if (folder / "nanogpt.csv").exists() and sides:
         return set().union(*map(figures, sides))
@@ -341,7 +353,7 @@ def figures(folder: Path) -> set[str]:
         found.add(f"{average([run.seconds for run in runs]):.1f}")
     targets = re.findall(r"--target[= ](\d\S*)", page)
     found |= {target for target in targets if max(losses) <= float(target)}
-    theirs = folder.with_name(folder.name.removesuffix("_2026"))
+    theirs = folder.with_name(re.sub("speedrun_2026$|without_memory$", "speedrun", folder.name))
     if theirs != folder and theirs.is_dir():
         ours, theirs = (compare.Side(side.name, logs.read([side])[0], None)
                         for side in (folder, theirs))
@@ -401,16 +413,9 @@ def test_the_ablations_are_those_of_the_verdict(folder):
     assert shown == made.strip()
 
 
-def test_the_worth_of_each_change_is_that_of_its_ablation():
-    changes, ablations = (table(blocks(TEXTS["records/speedrun_2026/README.md"], mark)[0])
-                          for mark in ("changes", "ablation"))
-    worths = [row[-1] for row in changes]
-    assert len(worths) > 5 and len(set(worths)) == len(worths)
-    assert set(worths) <= {f"{row[2]} ({row[-1]})" for row in ablations}
-
-
 def test_the_output_that_is_shown_is_a_logs():
-    shown = README.split("<!-- demo output -->\n```\n")[1].split("\n```")[0].splitlines()
+    page = TEXTS["records/demo/README.md"]
+    shown = page.split("<!-- demo output -->\n```\n")[1].split("\n```")[0].splitlines()
     assert len(shown) <= 12
     lines = [line for line in shown if line != "..."]
     assert len(lines) >= 8
