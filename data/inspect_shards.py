@@ -2,10 +2,13 @@
 
     python data/inspect_shards.py data/fineweb10B/*.bin
     python data/inspect_shards.py data/mine/*.bin --tokenizer bytes
+    python data/inspect_shards.py data/mine/mine_val_*.bin --seen_in data/mine/mine_train_*.bin
 
 Reads every token. Prints for each file: tokens, range of ids, documents and their lengths, and how
 the first document begins. The tokenizer is the one named by NAME.json next to the shards, else
-GPT-2's. Exits with 2 where a shard is bad, and names the defect and the byte.
+GPT-2's. With --seen_in it also prints how many tokens end a run of 32 tokens that stands in those
+shards too: where it is much, validation tests what was learned by heart. Exits with 2 where a shard
+is bad, and names the defect and the byte.
 """
 
 import json
@@ -21,6 +24,7 @@ from data.vocab import END_OF_TEXT, TOKENIZERS, load_tokenizer
 
 SHOWN_TOKENS = 200
 SHOWN_CHARACTERS = 300
+RUN = 32  # tokens, a power of two
 
 
 def tokenizer_of(path: Path) -> str:
@@ -74,18 +78,52 @@ def inspect(path: Path, tokenizer_name: str, vocab_dir=None) -> list[str]:
     return lines
 
 
+def run_hashes(tokens: np.ndarray) -> np.ndarray:
+    """A hash of each RUN consecutive tokens of [n]: [n - RUN + 1], of uint64. A hash of 2 k tokens
+    is made from those of its two halves."""
+    hashes = tokens.astype(np.uint64) + np.uint64(1)
+    size = 1
+    while size < RUN and len(hashes) > size:
+        hashes = hashes[:-size] * np.uint64(0x9E3779B97F4A7C15) + hashes[size:]
+        hashes = (hashes ^ hashes >> np.uint64(29)) * np.uint64(0xBF58476D1CE4E5B9)
+        size *= 2
+    return hashes if size == RUN else hashes[:0]
+
+
+def share_seen(path: Path, others: list[Path]) -> float:
+    """The share of a shard's runs of RUN tokens that stand in the other shards too. Raises
+    UserError."""
+    runs = run_hashes(np.concatenate(list(token_pieces(path))))
+    known = np.unique(runs)
+    seen = np.zeros(len(known), dtype=bool)
+    for other in others:
+        before = np.empty(0, dtype=np.uint16)
+        for piece in token_pieces(other):
+            piece = np.concatenate((before, piece))
+            seen |= np.isin(known, run_hashes(piece))
+            before = piece[1 - RUN:]
+    return float(seen[np.searchsorted(known, runs)].mean()) if len(runs) else 0.0
+
+
 def main(argv=None):
     p = ArgumentParser(description=__doc__)
     p.add_argument("files", nargs="+", type=Path, metavar="FILE", help="token shard")
     p.add_argument("--tokenizer", choices=TOKENIZERS, help="of the shards (see above)")
     p.add_argument("--vocab_dir", metavar="DIR",
                    help="folder with GPT-2's encoder.json and vocab.bpe (downloaded)")
+    p.add_argument("--seen_in", nargs="+", type=Path, default=[], metavar="FILE",
+                   help="shards in which to look for what the others hold")
     args = p.parse_args(argv)
     bad = []
     for path in args.files:
         try:
             tokenizer_name = args.tokenizer or tokenizer_of(path)
             lines = inspect(path, tokenizer_name, args.vocab_dir)
+            for other in args.seen_in:
+                check_shard(other, TOKENIZERS[tokenizer_name].vocab_size)
+            if args.seen_in:
+                lines.append(f"  {share_seen(path, args.seen_in):.2%} of its runs of {RUN} tokens "
+                             f"stand in {len(args.seen_in)} other shard(s) too")
             print("\n".join(lines))
         except UserError as e:
             bad.append(e)

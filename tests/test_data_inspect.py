@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import write_shard
 
@@ -75,3 +76,26 @@ def test_the_tokenizer_comes_from_the_sidecar_or_the_flag(tmp_path, capsys):
             inspect_shards.main([path])
     inspect_shards.main([path, "--tokenizer=bytes"])
     assert "it begins: 'A'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("piece", [8, 50, 10_000])
+def test_what_other_shards_hold_too_is_counted(tmp_path, monkeypatch, capsys, piece):
+    """Two stretches of the first shard, of 70 and 33 tokens, stand in the others; a stretch of 31
+    is too short to count."""
+    monkeypatch.setattr(common, "PIECE_TOKENS", piece)
+    with_sidecar(tmp_path)
+    rng = np.random.default_rng(0)
+    tokens, other, third = (rng.integers(0, 256, 400).tolist() for _ in range(3))
+    other[100:170] = tokens[50:120]
+    other[7:38] = tokens[200:231]
+    third[367:] = tokens[300:333]
+    val, *trains = (write_shard(tmp_path / f"t_{name}.bin", content) for name, content in (
+        ("val_000000", tokens), ("train_000001", other), ("train_000002", third)))
+    runs = {tuple(text[i:i + 32]) for text in (other, third) for i in range(400 - 31)}
+    expected = sum(tuple(tokens[i:i + 32]) in runs for i in range(400 - 31))
+    assert expected == 39 + 2
+    inspect_shards.main([str(val), "--seen_in", *map(str, trains)])
+    assert f"  {expected / 369:.2%} of its runs of 32 tokens stand in 2 other shard(s) too" in (
+        capsys.readouterr().out.splitlines())
+    with pytest.raises(UserError, match="cannot be read"):
+        inspect_shards.main([str(val), "--seen_in", str(tmp_path / "none.bin")])
