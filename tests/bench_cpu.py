@@ -109,7 +109,7 @@ def make_side(path: Path, args, fragment: int, more: list[str]) -> Side:
     name = path.parent.name if path == ATTEMPT else path.name
     flags = recipe_flags(args.recipe, script)
     if args.nanogpt:
-        flags.append("--val_loss_every=6")  # for a curve; the clock stops meanwhile
+        flags.append("--val_loss_every=2")  # for a curve; the clock stops meanwhile
     flags += more
     try:
         hp, _ = script.parse_flags(flags)
