@@ -436,9 +436,9 @@ def about_steps(names, b, comparison):
     sign = -1 if earlier else 1
     percent = [sign * 100 * steps / b.used[0].steps
                for steps in (test["difference"], *(test["interval"] or ()))]
-    between = ", {:.2g} to {:.2g}".format(*sorted(percent[1:])) if test["interval"] else ""
+    between = " ({:.2g} to {:.2g} %)".format(*sorted(percent[1:])) if test["interval"] else ""
     return (f" By the curve of {names[1]}, {names[0]} is {abs(test['difference']):.3g} steps "
-            f"{'earlier' if earlier else 'later'} ({percent[0]:.2g} %{between}).")
+            f"{'earlier' if earlier else 'later'}, {percent[0]:.2g} % of the run{between}.")
 
 def about_power(comparison):
     """What the runs could have shown, or what is still to be done, where they show nothing."""

@@ -125,9 +125,9 @@ def make_side(path: Path, args, fragment: int, more: list[str]) -> Side:
     if not any(mark == "L" and x == "x" for mark, x in zip(hp.windows, hp.attention)):
         window = max(1, window // script.BLOCK // 2) * script.BLOCK  # of short windows alone
     dtype = script.resolve(hp, torch.device("cpu")).dtype
-    more_text = ", and look-ups of what it has read" if hasattr(hp, "memory") else ""
+    look_ups = ", look-ups" if hasattr(hp, "memory") else ""
     return Side(name, f"{len(hp.windows)} layers of width {hp.model_dim}, {dtype}; attention "
-                f"over up to {window} bytes{more_text}, in fragments of {fragment} in random order",
+                f"over {window} bytes{look_ups}, in fragments of {fragment} in random order",
                 flags, [])
 
 

@@ -10,7 +10,7 @@
 #   --minutes=N        the time of the whole call (9); with less, each part has less in proportion
 #   --only=REGEX       only the parts whose names it fits
 #   --out=FOLDER       for the results, at most 8 files below 16 MiB (records/gpu_lease)
-#   --data=FOLDER      of *_train_*.bin and *_val_*.bin (data/lease, else data/fineweb10B)
+#   --data=FOLDER      of *_train_*.bin and *_val_*.bin (data/lease; of stage `all`, data/fineweb10B)
 #   --record=LOG       a log of record 2025-01-26, for its source (without it, no comparison)
 #   --predicted=JSON   {"part": milliseconds}, shown beside what stage 2 measures of each part
 #   --cpu              a rehearsal without a GPU, with small settings
@@ -31,6 +31,7 @@ case $stage in
     data) text=${2:-}; [ -n "$text" ] && text=$(realpath -e -- "$text") || die "data takes a TEXT"
         shift ;;
     1|2|3|all) ;;
+    -h|--help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit ;;
     *) die "name a stage: data, 1, 2, 3 or all; the first lines of $0 say what they are" ;;
 esac
 shift
@@ -82,7 +83,9 @@ lease=("$python" tests/gpu_lease.py)
 gpus=$("${lease[@]}" gpus) || die "$python cannot import torch"
 [ "$gpus" -gt 0 ] || [ -n "$cpu" ] || die "torch sees no CUDA GPU; --cpu rehearses without one"
 if [ -z "$data" ]; then
+    # Whole runs need FineWeb; the rest does with what is there.
     data=$root/data/$([ -d data/lease ] && echo lease || echo fineweb10B)
+    [ "$stage" != all ] || [ ! -d data/fineweb10B ] || data=$root/data/fineweb10B
 fi
 for side in train val; do
     compgen -G "$data/*_${side}_*.bin" > /dev/null || die "$data has no *_${side}_*.bin: first" \

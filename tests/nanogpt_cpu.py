@@ -62,7 +62,7 @@ def side(flags: list[str]) -> Side:
     """nanoGPT, with flags after those of its documented run."""
     values = dict(flag.partition("=")[::2] for flag in [*COMMAND.split(), *flags])
     return Side("nanoGPT", f"{values['--n_layer']} layers of width {values['--n_embd']}, float32; "
-                f"attention over up to {values['--block_size']} bytes, from random places of the "
+                f"attention over {values['--block_size']} bytes, from random places of the "
                 "text", flags, [])
 
 

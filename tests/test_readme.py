@@ -312,7 +312,7 @@ def test_links_and_files_exist(page):
         target = (folder / path).resolve() if path else ROOT / page
         assert target.exists(), link
         assert not anchor or anchor in headings(target.read_text(encoding="utf-8")), link
-    made = {"my_record.py", "my_optimizer.py", "<topic>", "race_my_record", "fineweb10B", "my_text"}
+    made = {"record.txt", "my_record.py", "my_optimizer.py", "<topic>", "race_my_record", "fineweb10B", "my_text"}
     for path in re.findall(r"`([\w./<>-]+(?:\.py|\.sh|\.md|\.txt|/))`", TEXTS[page]):
         found = any((where / path).exists() for where in (ROOT, ROOT / "records", folder))
         assert found or made & set(path.split("/")), path
