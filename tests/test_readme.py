@@ -111,7 +111,8 @@ def make_demo_shards(folder: Path, text: bytes):
 
 def test_the_first_commands(tmp_path):
     """As far as they differ from what other tests run: the clone has what they start."""
-    clone, enter, train, demo, tests = indented(README.split("## Copy, tweak, race")[0]).splitlines()
+    first = README.split("## Copy, tweak, race")[0]
+    clone, enter, train, demo, tests = indented(first).splitlines()
     clone = clone.replace("this_repository", str(ROOT))
     done = subprocess.run(["bash", "-euc", f"{clone}\n{enter}\n./run.sh --help"], cwd=tmp_path,
                           capture_output=True, text=True, check=True)
@@ -312,7 +313,8 @@ def test_links_and_files_exist(page):
         target = (folder / path).resolve() if path else ROOT / page
         assert target.exists(), link
         assert not anchor or anchor in headings(target.read_text(encoding="utf-8")), link
-    made = {"record.txt", "my_record.py", "my_optimizer.py", "<topic>", "race_my_record", "fineweb10B", "my_text"}
+    made = {"record.txt", "my_record.py", "my_optimizer.py",
+            "<topic>", "race_my_record", "fineweb10B", "my_text"}
     for path in re.findall(r"`([\w./<>-]+(?:\.py|\.sh|\.md|\.txt|/))`", TEXTS[page]):
         found = any((where / path).exists() for where in (ROOT, ROOT / "records", folder))
         assert found or made & set(path.split("/")), path
