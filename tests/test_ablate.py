@@ -41,8 +41,8 @@ def parts(new, old=BASE):
 def test_places_that_share_a_name_are_one_part():
     """Here `width`, which is set in one place and used in another one, and in a string."""
     new = changed(BASE, ("rate = 0.1\n", "rate = 0.1\nwidth = 7\n"), ("x + 1", "x + width"),
-                  ("** 2", "** 3"), ("A script.", "Another script."), ("import math\n", "import math"
-                                                                       "  # a word\n"))
+                  ("** 2", "** 3"), ("A script.", "Another script."),
+                  ("import math\n", "import math  # a word\n"))
     found = parts(new)
     assert list(found) == ["width", "loss 9"]
     assert (len(found["width"].places), found["width"].lines) == (2, "-1 +2")
@@ -164,7 +164,8 @@ def test_a_copy_that_does_not_train_is_refused(place, capsys):  # noqa: F811
 
 
 @pytest.mark.parametrize("flags, words", [
-    ([], "does not differ from"), (["--part=a b: --x=1", "--part=a_b: --x=2"], "two parts are called"),
+    ([], "does not differ from"),
+    (["--part=a b: --x=1", "--part=a_b: --x=2"], "two parts are called"),
     (["--part=x"], "expected a name, a colon and flags"),
     (["--level=x"], "invalid number value")])
 def test_wrong_usage_starts_nothing(flags, words, place, capsys):  # noqa: F811
