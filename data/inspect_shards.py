@@ -6,9 +6,9 @@
 
 Reads every token. Prints for each file: tokens, range of ids, documents and their lengths, and how
 the first document begins. The tokenizer is the one named by NAME.json next to the shards, else
-GPT-2's. With --seen_in it also prints how many tokens end a run of 32 tokens that stands in those
-shards too: where it is much, validation tests what was learned by heart. Exits with 2 where a shard
-is bad, and names the defect and the byte.
+GPT-2's. With --seen_in it also prints what share of all runs of 32 tokens stands in those shards
+too: where it is large, validation tests what was learned by heart. Exits with 2 where a shard is
+bad, and names the defect and the byte.
 """
 
 import json

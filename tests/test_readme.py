@@ -210,8 +210,8 @@ def test_a_new_optimizer(copy, text):
     (copy / "my_optimizer.py").write_text(script)
     rates, race = indented(re.sub("(?s)```.*?```", "", page)).splitlines()
     bash(copy, rates)
-    assert [len(list(copy.glob(f"records/*_lr{rate}.log"))) for rate in (0.0003, 0.001, 0.003)
-            ] == [1, 1, 1]
+    assert [len(list(copy.glob(f"records/*_lr{rate}.log"))) for rate in (0.0003, 0.001, 0.003, 0.01)
+            ] == [1, 1, 1, 1]
     output = bash(copy, f"{race} --most=1 || [ $? = 4 ]")
     assert "verdict" in output and "+class SignMomentum" in (
         copy / "records" / "race_my_optimizer" / "my_optimizer.patch").read_text()
@@ -441,13 +441,14 @@ def test_the_verdict_that_is_shown_is_that_of_the_logs(page, name):
 
 
 def test_the_table_of_results_is_that_of_the_logs():
-    """On one machine and torch, as is said above it."""
+    """On one machine and torch, as is said above it, or on those that a row names."""
     page = TEXTS["records/README.md"]
     assert results_table.with_table(page, ROOT / "records") == page
-    assert "All runs were made on two cores of an AMD EPYC with AVX512-BF16, in torch 2.13." in page
+    assert "two cores of an AMD EPYC with AVX512-BF16, in torch 2.13, unless" in page
     runs, _ = logs.read(results_table.tracked_logs(ROOT / "records"))
     for run in runs:
-        assert re.match("2x AMD EPYC.* avx512_bf16", run.hardware) and run.torch[:5] == "2.13."
+        usual = re.match("2x AMD EPYC.* avx512_bf16", run.hardware) and run.torch[:5] == "2.13."
+        assert usual or f"{run.hardware}, torch {run.torch}" in page, run.name
 
 
 @pytest.mark.parametrize("size", [8, 16, 64])
