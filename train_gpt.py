@@ -32,7 +32,6 @@ each one: https://github.com/KellerJordan/modded-nanogpt. Needs torch 2.9.1 or n
 
 import argparse
 import glob
-import hashlib
 import io
 import math
 import os
@@ -46,6 +45,7 @@ import zipfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timedelta, timezone
+from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from typing import Iterator, NamedTuple
@@ -66,9 +66,6 @@ def require(condition, message: str):
     if not condition:
         raise UserError(message)
 
-def sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
 # ---- 1. Settings --------------------------------------------------------------------------------
 
 BLOCK = 128  # tokens; attention masks and windows count in whole blocks
@@ -80,8 +77,9 @@ def flag(default, help: str, min=0, max=10**9, unit=1, pattern=".+"):
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Every field is a flag of the same name. These defaults are the preset `speedrun`; a machine
-    without a GPU starts from the preset `demo` (see PRESETS)."""
+    """Every field is a flag of the same name. These defaults are the preset `speedrun`. They are
+    also those of `demo`, with which a machine without a GPU starts, but for what PRESETS names. A
+    resumed run has the values of its checkpoint, whatever stands here."""
     # The run
     name: str = flag("speedrun", "letters, digits and ._- for the log's name", pattern=r"[\w.-]+")
     records: str = flag("records", "folder for the log and the checkpoints")
@@ -90,7 +88,8 @@ class Hyperparameters:
     save_every: int = flag(500, "steps between checkpoints; 0 saves none, not even at the end")
     val_loss_every: int = flag(125, "steps between validations, besides those at saves and the end")
     # Data. A step trains on micro_batches * train_seq_len tokens, whatever the number of processes.
-    # To fit a smaller memory, lower the length of a sequence and raise their number.
+    # To fit a smaller memory, lower the length of a sequence and raise their number. Compare losses
+    # only between equal val_seq_len and val_tokens: longer sequences cut fewer documents.
     train_files: str = flag("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
     val_files: str = flag("data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
     vocab_size: int = flag(50257, "vocabulary; its last token begins a document", min=2, max=65536)
@@ -108,14 +107,15 @@ class Hyperparameters:
     num_heads: int = flag(6, "query heads; any number, whatever model_dim", min=1, max=2**10)
     num_kv_heads: int = flag(0, "number of key and value heads; 0 stands for num_heads")
     head_dim: int = flag(128, "width of a head", min=16, max=2**10, unit=16)
-    attention_scale: float = flag(0.12, "factor on q @ k, which is within +-head_dim", min=0.001)
+    attention_scale: float = flag(0.12, "factor on q @ k, to be set with head_dim", min=0.001)
     rope_base: float = flag(1024.0, "base of the rotary frequencies", min=1)
     lm_head_softcap: float = flag(15.0, "c: logits z become c * tanh(z / c)", min=0.1, max=1000)
     use_fp8: bool = flag(True, "train the head in FP8 where the GPU can, with dtype bfloat16")
     window_start: int = flag(128, "long window at first, in tokens", min=BLOCK, unit=BLOCK)
     window_end: int = flag(1792, "long window at the end, in tokens", min=BLOCK, unit=BLOCK)
-    # Optimization. Learning rates and the window stretch to num_iterations: if a resumed run gets
-    # more steps, its learning rates rise again. Muon's momentum does not.
+    # Optimization. The schedules of the learning rates and of the window are spread over
+    # num_iterations. If a resumed run gets more steps, its rates jump up again, and its window may
+    # shrink. The schedule of Muon's momentum counts steps alone.
     num_iterations: int = flag(1770, "training steps", max=10**7)
     cooldown_frac: float = flag(0.4, "last fraction of the run, in which rates fall", max=1)
     lr_floor: float = flag(0.1, "what the learning rates fall to, as a share of their peak", max=1)
@@ -128,7 +128,11 @@ class Hyperparameters:
     scalar_lr: float = flag(0.04, "learning rate of vectors and scalars (Adam)")
     adam_beta1: float = flag(0.8, "decay of Adam's mean gradient", max=1 - 1e-9)
     adam_beta2: float = flag(0.95, "decay of Adam's mean square", max=1 - 1e-9)
-    adam_eps: float = flag(1e-10, "Adam's epsilon, for gradients of a step's mean loss", min=1e-30)
+    adam_eps: float = flag(1e-10, "Adam's epsilon; gradients are those of the mean loss", min=1e-30)
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
 
 PRESETS = {
     "speedrun": Hyperparameters(),
@@ -138,9 +142,9 @@ PRESETS = {
         val_tokens=131072, micro_batches=4, windows="SSSL", attention="xx.x", value_embeds="0..0",
         model_dim=128, num_heads=2, head_dim=64, attention_scale=0.2, window_start=256,
         window_end=256, num_iterations=550, muon_lr=0.045, muon_momentum_end=0.75,
-        muon_momentum_steps=0, embed_lr=0.3, adam_beta1=0.3,
-        # With 1e-10, Adam would take full steps on rare bytes, whose gradients are rounding noise.
-        adam_eps=1e-7)}
+        # With an epsilon of 1e-10, Adam would take full steps on rare bytes, whose gradients are
+        # rounding noise.
+        muon_momentum_steps=0, embed_lr=0.3, adam_beta1=0.3, adam_eps=1e-7)}
 
 # ---- 2. Schedules: pure functions of the step ---------------------------------------------------
 
@@ -151,8 +155,9 @@ def tokens_seen(step: int, hp: Hyperparameters) -> int:
 def window_tokens(step: int, hp: Hyperparameters) -> int:
     """The long window in tokens: a whole number of blocks, which grows linearly from zero, but is
     never below window_start."""
-    # As in the record, `grown` ends half a block below window_end, in `speedrun` at 13.5 blocks. It
-    # is rounded up, so the 14th and last block comes after 13 / 13.5 = 96 % of the run.
+    # `grown` is rounded up to whole blocks. As in the record, it ends half a block below
+    # window_end, so that the last block comes before the run ends: in `speedrun`, when `grown`
+    # passes 13 of its 13.5 blocks, after 96 % of the run.
     grown = (hp.window_end - BLOCK / 2) * step / max(1, hp.num_iterations)
     return max(hp.window_start, math.ceil(grown / BLOCK) * BLOCK)
 
@@ -199,12 +204,12 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     def sees(batch, head, query, key):
         return (key <= query) & (document_T[query] == document_T[key])
 
-    # Maps of [query block, key block], without the window yet. If you change `sees`, change these
-    # two as well: FlexAttention asks `sees` about partial blocks only. (An error in all_visible_NN
-    # shows on GPUs alone, since plain_mask asks about every block.) Document numbers never fall, so
+    # Two maps of [query block, key block], without the window yet. Document numbers never fall, so
     # those of a block's first and last token suffice:
     #   some pair is visible   if query block >= key block, and first[query] <= last[key]
     #   all pairs are visible  if query block > key block, and last[query] == first[key]
+    # If you change `sees`, change both maps, for FlexAttention asks `sees` about partial blocks
+    # only. Try that on a GPU: a CPU asks `sees` about every pair, up to the query block's end.
     block_N = torch.arange(len(tokens_T) // BLOCK, dtype=torch.int32, device=tokens_T.device)
     distance_NN = block_N[:, None] - block_N
     first_N = document_T[::BLOCK]
@@ -213,8 +218,9 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     all_visible_NN = (distance_NN > 0) & (last_N[:, None] == first_N)
 
     def ordered(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
-        """For each row, how many blocks it chooses, and the numbers of all blocks, those chosen
-        first: FlexAttention reads no others. The dimensions in front are batch and head."""
+        """For each row, how many blocks are chosen, and a list of all blocks that begins with the
+        chosen ones, in ascending order. FlexAttention reads only these. The two dimensions in front
+        are batch and head."""
         counts_N = chosen_NN.sum(1, dtype=torch.int32)
         order_NN = chosen_NN.int().argsort(descending=True, stable=True).int()
         return counts_N[None, None], order_NN[None, None]
@@ -229,14 +235,6 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     long = window // BLOCK
     return [make_mask(long), make_mask((long // 2).clamp(min=1))]
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
-    """Attention of q [1, H, T, K] to k and v [1, kv heads, T, K] under a mask of build_block_masks.
-    On GPUs it is FlexAttention, which is compiled with the model. FlexAttention has no gradient on
-    CPUs; there, plain_attention computes the same."""
-    if isinstance(mask, BlockMask):
-        return flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)
-    return plain_attention(q, k, v, mask, scale)
-
 def plain_mask(seen_NN: Tensor, sees) -> list[tuple[slice, Tensor]]:
     """The mask for plain_attention, from a map of the key blocks that each query block sees. For
     each query block it has a range of keys, from the first block that it sees to its own end, and a
@@ -244,6 +242,7 @@ def plain_mask(seen_NN: Tensor, sees) -> list[tuple[slice, Tensor]]:
     position_T = torch.arange(len(seen_NN) * BLOCK, device=seen_NN.device)
     mask = []
     for query_T, seen_N in zip(position_T.split(BLOCK), seen_NN):
+        # The first block that it sees is its own, or one before it.
         keys = slice(int(seen_N.nonzero()[0]) * BLOCK, int(query_T[-1]) + 1)
         key_T = position_T[keys]
         visible = seen_N[key_T // BLOCK] & sees(None, None, query_T[:, None], key_T)
@@ -259,6 +258,14 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: list, scale: float) -
         outputs.append(scores.softmax(-1) @ v[:, :, keys])
     return torch.cat(outputs, dim=2)
 
+def attention(q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
+    """Attention of q [1, H, T, K] to k and v [1, kv heads, T, K] under a mask of build_block_masks.
+    On GPUs it is FlexAttention, which is compiled with the model. FlexAttention has no gradient on
+    CPUs; there, plain_attention computes the same. A change to the scores belongs in both."""
+    if isinstance(mask, BlockMask):
+        return flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)
+    return plain_attention(q, k, v, mask, scale)
+
 # ---- 4. FP8 linear ------------------------------------------------------------------------------
 
 # FP8 products take half the time of bf16 ones. A value has 8 bits: e4m3 (up to 448, 3 bits of
@@ -267,10 +274,10 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: list, scale: float) -
 
 # The factors of input, weight and gradient. The input is normed, so |x| <= sqrt(D) = 28 at D = 768,
 # and a factor of 2 leaves room to 448. The weight starts at zero and learns slowly; with 2^9, up to
-# 0.875 fits, and larger weights are clamped. (The weights of a head that is tied to the embedding
-# have size 1: at most 2^6 for them.) The gradient of a mean over T tokens is at most 1 / T; times
-# 2^19, that is 11 at T = 49152. Most gradients are much smaller: a smaller factor would round more
-# of them to zero.
+# 0.875 fits, and larger weights are clamped, in training alone. The gradient of a mean over T
+# tokens is at most 1 / T; times 2^19, that is 11 at T = 49152. Most gradients are much smaller: a
+# smaller factor would round more of them to zero. So factors of their own are due to another layer,
+# to a tied head, whose weights start larger, and to sequences of another order of length.
 FP8_SCALES = (2.0, 2.0**9, 2.0**19)
 
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -324,7 +331,7 @@ class CastedLinear(nn.Module):
 
     zero: the weight starts at zero, so that the layer adds nothing until it has learned something.
     fp8_scales: factors of input, weight and gradient, with which the layer trains in FP8; section 4
-    explains them."""
+    explains them. GPT has the head's, and leaves them out where FP8 is not used."""
 
     def __init__(self, in_features: int, out_features: int, zero=False, fp8_scales=None):
         super().__init__()
@@ -345,10 +352,9 @@ class CastedLinear(nn.Module):
         return F.linear(x, self.weight.type_as(x))
 
 class Rotary(nn.Module):
-    """Rotary positions (arXiv:2104.09864) in the first half of each head's channels. The second
-    half is left alone, so that it can match content at any distance (record 2024-12-17). Channel i
-    is rotated with channel i + K/4. (In the record it is i + K/2, which only numbers the channels
-    in another way.)"""
+    """Rotary positions (arXiv:2104.09864) in the first half of each head's channels, where channel
+    i is rotated with channel i + K/4. The second half is not rotated, so that it can match content
+    at any distance (record 2024-12-17)."""
 
     def __init__(self, head_dim: int, max_seq_len: int, base: float):
         super().__init__()
@@ -372,10 +378,11 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.hp = hp
         self.rotary = rotary
-        # A stack of matrices of equal size, which Muon orthogonalizes one by one:
-        # num_heads / num_kv_heads for the queries, one for the keys and one for the values.
-        parts = hp.num_heads // hp.num_kv_heads + 2
-        self.qkv = nn.Parameter(torch.empty(parts, hp.num_kv_heads * hp.head_dim, hp.model_dim))
+        # A stack of matrices of equal size, which Muon orthogonalizes one by one. Each makes
+        # kv_heads heads: first one or more those of the queries, then one the keys and one the
+        # values.
+        parts = hp.num_heads // hp.kv_heads + 2
+        self.qkv = nn.Parameter(torch.empty(parts, hp.kv_heads * hp.head_dim, hp.model_dim))
         self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim, zero=True)
         self.value_mix = nn.Parameter(torch.tensor([0.5, 0.5]))  # weights of value and embedding
         self.reset_parameters()
@@ -384,7 +391,7 @@ class CausalSelfAttention(nn.Module):
         init_uniform(self.qkv)
 
     def forward(self, x_TD: Tensor, value_embed: Tensor | None, mask) -> Tensor:
-        T, heads, kv_heads = len(x_TD), self.hp.num_heads, self.hp.num_kv_heads
+        T, heads, kv_heads = len(x_TD), self.hp.num_heads, self.hp.kv_heads
         qkv = F.linear(x_TD, self.qkv.flatten(0, 1).type_as(x_TD)).view(T, -1, self.hp.head_dim)
         # Queries and keys are normed and rotated alike; both together take fewer operations.
         qk, v = qkv.split((heads + kv_heads, kv_heads), dim=1)
@@ -428,38 +435,39 @@ class GPT(nn.Module):
     dimensions, such as residual_mix[0], stays bfloat16. Times a vector or a matrix it becomes
     float32: cast these with type_as."""
 
-    # Logits are computed for at most so many tokens at a time, because those of a validation
-    # sequence of 256K tokens take 53 GB. A long training sequence would not save memory by this,
-    # since its backward pass needs all of them.
+    # Logits are computed for at most this many tokens at a time, because those of a validation
+    # sequence of 256K tokens would take 53 GB. Training saves nothing by it, since the backward
+    # pass keeps the logits of all parts.
     LOGITS_TOKENS = 65536
 
     def __init__(self, hp: Hyperparameters, dtype: torch.dtype, flex: bool):
         super().__init__()
-        self.hp = hp = replace(hp, num_kv_heads=hp.num_kv_heads or hp.num_heads)
+        self.hp = hp
         self.flex = flex
         self.end_of_text = hp.vocab_size - 1  # in the shards, each document begins with it
         padded_vocab = math.ceil(hp.vocab_size / 64) * 64  # FP8 products need a multiple of 16
         self.embed = nn.Embedding(padded_vocab, hp.model_dim)
         # Layers marked by the same digit share a value embedding (record 2024-12-08).
         self.value_embeds = nn.ModuleDict({
-            mark: nn.Embedding(padded_vocab, hp.num_kv_heads * hp.head_dim)
+            mark: nn.Embedding(padded_vocab, hp.kv_heads * hp.head_dim)
             for mark in sorted(set(hp.value_embeds) - {"."})})
         rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len), hp.rope_base)
         self.blocks = nn.ModuleList(Block(hp, layer, rotary) for layer in range(len(hp.windows)))
         self.skip_weights = nn.Parameter(torch.ones(len(self.blocks) // 2))
-        # FP8_SCALES has the factor for gradients of the mean loss of one sequence. train_step
-        # divides that loss by micro_batches: gradients are smaller by that, their factor larger.
+        # The factor of gradients in FP8_SCALES is for the mean loss of one sequence. train_step
+        # divides that loss by micro_batches, which makes gradients as many times smaller. So their
+        # factor is multiplied by micro_batches.
         scales = (*FP8_SCALES[:2], FP8_SCALES[2] * hp.micro_batches) if hp.use_fp8 else None
         self.lm_head = CastedLinear(hp.model_dim, padded_vocab, zero=True, fp8_scales=scales)
-        draw_weights(self, hp.seed)
+        draw_weights(self, hp.seed)  # after all modules and parameters are there
         # Embeddings were drawn in float32: what torch draws in bfloat16 depends on its version.
         for embed in (self.embed, *self.value_embeds.values()):
             embed.weight.data = embed.weight.data.to(dtype)
 
     def forward(self, tokens_T: Tensor, targets_T: Tensor, window: Tensor) -> Tensor:
         """The cross-entropy, summed over the tokens and divided by T. Targets of -1 add nothing to
-        the sum. Validation reports this loss as well: what only training shall minimize belongs
-        under `if self.training`."""
+        the sum. Validation reports this loss as well. So a term that only training should minimize
+        belongs under `if self.training`."""
         x_TD = self.features(tokens_T, window)
         total = 0
         for x, targets in zip(x_TD.split(self.LOGITS_TOKENS), targets_T.split(self.LOGITS_TOKENS)):
@@ -506,7 +514,7 @@ def draw_weights(model: nn.Module, seed: int):
         own = set(module.parameters(recurse=False))
         if own - drawn and hasattr(module, "reset_parameters"):
             # torch takes seeds of 64 bits; these are the first 60 bits of the hash.
-            torch.manual_seed(int(sha256(f"{seed} {name}".encode())[:15], 16))
+            torch.manual_seed(int(sha256(f"{seed} {name}".encode()).hexdigest()[:15], 16))
             module.reset_parameters()
             drawn |= own
 
@@ -541,18 +549,18 @@ class World:
     size: int
     device: torch.device
 
-    def divides(self, whole: Tensor) -> bool:
+    def is_divided(self, whole: Tensor) -> bool:
         """Whether the processes divide a tensor among them."""
         return self.size > 1 and whole.ndim > 1 and len(whole) % self.size == 0
 
     def rows(self, whole: Tensor) -> Tensor:
         """This process's rows of a tensor, as a view."""
-        return whole.chunk(self.size)[self.rank] if self.divides(whole) else whole
+        return whole.chunk(self.size)[self.rank] if self.is_divided(whole) else whole
 
     def reduce_scatter(self, whole: Tensor) -> Exchange:
         """Starts to sum a tensor over the processes. The result is this process's rows of the sum,
         in a new tensor. A tensor that is not divided is summed in place, and is the result."""
-        if not self.divides(whole):
+        if not self.is_divided(whole):
             return self.all_reduce(whole)
         local = torch.empty_like(self.rows(whole))
         return Exchange(local, dist.reduce_scatter_single(local, whole, async_op=True))
@@ -560,15 +568,14 @@ class World:
     def all_gather(self, whole: Tensor) -> Exchange:
         """Starts to fill in the rows of a tensor that other processes have computed. It works in
         place: what this process sends are its own rows of the same tensor."""
-        if not self.divides(whole):
+        if not self.is_divided(whole):
             return Exchange(whole)
         return Exchange(whole, dist.all_gather_single(whole, self.rows(whole), async_op=True))
 
     def all_reduce(self, whole: Tensor) -> Exchange:
         """Starts to sum a tensor over the processes, in place."""
-        if self.size == 1:
-            return Exchange(whole)
-        return Exchange(whole, dist.all_reduce(whole, async_op=True))
+        work = dist.all_reduce(whole, async_op=True) if self.size > 1 else None
+        return Exchange(whole, work)
 
 # ---- 7. Optimizers ------------------------------------------------------------------------------
 
@@ -576,8 +583,8 @@ class Optimizer:
     """Trains some parameters. The work is divided among the processes, as in ZeRO
     (arXiv:1910.02054): each updates its part of the parameters.
 
-    An optimizer defines three phases of a step. train_step runs each phase for all optimizers
-    before the next one, so that the exchange of one overlaps the arithmetic of another:
+    A subclass defines three phases of a step. train_step runs each phase for all optimizers before
+    the next one, so that the exchange of one overlaps the arithmetic of another:
         begin()       starts to sum the gradients over the processes
         update(step)  computes the update of this process's rows, and starts to send the result
         finish(step)  waits for the results of the others; Muon then applies all of them
@@ -587,13 +594,15 @@ class Optimizer:
         summed gradient  its own rows, in update()
         parameter        all rows; between Adam's update() and finish(), those of others are stale
         state            tensors for all rows, of which only its own are up to date
-    So what depends on a whole matrix, such as its norm, needs an all_reduce of your own in Adam.
-    Muon has whole matrices in `direction`.
+    So if a change to Adam needs a number of a whole matrix, such as its norm, compute it from this
+    process's rows, and sum it over the processes by world.all_reduce. Muon needs nothing like that:
+    its `direction` gets whole matrices.
 
     What an optimizer remembers from step to step belongs in `state`, under a name; what lies
-    elsewhere is neither saved nor reset after the warmup. state[name] is a list of tensors, one for
-    each parameter and with its rows. A process reads and writes its own rows, world.rows(tensor),
-    which saves time, not memory."""
+    elsewhere is neither saved nor reset after the warmup. It must be there before the first step.
+    state[name] is a list with a tensor for each parameter, which has as many dimensions and rows as
+    the parameter. A process reads and writes only its own rows, world.rows(tensor). That saves
+    time, not memory."""
 
     def __init__(self, params: dict, lr: float, hp: Hyperparameters, world: World):
         self.params = params  # {name: parameter}
@@ -609,8 +618,9 @@ class Optimizer:
         """Fetches the other processes' rows of the state. All processes take part."""
         for tensors in self.state.values():
             for x, p in zip(tensors, self.params.values(), strict=True):
-                # World divides x only if it has rows, as p has. A state [rows] must be [rows, 1].
-                assert (x.shape[:1], x.ndim > 1) == (p.shape[:1], p.ndim > 1), "rows of the state"
+                # Only then does World divide x as it divides p. Of a matrix, a number for each row
+                # must have the shape [rows, 1].
+                assert (x.ndim, x.shape[:1]) == (p.ndim, p.shape[:1]), f"a state of {x.shape}"
                 self.world.all_gather(x).result()
 
 class Adam(Optimizer):
@@ -637,7 +647,7 @@ class Adam(Optimizer):
         mean_squares = [self.world.rows(square) for square in self.state["mean_square"]]
         # AdamW's kernel is Adam's if the weight decay is 0. (A decay here would also shrink vectors
         # and scalars.) For each tensor it takes the number of the step, counted from 1. The empty
-        # list is for AMSGrad.
+        # list is a state that only AMSGrad has.
         steps = [torch.full((), step + 1.0, device=self.world.device)] * len(local)
         torch._fused_adamw_(local, gradients, means, mean_squares, [], steps,
                             lr=self.lr(step), beta1=self.hp.adam_beta1, beta2=self.hp.adam_beta2,
@@ -686,7 +696,8 @@ class Muon(Optimizer):
         self.sum = self.world.reduce_scatter(self.gradients)
 
     def update(self, step: int):
-        self.world.rows(self.updates).copy_(self.direction(self.sum.result().float(), step))
+        gradients = self.sum.result().float()  # of this process's part of the stack
+        self.world.rows(self.updates).copy_(self.direction(gradients, step))
         self.gather = self.world.all_gather(self.updates)
 
     def finish(self, step: int):
@@ -695,15 +706,15 @@ class Muon(Optimizer):
             p.add_(update, alpha=-self.lr(step))
 
     def direction(self, gradients: Tensor, step: int) -> Tensor:
-        """The updates of this process's n matrices of the stack, from their gradients in float32.
-        Matrix i is that of parameter rank * n + i, or padding: for gradients of zero, return finite
-        updates."""
+        """The updates of this process's part of the stack, from its gradients in float32. If the
+        part has n entries, entry i belongs to parameter rank * n + i. Beyond the last parameter,
+        entries are padding: their gradients are zero, and their updates must be finite."""
         beta = muon_momentum(step, self.hp)
         momentum = self.world.rows(self.state["momentum"]).lerp_(gradients, 1 - beta)
         update = gradients.lerp(momentum, beta).to(self.updates.dtype)  # Nesterov: one step ahead
         # Matrices with more rows than columns are scaled up, to change outputs as much as others.
         scale = max(1, update.size(-2) / update.size(-1)) ** 0.5
-        # newton_schulz takes [n, rows, cols]; the update may be [n, 3, rows, cols].
+        # newton_schulz takes [n, rows, cols]. An update of qkv is [n, 3, rows, cols].
         return scale * self.orthogonalize(update.flatten(0, -3)).view_as(update)
 
     def gather_state(self):
@@ -730,9 +741,10 @@ def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> lis
     place in a row's pattern. A new vector or scalar does not: those that fit no row are trained by
     Adam with scalar_lr.
 
-    A parameter belongs to the first row whose pattern fits its whole name, and each row must get at
-    least one. Those of one row and one shape share an optimizer, so Muon can stack them. Frozen
-    parameters, which need no gradient, are left out. The log says what each optimizer trains."""
+    A parameter belongs to the first row whose pattern fits its whole name. So a new layer of a
+    block goes to Muon if it is called proj or fc. Each row must get at least one. Those of one row
+    and one shape share an optimizer, so Muon can stack them. Frozen parameters, which need no
+    gradient, are left out. The log says what each optimizer trains."""
     # Shapes in `speedrun`: head and embeddings [50304, 768]; qkv [3, 768, 768], attention's proj
     # [768, 768], the MLP's fc [3072, 768] and its proj [768, 3072].
     table = [
@@ -780,7 +792,7 @@ def find_shards(pattern: str) -> list[Shard]:
         expected = (SHARD_MAGIC, 1, SHARD_HEADER_BYTES + 2 * tokens)
         require((magic, version, len(data)) == expected, problem)
         ends = data[:2**16].tobytes() + data[-2**16:].tobytes()
-        shards.append(Shard(path, tokens, sha256(ends)[:16]))
+        shards.append(Shard(path, tokens, sha256(ends).hexdigest()[:16]))
     require(shards, f"no file matches {pattern}: ./run.sh makes or fetches a preset's data, and "
             "data/tokenize_text.py makes shards of other data")
     return shards
@@ -792,7 +804,7 @@ def read_tokens(path: str, start: int, count: int, vocab_size: int) -> Tensor:
     with open(path, "rb") as f:
         f.seek(SHARD_HEADER_BYTES + 2 * start)
         require(f.readinto(tokens.numpy()) == tokens.nbytes, f"{path} has become shorter")
-    largest = tokens.numpy().max()  # NumPy's one thread; torch's would slow training down
+    largest = tokens.numpy().max()  # by NumPy, since torch's threads would slow training down
     require(largest < vocab_size, f"{path} holds the token {largest}, which is not below "
             f"--vocab_size={vocab_size}; data/inspect_shards.py says where")
     return tokens
@@ -800,10 +812,13 @@ def read_tokens(path: str, start: int, count: int, vocab_size: int) -> Tensor:
 def step_starts(shards: list[Shard], hp: Hyperparameters) -> Iterator[tuple[Shard, int]]:
     """(shard, the first token in it that a step reads), for step after step as long as the data
     last. What is too short for a step at a shard's end is left out. Each further pass over the
-    shards begins a block later, so that it cuts the text at other places."""
+    shards begins a block later, so that it cuts the text at other places.
+
+    Every process goes through this by itself, and a resumed run again. So an order of your own must
+    follow from the arguments alone: shuffle by a generator that hp.seed seeds."""
     for epoch in range(hp.epochs):
         for shard in shards:
-            start = (epoch * BLOCK) % hp.train_seq_len
+            start = (epoch * BLOCK) % hp.train_seq_len  # at most a sequence is left out in front
             # Below, not equal: the last target is one token further.
             while (end := start + hp.micro_batches * hp.train_seq_len) < shard.tokens:
                 yield shard, start
@@ -851,7 +866,8 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
         micro_loss.backward()
         loss += micro_loss.detach()
     # Until begin() has summed it, a gradient is that of this process's share alone. To clip by the
-    # norm of all gradients would need a phase of its own after begin().
+    # norm of all gradients would need a phase of its own after begin(). Gradients are cleared
+    # below, also those of an optimizer that skips this step.
     with torch.no_grad():
         for optimizer in optimizers:
             optimizer.begin()
@@ -864,7 +880,7 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
 
 @torch.no_grad()
 def evaluate(model, sequences: list, step: int, hp: Hyperparameters, world: World) -> float:
-    """The mean loss in nats over the validation tokens of all processes."""
+    """The mean loss in nats over the validation tokens of all processes, which all take part."""
     model.eval()
     window = window_tensor(step, hp, world.device)
     total = torch.zeros((), dtype=torch.float64, device=world.device)
@@ -885,7 +901,8 @@ def gather_training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict
         optimizer.gather_state()
         for name, entries in optimizer.state.items():
             kind = f"{type(optimizer).__name__} {name}"
-            state.setdefault(kind, {}).update(zip(optimizer.params, entries))  # without padding
+            # A stack of Muon's is read entry by entry. zip ends before its padding.
+            state.setdefault(kind, {}).update(zip(optimizer.params, entries))
     return state
 
 @torch.no_grad()
@@ -894,8 +911,8 @@ def load_training_state(saved: dict | None, model: nn.Module, optimizers: list, 
     model and the optimizers of every process. All take part; the others may pass None."""
     state = gather_training_state(model, optimizers)
     if world.rank == 0:
-        here, there = ({(kind, name, *tensor.shape) for kind, tensors in each.items()
-                        for name, tensor in tensors.items()} for each in (state, saved))
+        here = {(kind, name, *x.shape) for kind in state for name, x in state[kind].items()}
+        there = {(kind, name, *x.shape) for kind in saved for name, x in saved[kind].items()}
         require(here == there, "the checkpoint does not fit the script: only the script has "
                 f"{sorted(here - there)[:1]}, only the checkpoint has {sorted(there - here)[:1]}")
     for kind, tensors in state.items():
@@ -919,7 +936,8 @@ def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: Worl
         # As in a batch, the targets begin at an aligned address. tokens[1:] itself does not, and
         # would compile to another program.
         return tokens[:-1].int(), tokens[1:].clone()
-    # Look for parameters without a gradient here, since train_step clears the gradients.
+    # A backward pass of its own shows which parameters get a gradient, since train_step clears all.
+    # That of train_step then adds to these gradients, as that of a second micro-batch does.
     model(*random_sequence(hp.train_seq_len), window_tensor(0, hp, world.device)).backward()
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     require(not unused, f"no gradient reaches {', '.join(unused)}: use, freeze or remove it")
@@ -938,6 +956,7 @@ def world_of_this_process() -> World:
     """As torchrun describes it in the environment; without torchrun this process is alone."""
     rank, local_rank, size = (int(os.environ.get(name, default)) for name, default in
                               (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+    # srun alone starts several copies of this script, and tells them nothing that torch reads.
     require("WORLD_SIZE" in os.environ or os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1",
             "these processes do not know of each other: let srun start torchrun, once on each node")
     if not torch.cuda.is_available():
@@ -1024,8 +1043,7 @@ def resolve(hp: Hyperparameters, device: torch.device) -> Hyperparameters:
 
 def check_settings(hp: Hyperparameters, world_size: int):
     """Refuses settings that make no sense alone or together."""
-    for f in fields(hp):
-        value = getattr(hp, f.name)
+    for f, value in zip(fields(hp), asdict(hp).values()):
         low, high, unit, pattern = f.metadata["limits"]
         if isinstance(value, str):
             require(re.fullmatch(pattern, value), f"--{f.name}={value} is not {f.metadata['help']}")
@@ -1054,16 +1072,18 @@ class Plan:
     seconds: float = 0.0  # of training time before it
 
     def data_read(self, step: int) -> str:
-        """A hash of the tokens that the steps before this one have trained on."""
+        """A hash of what the steps before this one have read: the shards' fingerprints, the places
+        in them, and the number of tokens."""
         steps = islice(step_starts(self.train_shards, self.hp), step)
         starts = [(shard.fingerprint, start) for shard, start in steps]
-        return sha256(f"{starts} {tokens_seen(step, self.hp)}".encode())
+        return sha256(f"{starts} {tokens_seen(step, self.hp)}".encode()).hexdigest()
 
 def prepare(hp: Hyperparameters, command, script: str, world: World, saved: dict | None) -> Plan:
     """Finds the data and makes every check that needs no training. A resumed run has the settings
     of what was saved in its checkpoint, except those that the command line names. Raises
     UserError."""
     if saved:
+        # No setting is left to this script's defaults, and none of the checkpoint's is dropped.
         own = asdict(hp).keys()
         given = saved["settings"].keys() | command.named.keys()
         require(own == given, f"--resume: {sorted(own ^ given)} are settings of only the script or "
@@ -1074,11 +1094,11 @@ def prepare(hp: Hyperparameters, command, script: str, world: World, saved: dict
 
     train_shards = find_shards(hp.train_files)
     val_shards = find_shards(hp.val_files)
-    paths = {}
+    shards = {}
     for shard in train_shards + val_shards:
-        require(shard.fingerprint not in paths, f"{shard.path} has the same tokens as "
-                f"{paths.get(shard.fingerprint)}: name each shard once, to train or to validate")
-        paths[shard.fingerprint] = shard.path
+        first = shards.setdefault(shard.fingerprint, shard)
+        require(shard is first, f"{shard.path} has the same tokens as {first.path}: name each "
+                "shard once, to train or to validate")
     available = sum(shard.tokens for shard in val_shards) - 1  # the first token is not predicted
     hp = replace(hp, val_tokens=hp.val_tokens or available)
     require(0 < hp.val_tokens <= available, f"--val_files={hp.val_files} has {available} tokens to "
@@ -1149,9 +1169,9 @@ class RunLog:
     def write_loss(self, kind: str, step: int, loss: float, seconds: float):
         """Writes the line of a loss after `step` updates and `seconds` of training. A loss that is
         not finite ends the run."""
-        # The line ends with the rate and the window of the schedules. A val_loss at step n is that
-        # of the weights after n updates, with the schedules of n; a train_loss at step n was
-        # computed just before the n-th update, with those of n - 1.
+        # The line ends with the schedules' rate and window. A val_loss at step n is that of the
+        # weights after n updates, and uses the schedules of n. The train_loss at step n is that of
+        # the n-th call of train_step. As these calls are counted from 0, it used those of n - 1.
         scheduled = step if kind == "val_loss" else step - 1
         average = f"{1000 * seconds / step:.2f}" if step else "nan"
         self.write(f"step:{step}/{self.hp.num_iterations} {kind}:{loss:.4f} "
@@ -1183,7 +1203,7 @@ def environment(plan: Plan, world: World) -> list[str]:
     if plan.checkpoint:
         lines.append(f"resumed: {plan.checkpoint.absolute()} at step {plan.step}")
     newlines = plan.script.count("\n")
-    lines.append(f"script: sha256 {sha256(plan.script.encode())} {newlines} lines")
+    lines.append(f"script: sha256 {sha256(plan.script.encode()).hexdigest()} {newlines} lines")
     return [" ".join(line.split()) for line in lines]  # a name with a line break stays one line
 
 class StepClock:
@@ -1236,16 +1256,17 @@ def save_checkpoint(step: int, seconds: float, model, optimizers, plan: Plan, lo
     worked. A failure does not end the run; if `warn` is true, a line says why.
 
     The file is written as `unfinished` and then gets a checkpoint's name, so that what has such a
-    name is whole. The two newest are kept. If a run is killed while it saves, `unfinished` stays;
-    you may delete it. All processes take part; the first one writes, while the others wait for it
-    in the next step (see TIMEOUT)."""
+    name is whole. (If the power fails, it may not be, but then a checksum is wrong.) The two
+    newest are kept. If a run is killed while it saves, `unfinished` stays; you may delete it. All
+    processes take part; the first one writes, while the others wait for it in the next step (see
+    TIMEOUT)."""
     state = gather_training_state(model, optimizers)
     if log.file is None:
         return True  # only the first process knows whether it was saved
     path = log.path.with_suffix("") / f"step{step:08}.pt"
     unfinished = path.with_name("unfinished")
     saved = dict(step=step, seconds=seconds, settings=asdict(plan.hp), state=state,
-                 script=sha256(plan.script.encode()), data_read=plan.data_read(step))
+                 script=sha256(plan.script.encode()).hexdigest(), data_read=plan.data_read(step))
     file = io.BytesIO()  # written first into memory, so that errors below are the disk's
     torch.save(saved, file)
     try:
@@ -1278,7 +1299,7 @@ def main(argv: list[str]):
         saved = read_checkpoint(command.resume) if command.resume else None
         plan = prepare(hp, command, script, world, saved)
     if command.check:
-        world = World(0, 1, world.device)
+        world = World(0, 1, world.device)  # this process goes on as if it were alone
     elif world.size > 1:
         plan = connect(plan, script, world)
     hp = plan.hp
@@ -1288,7 +1309,8 @@ def main(argv: list[str]):
     torch.manual_seed(hp.seed)  # for modules of yours that draw weights without reset_parameters
     # To debug on a GPU without the compiler, set TORCH_COMPILE_DISABLE=1. Attention is then that of
     # a CPU, because FlexAttention would ignore the lists of blocks.
-    compiles = cuda and not {"TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"} & os.environ.keys()
+    switches = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
+    compiles = cuda and "1" not in map(os.environ.get, switches)
     model = GPT(hp, getattr(torch, hp.dtype), flex=compiles).to(world.device)
     optimizers = build_optimizers(model, hp, world)
     if plan.checkpoint:
@@ -1302,14 +1324,15 @@ def main(argv: list[str]):
     try:
         log.write(f"log: {log.path}")
         log.write(f"to resume: {sys.argv[0]} --resume=FILE, with the FILE of a `checkpoint:` line")
-        if saved and saved["script"] != sha256(script.encode()):
+        if saved and saved["script"] != sha256(script.encode()).hexdigest():
             log.write("changed: the script is not the one that saved the checkpoint")
         log.write(f"model: {sum(p.numel() for p in model.parameters())} parameters; "
                   f"{hp.micro_batches} x {hp.train_seq_len} tokens a step, {world.size} rank(s)")
         log.write("\n".join(f"{type(each).__name__}, lr {each.peak_lr}: {', '.join(each.params)}"
                             for each in optimizers), console=False)
 
-        # What comes before the clock. (A run on a CPU takes minutes; compiling would not pay.)
+        # What comes before the clock. This compiles calls of the model in place, so that names in
+        # checkpoints stay as they are. Calls of its methods, such as features, are not compiled.
         if compiles:
             model.compile(dynamic=False, fullgraph=True)
         batches_of_steps = train_batches(plan.train_shards, hp, world, plan.step)
@@ -1326,15 +1349,16 @@ def main(argv: list[str]):
             save_due = step > 0 and hp.save_every > 0 and (last or step % hp.save_every == 0)
             val_due = hp.val_loss_every > 0 and step % hp.val_loss_every == 0
             # A save is preceded by a validation, which ends the run if the loss is not finite, so
-            # that such weights are never saved. A resumed run repeats the saved step's validation.
+            # that such weights are never saved. With the same flags, a resumed run repeats the
+            # validation of the step that was saved.
             if last or save_due or val_due:
-                clock.stop()
                 for entry in clock.read_losses(keep=0):
                     log.write_loss("train_loss", *entry)
+                clock.stop()
                 val_loss = evaluate(model, val_sequences, step, hp, world)
                 log.write_loss("val_loss", step, val_loss, clock.seconds)
                 if save_due and step > plan.step:
-                    # A failure is reported if the save before it worked, or at the last step.
+                    # Of several failures in a row the first is reported, and that of the last step.
                     is_saved = save_checkpoint(step, clock.seconds, model, optimizers, plan, log,
                                                warn=is_saved or last)
                 clock.start()

@@ -58,7 +58,7 @@ def test_places_that_share_a_name_are_one_part():
 def test_marks_draw_the_lines_between_parts():
     """Two marks in one place of added lines; a place without a mark follows the name it shares."""
     new = changed(BASE, ("    y = x + 1\n", "    y = x + 1\n    y = y + 2  # part: two\n"
-                                            "    z = 3  # part: three\n    y = y + z  # part: three\n"),
+                         "    z = 3  # part: three\n    y = y + z  # part: three\n"),
                   ("** 2", "** 2 + len(str(z))"), ("y * rate", "y * rate * 2"))
     found = parts(new)
     assert list(found) == ["two", "three", "model 9"]

@@ -212,8 +212,8 @@ def test_what_is_unequal_is_said_first(tmp_path):
     found = compared(a, b)
     assert found["unequal"] == ["50 % more tokens", "50 % more steps", "10 % more parameters"]
     extent = "50 % more tokens, 50 % more steps, 10 % more parameters"
-    assert found["verdict"].startswith(f"Unequal: A has {extent}. A is better than B at {extent} (A - B"
-                                       " = -0.1001 nats a token, p = ")
+    assert found["verdict"].startswith(f"Unequal: A has {extent}. A is better than B at {extent} "
+                                       "(A - B = -0.1001 nats a token, p = ")
     same = write(tmp_path / "c", GOOD, notes=["model: 1000 parameters; 8 x 1024 tokens a step"])
     assert compared(same, b)["unequal"] == [] and "Unequal" not in verdict_of(same, b)
     elsewhere = write(tmp_path / "d", GOOD, hyper={"val_tokens": 99}, env={"ranks": 4})
@@ -347,8 +347,8 @@ def test_the_time_to_the_target_is_tested_where_all_reach_it(tmp_path):
     times = [[run.reached[1] for run in side_of("A", folder).used] for folder in (a, b)]
     assert found["reached"] == [4, 4] and found["means"] == pytest.approx(np.mean(times, axis=1))
     assert found["seconds"]["p"] == pytest.approx(stats.ttest_rel(*times).pvalue)
-    assert ("To 3.28 it takes A 20.1 s and B 25.3 s of training. There, A is faster than B (-5.24 s, "
-            "-20.7 %, p = 3.8e-05).") in verdict_of(a, b)
+    assert ("To 3.28 it takes A 20.1 s and B 25.3 s of training. There, A is faster than B (-5.24 "
+            "s, -20.7 %, p = 3.8e-05).") in verdict_of(a, b)
     b = write(tmp_path / "b", [3.3, *GOOD[1:]], ms=(100.0, 103.0))
     assert "A reaches 3.28 in 4 of 4 runs, B in 3 of 4." in verdict_of(a, b)
 

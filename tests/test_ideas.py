@@ -1,5 +1,5 @@
-"""records/ideas.py: the ledger of what was raced, and what survives that so much was tried; and that
-git takes a race that was moved to a topic."""
+"""records/ideas.py: the ledger of what was raced, and what survives that so much was tried; and
+that git takes a race that was moved to a topic."""
 
 import subprocess
 

@@ -261,8 +261,8 @@ def test_a_gain_with_more_tokens_is_not_kept(place):
     assert run_race(place) == 3
     row = verdicts(place)["record"]
     assert (row["decision"], row["tokens"], row["baseline_tokens"]) == ("better", 10, 5)
-    assert row["why"].startswith("Unequal: record has 100 % more tokens. record is better than base "
-                                 "at 100 % more tokens (")
+    assert row["why"].startswith("Unequal: record has 100 % more tokens. record is better than "
+                                 "base at 100 % more tokens (")
 
 
 def test_a_difference_that_is_not_worth_more_pairs(place):
@@ -329,7 +329,8 @@ def test_a_dishonest_copy_may_be_raced_and_the_verdict_says_so_first(place, caps
     flags = ["--only_ours=--muon_lr=13", "--dishonest"]
     assert run_race(place, "--most=1", *flags) == 4
     assert run_race(place, *flags) == 3
-    assert verdicts(place)["record"]["decision"] == "better" and not verdicts(place)["record"]["keep"]
+    found = verdicts(place)["record"]
+    assert found["decision"] == "better" and not found["keep"]
     seen = f"{place}/record.py: not honest: the loss of token 7 changes by 0.5\n"
     folder = place / "records" / "race_record"
     assert (folder / "verdict.txt").read_text().startswith(seen)
@@ -351,8 +352,8 @@ def test_a_flag_that_only_the_copy_knows(place, capsys):
     (place / "record.py").write_text(STAND_IN.replace("muon_lr=1.0", "muon_lr=1.0, z_loss=0.1"))
     assert run_race(place, "--z_loss=0.2") == 2
     assert capsys.readouterr().err.splitlines()[-1].endswith(
-        "base.py fails in a run of 1 step, whose output is above; flags that only the copies know go "
-        "into --only_ours")
+        "base.py fails in a run of 1 step, whose output is above; flags that only the copies know "
+        "go into --only_ours")
     assert run_race(place, "--only_ours=--z_loss=0.2", "--most=1") == 4
 
 
@@ -371,7 +372,8 @@ def test_a_run_that_fails_is_run_again_by_the_same_command(place, capsys):
     out = capsys.readouterr()
     assert "no space" in out.err
     assert re.search(r"error: \S+/base\.py failed with seed 2", out.err)
-    (place / "launch.py").write_text(fails.replace("if", "if 'record.py' in sys.argv[1] and") + LAUNCHER)
+    fails = fails.replace("if", "if 'record.py' in sys.argv[1] and")
+    (place / "launch.py").write_text(fails + LAUNCHER)
     assert run_race(place, "--most=2") == 2
     assert re.search(r"error: \S+/record\.py failed with seed 2", capsys.readouterr().err)
     assert verdicts(place)["record"]["decision"] == "broken"

@@ -169,7 +169,7 @@ def test_the_pairs_that_would_decide_it():
 
 
 def test_p_values_adjusted_for_their_number_against_an_example():
-    """Of three, the smallest counts three times, the next one twice, and none less than the last."""
+    """Of three, the smallest counts three times, the next twice, and none less than the next."""
     assert stats.adjusted([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
     assert stats.adjusted([0.9, 0.8]) == [1, 1] and stats.adjusted([]) == []
     gain = {"difference": -1.0, "p": 0.006, "E": None, "adjusted": 0.018}
