@@ -5,8 +5,8 @@
     python tests/bench_tokens.py english.jsonl.xz --shards=data/mini      only makes the data
 
 Both scripts train their preset `speedrun`, with their own layer tables, schedules and ratios of
-batch sizes, but at a width of 64 and with sequences of 512 tokens. The learning rates are those
-that were best for each at this size (MINI). A token is one of GPT-2's first 2,047; --vocab_dir
+batch sizes, but at a width of 64 and with sequences of 512 tokens. Learning rates, and a few more
+settings, are those that were best for each at this size (MINI). A token is one of GPT-2's first 2,047; --vocab_dir
 names the folder of its files, where they cannot be downloaded. The text is lines of JSON with a
 document each in the field `text`, and may be compressed. Its first documents are for choosing
 settings (--tune validates on them), the next ones validate, and all others train, in one pass.
@@ -48,7 +48,9 @@ MINI = {
     "both": """--model_dim=64 --num_heads=2 --head_dim=32 --attention_scale=0.2 --vocab_size=2048
         --train_seq_len=512 --val_seq_len=4096 --val_tokens=131072 --val_loss_every=150
         --save_every=0 --dtype=bfloat16""",
-    "speedrun": "--micro_batches=3 --window_end=512 --muon_lr=0.025",
+    "speedrun": """--micro_batches=3 --window_end=512 --cooldown_frac=0.6 --muon_lr=0.025
+        --muon_momentum_end=0.9 --head_lr=0.012 --embed_lr=0.45 --scalar_lr=0.03 --adam_beta1=0.65
+        --adam_beta2=0.99 --lm_head_softcap=20""",
     "speedrun_2026": """--micro_batches=1 --stages=1:1:128,2:1.52:256,3:1.73:384
         --pair_rows=15360 --memory_rows=131072 --muon_lr=0.01 --head_lr=0.024 --embed_lr=0.7
         --scalar_lr=0.03""",
