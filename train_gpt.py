@@ -77,9 +77,10 @@ def flag(default, help: str, min=0, max=10**9, unit=1, pattern=".+"):
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Every field is a flag of the same name. These defaults are the preset `speedrun`. They are
-    also those of `demo`, with which a machine without a GPU starts, but for what PRESETS names. A
-    resumed run has the values of its checkpoint, whatever stands here."""
+    """Every field is a flag of the same name. These defaults are the preset `speedrun`. The preset
+    `demo`, which is the default on a machine without a GPU, changes only what PRESETS lists; so a
+    default that you change here may change in `demo` too. A resumed run takes all values from its
+    checkpoint."""
     # The run
     name: str = flag("speedrun", "letters, digits and ._- for the log's name", pattern=r"[\w.-]+")
     records: str = flag("records", "folder for the log and the checkpoints")
@@ -156,14 +157,14 @@ def window_tokens(step: int, hp: Hyperparameters) -> int:
     """The long window in tokens: a whole number of blocks, which grows linearly from zero, but is
     never below window_start."""
     # `grown` is rounded up to whole blocks. As in the record, it ends half a block below
-    # window_end, so that the last block comes before the run ends: in `speedrun`, when `grown`
-    # passes 13 of its 13.5 blocks, after 96 % of the run.
+    # window_end. So the last block gets half as many steps as the others: in `speedrun`, where
+    # `grown` ends at 13.5 blocks, the window has 14 blocks in the last 4 % of the run.
     grown = (hp.window_end - BLOCK / 2) * step / max(1, hp.num_iterations)
     return max(hp.window_start, math.ceil(grown / BLOCK) * BLOCK)
 
 def window_tensor(step: int, hp: Hyperparameters, device: torch.device) -> Tensor:
-    """The long window as a tensor, which can change without a recompile. torch.full does not wait
-    for the device, as torch.tensor would, which copies the number there."""
+    """The long window as a tensor, which can change without a recompile. It is made by torch.full,
+    since torch.tensor would copy the number to the device, and wait for that."""
     return torch.full((), window_tokens(step, hp), dtype=torch.int32, device=device)
 
 def lr_scale(step: int, hp: Hyperparameters) -> float:
@@ -208,8 +209,9 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     # those of a block's first and last token suffice:
     #   some pair is visible   if query block >= key block, and first[query] <= last[key]
     #   all pairs are visible  if query block > key block, and last[query] == first[key]
-    # If you change `sees`, change both maps, for FlexAttention asks `sees` about partial blocks
-    # only. Try that on a GPU: a CPU asks `sees` about every pair, up to the query block's end.
+    # If you change `sees`, change both maps, because FlexAttention asks `sees` about partial blocks
+    # only. Test the change on a GPU: a CPU never uses all_visible_NN, so a mistake in it does not
+    # show there. Nor does a CPU ever look at keys beyond the end of the query's block.
     block_N = torch.arange(len(tokens_T) // BLOCK, dtype=torch.int32, device=tokens_T.device)
     distance_NN = block_N[:, None] - block_N
     first_N = document_T[::BLOCK]
@@ -218,9 +220,9 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     all_visible_NN = (distance_NN > 0) & (last_N[:, None] == first_N)
 
     def ordered(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
-        """For each row, how many blocks are chosen, and a list of all blocks that begins with the
-        chosen ones, in ascending order. FlexAttention reads only these. The two dimensions in front
-        are batch and head."""
+        """For each row, the number of chosen blocks, and a list of all blocks in which the chosen
+        ones come first, in ascending order. FlexAttention reads only the chosen ones. The two
+        dimensions in front are batch and head."""
         counts_N = chosen_NN.sum(1, dtype=torch.int32)
         order_NN = chosen_NN.int().argsort(descending=True, stable=True).int()
         return counts_N[None, None], order_NN[None, None]
@@ -242,7 +244,7 @@ def plain_mask(seen_NN: Tensor, sees) -> list[tuple[slice, Tensor]]:
     position_T = torch.arange(len(seen_NN) * BLOCK, device=seen_NN.device)
     mask = []
     for query_T, seen_N in zip(position_T.split(BLOCK), seen_NN):
-        # The first block that it sees is its own, or one before it.
+        # A block always sees itself, so there is a first block that it sees.
         keys = slice(int(seen_N.nonzero()[0]) * BLOCK, int(query_T[-1]) + 1)
         key_T = position_T[keys]
         visible = seen_N[key_T // BLOCK] & sees(None, None, query_T[:, None], key_T)
@@ -273,11 +275,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
 # Each value is multiplied by a factor before its cast, and the product is divided by both factors.
 
 # The factors of input, weight and gradient. The input is normed, so |x| <= sqrt(D) = 28 at D = 768,
-# and a factor of 2 leaves room to 448. The weight starts at zero and learns slowly; with 2^9, up to
-# 0.875 fits, and larger weights are clamped, in training alone. The gradient of a mean over T
-# tokens is at most 1 / T; times 2^19, that is 11 at T = 49152. Most gradients are much smaller: a
-# smaller factor would round more of them to zero. So factors of their own are due to another layer,
-# to a tied head, whose weights start larger, and to sequences of another order of length.
+# and a factor of 2 leaves room to 448. The weight starts at zero and learns slowly. With a factor
+# of 2^9, weights up to 0.875 fit. Training clamps larger ones; validation, which is not in FP8,
+# does not. The gradient of a mean over T tokens is at most 1 / T; times 2^19, that is 11 at
+# T = 49152. Most gradients are much smaller, and a smaller factor would round more of them to zero.
+# (GPT also multiplies it by micro_batches.) Choose other factors for another layer, for a head that
+# is tied to the embedding (its weights start larger), and for a very different T.
 FP8_SCALES = (2.0, 2.0**9, 2.0**19)
 
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -331,7 +334,9 @@ class CastedLinear(nn.Module):
 
     zero: the weight starts at zero, so that the layer adds nothing until it has learned something.
     fp8_scales: factors of input, weight and gradient, with which the layer trains in FP8; section 4
-    explains them. GPT has the head's, and leaves them out where FP8 is not used."""
+    explains them. GPT gives them to the head alone, and only if FP8 is used.
+
+    What a constructor does to a weight has no effect: draw_weights calls reset_parameters later."""
 
     def __init__(self, in_features: int, out_features: int, zero=False, fp8_scales=None):
         super().__init__()
@@ -359,7 +364,8 @@ class Rotary(nn.Module):
     def __init__(self, head_dim: int, max_seq_len: int, base: float):
         super().__init__()
         frequencies = base ** -torch.linspace(0, 1, head_dim // 4, dtype=torch.float64)
-        # In float32, angles of late positions would be inexact. [T, 1, K / 4]
+        # The angles [T, 1, K / 4] are computed in float64, since those of late positions would be
+        # inexact in float32.
         angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float64), frequencies)[:, None]
         self.register_buffer("cos", angles.cos().float(), persistent=False)
         self.register_buffer("sin", angles.sin().float(), persistent=False)
@@ -378,9 +384,9 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.hp = hp
         self.rotary = rotary
-        # A stack of matrices of equal size, which Muon orthogonalizes one by one. Each makes
-        # kv_heads heads: first one or more those of the queries, then one the keys and one the
-        # values.
+        # A stack of matrices of equal size, which Muon orthogonalizes one by one. Each computes
+        # kv_heads heads. The first num_heads / kv_heads matrices compute the queries, the next one
+        # the keys, and the last one the values.
         parts = hp.num_heads // hp.kv_heads + 2
         self.qkv = nn.Parameter(torch.empty(parts, hp.kv_heads * hp.head_dim, hp.model_dim))
         self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim, zero=True)
@@ -595,14 +601,15 @@ class Optimizer:
         parameter        all rows; between Adam's update() and finish(), those of others are stale
         state            tensors for all rows, of which only its own are up to date
     So if a change to Adam needs a number of a whole matrix, such as its norm, compute it from this
-    process's rows, and sum it over the processes by world.all_reduce. Muon needs nothing like that:
-    its `direction` gets whole matrices.
+    process's rows, and, if world.is_divided(p), sum it by world.all_reduce(x).result(). (Without
+    the result's wait it would be a race.) Muon needs nothing like that: its `direction` gets whole
+    matrices.
 
-    What an optimizer remembers from step to step belongs in `state`, under a name; what lies
-    elsewhere is neither saved nor reset after the warmup. It must be there before the first step.
-    state[name] is a list with a tensor for each parameter, which has as many dimensions and rows as
-    the parameter. A process reads and writes only its own rows, world.rows(tensor). That saves
-    time, not memory."""
+    What an optimizer remembers from step to step belongs in `state`, under a name, and is created
+    in the constructor. Anything kept elsewhere is neither saved nor reset after the warmup.
+    state[name] is a list with one tensor per parameter. Each tensor has as many dimensions and rows
+    as its parameter. (Muon has one stack instead.) A process reads and writes only its own rows,
+    world.rows(tensor). That saves time, not memory."""
 
     def __init__(self, params: dict, lr: float, hp: Hyperparameters, world: World):
         self.params = params  # {name: parameter}
@@ -618,8 +625,8 @@ class Optimizer:
         """Fetches the other processes' rows of the state. All processes take part."""
         for tensors in self.state.values():
             for x, p in zip(tensors, self.params.values(), strict=True):
-                # Only then does World divide x as it divides p. Of a matrix, a number for each row
-                # must have the shape [rows, 1].
+                # World must divide x in the same way as p, so both need equal ndim and rows. If
+                # you keep one number per row of a matrix, give it the shape [rows, 1].
                 assert (x.ndim, x.shape[:1]) == (p.ndim, p.shape[:1]), f"a state of {x.shape}"
                 self.world.all_gather(x).result()
 
@@ -708,11 +715,12 @@ class Muon(Optimizer):
     def direction(self, gradients: Tensor, step: int) -> Tensor:
         """The updates of this process's part of the stack, from its gradients in float32. If the
         part has n entries, entry i belongs to parameter rank * n + i. Beyond the last parameter,
-        entries are padding: their gradients are zero, and their updates must be finite."""
+        entries are padding: their gradients are zero, and their updates are ignored."""
         beta = muon_momentum(step, self.hp)
         momentum = self.world.rows(self.state["momentum"]).lerp_(gradients, 1 - beta)
         update = gradients.lerp(momentum, beta).to(self.updates.dtype)  # Nesterov: one step ahead
-        # Matrices with more rows than columns are scaled up, to change outputs as much as others.
+        # A matrix with more rows than columns is scaled up, so that its outputs change as much as
+        # those of a square matrix.
         scale = max(1, update.size(-2) / update.size(-1)) ** 0.5
         # newton_schulz takes [n, rows, cols]. An update of qkv is [n, 3, rows, cols].
         return scale * self.orthogonalize(update.flatten(0, -3)).view_as(update)
@@ -750,7 +758,7 @@ def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> lis
     table = [
         # names of the parameters               optimizer  peak rate
         (r"lm_head\.weight",                          Adam, hp.head_lr),
-        (r"embed\.weight|value_embeds\..*",           Adam, hp.embed_lr),
+        (r"embed\.weight|value_embeds\.\d\.weight",  Adam, hp.embed_lr),
         (r"blocks\..*\.(qkv|proj\.weight|fc\.weight)", Muon, hp.muon_lr),
     ]
     optimizers = []
@@ -839,8 +847,8 @@ def train_batches(shards: list[Shard], hp: Hyperparameters, world: World, first_
         yield list(zip(inputs, targets))
 
 def load_validation(shards: list[Shard], hp: Hyperparameters, world: World) -> list:
-    """This process's validation sequences, (inputs_T int32, targets_T int64) each. Over all
-    processes, the tokens 1 to val_tokens, counted from 0, are predicted once each. The last
+    """This process's validation sequences, (inputs_T int32, targets_T int64) each. Together, the
+    processes predict val_tokens tokens once each, from the second token of the data on. The last
     sequence is filled up with targets of -1, which no loss counts."""
     parts = [read_tokens(shard.path, 0, shard.tokens, hp.vocab_size) for shard in shards]
     stream = torch.cat(parts).to(torch.int32)
@@ -861,7 +869,9 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
     for inputs_T, targets_T in batches:
         # The model returns the mean loss of a sequence. Divided by the number of sequences and
-        # summed over them, it is the step's mean loss, and so are the gradients.
+        # summed over them, it is the step's mean loss, and so are the gradients. (A number that
+        # changes during the run would also concern tokens_seen, step_starts, train_batches and the
+        # head's FP8 factor.)
         micro_loss = model(inputs_T, targets_T, window) / hp.micro_batches
         micro_loss.backward()
         loss += micro_loss.detach()
@@ -885,7 +895,7 @@ def evaluate(model, sequences: list, step: int, hp: Hyperparameters, world: Worl
     window = window_tensor(step, hp, world.device)
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     for inputs_T, targets_T in sequences:
-        # The model divides the sum over its targets by T, also where some of them do not count.
+        # The model returns a sum divided by T, padding included. Times T, it is the sum again.
         total += model(inputs_T, targets_T, window).double() * len(inputs_T)
     model.train()
     return float(world.all_reduce(total).result()) / hp.val_tokens
@@ -895,13 +905,14 @@ def gather_training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict
     {parameter: tensor}, ...}, whole on every process. All processes take part. These are the
     tensors that training uses, not copies. The state of random generators is not among them,
     because training draws nothing at random. A method with dropout would have to save it, and to
-    seed each process differently."""
+    seed each process differently. What the model's forward changes must be a persistent buffer, and
+    equal on all processes."""
     state = {"model": dict(model.state_dict())}
     for optimizer in optimizers:
         optimizer.gather_state()
         for name, entries in optimizer.state.items():
             kind = f"{type(optimizer).__name__} {name}"
-            # A stack of Muon's is read entry by entry. zip ends before its padding.
+            # entries: Adam's list, or Muon's stack, whose padding zip leaves out.
             state.setdefault(kind, {}).update(zip(optimizer.params, entries))
     return state
 
@@ -909,7 +920,7 @@ def gather_training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict
 def load_training_state(saved: dict | None, model: nn.Module, optimizers: list, world: World):
     """Copies what the first process has in `saved`, in the form of gather_training_state, to the
     model and the optimizers of every process. All take part; the others may pass None."""
-    state = gather_training_state(model, optimizers)
+    state = gather_training_state(model, optimizers)  # of which all tensors are overwritten
     if world.rank == 0:
         here = {(kind, name, *x.shape) for kind in state for name, x in state[kind].items()}
         there = {(kind, name, *x.shape) for kind in saved for name, x in saved[kind].items()}
@@ -936,8 +947,8 @@ def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: Worl
         # As in a batch, the targets begin at an aligned address. tokens[1:] itself does not, and
         # would compile to another program.
         return tokens[:-1].int(), tokens[1:].clone()
-    # A backward pass of its own shows which parameters get a gradient, since train_step clears all.
-    # That of train_step then adds to these gradients, as that of a second micro-batch does.
+    # train_step clears all gradients, so an extra backward pass shows which parameters get one. The
+    # backward pass in train_step then adds to them, as a second micro-batch would.
     model(*random_sequence(hp.train_seq_len), window_tensor(0, hp, world.device)).backward()
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     require(not unused, f"no gradient reaches {', '.join(unused)}: use, freeze or remove it")
@@ -962,8 +973,8 @@ def world_of_this_process() -> World:
     if not torch.cuda.is_available():
         return World(rank, size, torch.device("cpu"))
     require(local_rank < torch.cuda.device_count(), "start at most one process per GPU")
-    # torch reads this when it first allocates memory on a GPU. PYTORCH_ALLOC_CONF is its newer
-    # name; the older one works with all versions, and overrides the newer.
+    # torch reads this when it first allocates memory on a GPU. We set the older name, which works
+    # with all versions. It would override the newer one, PYTORCH_ALLOC_CONF, if you set that.
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     torch.cuda.set_device(local_rank)
@@ -993,14 +1004,14 @@ def connect(plan: "Plan | None", script: str, world: World) -> "Plan":
 
 def cpu_info() -> dict[str, str]:
     """What Linux says of the processor, such as its model and its flags; elsewhere nothing."""
-    info = Path("/proc/cpuinfo")
+    info = Path("/proc/cpuinfo")  # lines "key\t: value", and an empty one after each processor
     text = info.read_text(errors="replace") if info.exists() else ""
     return dict(re.findall(r"(?m)^([^\t]+)\t+: (.*)$", text.partition("\n\n")[0]))
 
 # ---- Flags and checks
 
 def true_or_false(text: str) -> bool:
-    return bool(["false", "true"].index(text.lower()))
+    return bool(["false", "true"].index(text.lower()))  # another word is a ValueError
 
 def parse_flags(argv: list[str]) -> tuple[Hyperparameters, argparse.Namespace]:
     """The settings that a command line asks for, and its .preset, .check, .resume (a path or None)
@@ -1029,8 +1040,8 @@ def resolve(hp: Hyperparameters, device: torch.device) -> Hyperparameters:
     """The settings with everything decided that depends on the machine or on chance: the dtype
     `auto`, a seed of -1, and FP8, which is used only where the hardware has it. A resumed run keeps
     what was decided, even on a faster machine: name --dtype or --use_fp8 to change it. A run that
-    resumes where there is no FP8 goes on without it, also later. (val_tokens of 0 depends on the
-    data; `prepare` decides it.)"""
+    resumes where there is no FP8 stays without it, even if it is later resumed where there is.
+    (val_tokens of 0 depends on the data; `prepare` decides it.)"""
     cuda = device.type == "cuda"
     has_fp8 = cuda and torch.cuda.get_device_capability(device) >= (8, 9)
     fast_bf16 = (torch.cuda.is_bf16_supported(including_emulation=False) if cuda else
@@ -1168,10 +1179,10 @@ class RunLog:
 
     def write_loss(self, kind: str, step: int, loss: float, seconds: float):
         """Writes the line of a loss after `step` updates and `seconds` of training. A loss that is
-        not finite ends the run."""
-        # The line ends with the schedules' rate and window. A val_loss at step n is that of the
-        # weights after n updates, and uses the schedules of n. The train_loss at step n is that of
-        # the n-th call of train_step. As these calls are counted from 0, it used those of n - 1.
+        not finite ends the run, so all processes call this."""
+        # The line ends with the rate's factor and the window that belong to the loss. A val_loss at
+        # step n is measured after n updates, with the schedules of n. A train_loss at step n comes
+        # from train_step(step=n - 1), with the schedules of n - 1.
         scheduled = step if kind == "val_loss" else step - 1
         average = f"{1000 * seconds / step:.2f}" if step else "nan"
         self.write(f"step:{step}/{self.hp.num_iterations} {kind}:{loss:.4f} "
@@ -1207,8 +1218,9 @@ def environment(plan: Plan, world: World) -> list[str]:
     return [" ".join(line.split()) for line in lines]  # a name with a line break stays one line
 
 class StepClock:
-    """Training time in seconds, which starts and stops on an idle device, and the losses of steps.
-    A loss is read when the next step has been launched, so that a GPU never waits for the host."""
+    """Measures training time in seconds, and holds the losses of steps until they are read. The
+    clock starts and stops when the device is idle. On a GPU, a step's loss is read after the next
+    step has been launched, so that the GPU never waits for the host."""
 
     def __init__(self, device: torch.device, seconds: float):
         self.cuda = device.type == "cuda"
@@ -1253,7 +1265,7 @@ def read_checkpoint(path: Path) -> dict:
 
 def save_checkpoint(step: int, seconds: float, model, optimizers, plan: Plan, log, warn) -> bool:
     """Saves all that a run needs to continue, on any number of processes, and returns whether that
-    worked. A failure does not end the run; if `warn` is true, a line says why.
+    worked. If the disk fails, the run goes on; if `warn` is true, a line says why.
 
     The file is written as `unfinished` and then gets a checkpoint's name, so that what has such a
     name is whole. (If the power fails, it may not be, but then a checksum is wrong.) The two
@@ -1358,7 +1370,8 @@ def main(argv: list[str]):
                 val_loss = evaluate(model, val_sequences, step, hp, world)
                 log.write_loss("val_loss", step, val_loss, clock.seconds)
                 if save_due and step > plan.step:
-                    # Of several failures in a row the first is reported, and that of the last step.
+                    # Warn if the save before worked, so that a full disk is reported once, and at
+                    # the last step in any case.
                     is_saved = save_checkpoint(step, clock.seconds, model, optimizers, plan, log,
                                                warn=is_saved or last)
                 clock.start()

@@ -6,12 +6,12 @@
 
 Both scripts train their preset `speedrun`, with their own layer tables, schedules and ratios of
 batch sizes, but at a width of 64 and with sequences of 512 tokens. Learning rates, and a few more
-settings, are those that were best for each at this size (MINI). A token is one of GPT-2's first 2,047; --vocab_dir
-names the folder of its files, where they cannot be downloaded. The text is lines of JSON with a
-document each in the field `text`, and may be compressed. Its first documents are for choosing
-settings (--tune validates on them), the next ones validate, and all others train, in one pass.
-train_gpt.py gets --steps steps, the attempt --share of its tokens. If it ends at a lower loss all
-the same, it needs at most that share of the tokens for that loss. The attempt runs twice, the
+settings, are those that were best for each at this size (MINI). A token is one of GPT-2's first
+2,047; --vocab_dir names the folder of its files, where they cannot be downloaded. The text is lines
+of JSON with a document each in the field `text`, and may be compressed. Its first documents are for
+choosing settings (--tune validates on them), the next ones validate, and all others train, in one
+pass. train_gpt.py gets --steps steps, the attempt --share of its tokens. If it ends at a lower loss
+all the same, it needs at most that share of the tokens for that loss. The attempt runs twice, the
 second time without its memory of what training has read, since whether the speedrun's rules allow
 one is undecided.
 

@@ -77,8 +77,8 @@ IN_A_MODEL = {
         [('reduction="sum")\n', 'reduction="sum", label_smoothing=0.01)\n')],
         "at token 0 of sequence 0 it is"),
     "the last sequence is left out": (
-        [("    for inputs_T, targets_T in sequences:\n" + "        # The model divides",
-          "    for inputs_T, targets_T in sequences[:-1]:\n" + "        # The model divides")],
+        [("    for inputs_T, targets_T in sequences:\n" + "        # The model returns",
+          "    for inputs_T, targets_T in sequences[:-1]:\n" + "        # The model returns")],
         "validation counts 1024 targets, expected 1400"),
     "hard targets are left out": (
         [(CALL, CALL.replace("targets_T,", "targets_T.where(targets_T != 10, -1),"))],
