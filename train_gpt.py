@@ -157,8 +157,8 @@ def window_tokens(step: int, hp: Hyperparameters) -> int:
     """The long window in tokens: a whole number of blocks, which grows linearly from zero, but is
     never below window_start."""
     # `grown` is rounded up to whole blocks. As in the record, it ends half a block below
-    # window_end. So the last block gets half as many steps as the others: in `speedrun`, where
-    # `grown` ends at 13.5 blocks, the window has 14 blocks in the last 4 % of the run.
+    # window_end, so that the window has its full length for half as many steps as each length
+    # before. In `speedrun`, `grown` ends at 13.5 blocks, and the window has 14 in the last 4 %.
     grown = (hp.window_end - BLOCK / 2) * step / max(1, hp.num_iterations)
     return max(hp.window_start, math.ceil(grown / BLOCK) * BLOCK)
 
@@ -211,7 +211,7 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     #   all pairs are visible  if query block > key block, and last[query] == first[key]
     # If you change `sees`, change both maps, because FlexAttention asks `sees` about partial blocks
     # only. Test the change on a GPU: a CPU never uses all_visible_NN, so a mistake in it does not
-    # show there. Nor does a CPU ever look at keys beyond the end of the query's block.
+    # show there, and it skips all keys after the query's block, even if `sees` looks ahead.
     block_N = torch.arange(len(tokens_T) // BLOCK, dtype=torch.int32, device=tokens_T.device)
     distance_NN = block_N[:, None] - block_N
     first_N = document_T[::BLOCK]
@@ -279,8 +279,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
 # of 2^9, weights up to 0.875 fit. Training clamps larger ones; validation, which is not in FP8,
 # does not. The gradient of a mean over T tokens is at most 1 / T; times 2^19, that is 11 at
 # T = 49152. Most gradients are much smaller, and a smaller factor would round more of them to zero.
-# (GPT also multiplies it by micro_batches.) Choose other factors for another layer, for a head that
-# is tied to the embedding (its weights start larger), and for a very different T.
+# (As train_step divides the loss by micro_batches, GPT multiplies this factor by it.) Choose other
+# factors for another layer, for a head that is tied to the embedding (its weights start larger),
+# and for a very different T.
 FP8_SCALES = (2.0, 2.0**9, 2.0**19)
 
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -451,7 +452,8 @@ class GPT(nn.Module):
         self.hp = hp
         self.flex = flex
         self.end_of_text = hp.vocab_size - 1  # in the shards, each document begins with it
-        padded_vocab = math.ceil(hp.vocab_size / 64) * 64  # FP8 products need a multiple of 16
+        # FP8 products need a multiple of 16 rows. One of 64 can be divided among 64 processes.
+        padded_vocab = math.ceil(hp.vocab_size / 64) * 64
         self.embed = nn.Embedding(padded_vocab, hp.model_dim)
         # Layers marked by the same digit share a value embedding (record 2024-12-08).
         self.value_embeds = nn.ModuleDict({
@@ -460,9 +462,8 @@ class GPT(nn.Module):
         rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len), hp.rope_base)
         self.blocks = nn.ModuleList(Block(hp, layer, rotary) for layer in range(len(hp.windows)))
         self.skip_weights = nn.Parameter(torch.ones(len(self.blocks) // 2))
-        # The factor of gradients in FP8_SCALES is for the mean loss of one sequence. train_step
-        # divides that loss by micro_batches, which makes gradients as many times smaller. So their
-        # factor is multiplied by micro_batches.
+        # The gradient's factor in FP8_SCALES is for the mean loss of one sequence. train_step
+        # divides that loss by micro_batches, and thereby the gradients. This makes up for it.
         scales = (*FP8_SCALES[:2], FP8_SCALES[2] * hp.micro_batches) if hp.use_fp8 else None
         self.lm_head = CastedLinear(hp.model_dim, padded_vocab, zero=True, fp8_scales=scales)
         draw_weights(self, hp.seed)  # after all modules and parameters are there
@@ -598,7 +599,7 @@ class Optimizer:
     Of a matrix, or a stack of matrices, that is divided among the processes, each process has:
         p.grad           all rows, but summed over its own micro-batches only
         summed gradient  its own rows, in update()
-        parameter        all rows; between Adam's update() and finish(), those of others are stale
+        parameter        all rows; Adam changes its own in update(), and gets others' in finish()
         state            tensors for all rows, of which only its own are up to date
     So if a change to Adam needs a number of a whole matrix, such as its norm, compute it from this
     process's rows, and, if world.is_divided(p), sum it by world.all_reduce(x).result(). (Without
@@ -635,7 +636,7 @@ class Adam(Optimizer):
     matrix, and all of every vector and scalar.
 
     Embeddings in bfloat16 have gradients and a state in bfloat16 as well, without a copy in
-    float32. A bfloat16 has 8 significant bits: a step below 1/256 of its weight changes nothing,
+    float32. A bfloat16 has 8 significant bits: a step below 1/512 of its weight changes nothing,
     and a mean square with a beta2 of 0.999 would never fall."""
 
     def __init__(self, params, lr, hp, world):
@@ -653,8 +654,8 @@ class Adam(Optimizer):
         means = [self.world.rows(mean) for mean in self.state["mean"]]
         mean_squares = [self.world.rows(square) for square in self.state["mean_square"]]
         # AdamW's kernel is Adam's if the weight decay is 0. (A decay here would also shrink vectors
-        # and scalars.) For each tensor it takes the number of the step, counted from 1. The empty
-        # list is a state that only AMSGrad has.
+        # and scalars.) For each tensor it takes the number of the step, counted from 1. (If Adam
+        # skips steps, count its updates.) The empty list is a state that only AMSGrad has.
         steps = [torch.full((), step + 1.0, device=self.world.device)] * len(local)
         torch._fused_adamw_(local, gradients, means, mean_squares, [], steps,
                             lr=self.lr(step), beta1=self.hp.adam_beta1, beta2=self.hp.adam_beta2,
@@ -669,8 +670,9 @@ class Muon(Optimizer):
     """Nesterov momentum, orthogonalized (Keller Jordan et al., 2024): every direction of the update
     becomes about equally large, so that rare directions are learned too.
 
-    It trains matrices, or stacks of matrices, of one shape, which it stacks. Every process updates
-    equally many; the stack is padded with zeros. With 11 on two processes, a step goes so:
+    Its parameters have one shape: that of a matrix, or of a few matrices as in qkv. It puts them
+    into one stack, with an entry per parameter. Every process updates equally many entries, so the
+    stack is padded with zeros. With 11 parameters on two processes, a step goes so:
 
         begin   every process copies its 11 gradients into a stack of 12 and starts to sum the
                 stacks; process 0 receives 0 to 5 of the sum
@@ -686,8 +688,8 @@ class Muon(Optimizer):
 
     def __init__(self, params, lr, hp, world):
         super().__init__(params, lr, hp, world)
-        (shape,) = {p.shape for p in params.values()}
-        shape = (math.ceil(len(params) / world.size) * world.size, *shape)
+        (shape_of_one,) = {p.shape for p in params.values()}
+        shape = (math.ceil(len(params) / world.size) * world.size, *shape_of_one)
         # Gradients and updates travel in the dtype of the activations, so gradients are rounded to
         # it before they are summed over the processes.
         self.gradients = torch.zeros(shape, dtype=getattr(torch, hp.dtype), device=world.device)
@@ -709,7 +711,7 @@ class Muon(Optimizer):
 
     def finish(self, step: int):
         for update, p in zip(self.gather.result(), self.params.values()):
-            # There is no weight decay; its place would be here.
+            # Weight decay would go here.
             p.add_(update, alpha=-self.lr(step))
 
     def direction(self, gradients: Tensor, step: int) -> Tensor:
@@ -722,7 +724,7 @@ class Muon(Optimizer):
         # A matrix with more rows than columns is scaled up, so that its outputs change as much as
         # those of a square matrix.
         scale = max(1, update.size(-2) / update.size(-1)) ** 0.5
-        # newton_schulz takes [n, rows, cols]. An update of qkv is [n, 3, rows, cols].
+        # newton_schulz takes [n, rows, cols]. An update of qkv is [n, parts, rows, cols].
         return scale * self.orthogonalize(update.flatten(0, -3)).view_as(update)
 
     def gather_state(self):
@@ -740,8 +742,8 @@ def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(steps):
         gram = x @ x.mT
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b gram + c gram^2
-        x = torch.baddbmm(x, polynomial, x, beta=a)  # a x + polynomial x
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b gram + c gram @ gram
+        x = torch.baddbmm(x, polynomial, x, beta=a)  # a x + polynomial @ x
     return x.mT if tall else x
 
 def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> list[Optimizer]:
@@ -750,9 +752,10 @@ def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> lis
     Adam with scalar_lr.
 
     A parameter belongs to the first row whose pattern fits its whole name. So a new layer of a
-    block goes to Muon if it is called proj or fc. Each row must get at least one. Those of one row
-    and one shape share an optimizer, so Muon can stack them. Frozen parameters, which need no
-    gradient, are left out. The log says what each optimizer trains."""
+    block goes to Muon if it is called proj or fc. (To Muon, a parameter of three dimensions is a
+    stack of matrices, which a convolution's weight is not.) Each row must get at least one. Those
+    of one row and one shape share an optimizer, so Muon can stack them. Frozen parameters, which
+    need no gradient, are left out. The log says what each optimizer trains."""
     # Shapes in `speedrun`: head and embeddings [50304, 768]; qkv [3, 768, 768], attention's proj
     # [768, 768], the MLP's fc [3072, 768] and its proj [768, 3072].
     table = [
@@ -823,11 +826,11 @@ def step_starts(shards: list[Shard], hp: Hyperparameters) -> Iterator[tuple[Shar
     shards begins a block later, so that it cuts the text at other places.
 
     Every process goes through this by itself, and a resumed run again. So an order of your own must
-    follow from the arguments alone: shuffle by a generator that hp.seed seeds."""
+    follow from the arguments alone: shuffle a copy, by a generator that hp.seed seeds."""
     for epoch in range(hp.epochs):
         for shard in shards:
             start = (epoch * BLOCK) % hp.train_seq_len  # at most a sequence is left out in front
-            # Below, not equal: the last target is one token further.
+            # The token at `end` is read as well: it is the last target.
             while (end := start + hp.micro_batches * hp.train_seq_len) < shard.tokens:
                 yield shard, start
                 start = end
@@ -869,15 +872,15 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
     for inputs_T, targets_T in batches:
         # The model returns the mean loss of a sequence. Divided by the number of sequences and
-        # summed over them, it is the step's mean loss, and so are the gradients. (A number that
-        # changes during the run would also concern tokens_seen, step_starts, train_batches and the
-        # head's FP8 factor.)
+        # summed over them, it is the step's mean loss, and the gradients are those of that mean.
+        # (To let micro_batches change during the run, change tokens_seen, step_starts,
+        # train_batches and the head's FP8 factor as well.)
         micro_loss = model(inputs_T, targets_T, window) / hp.micro_batches
         micro_loss.backward()
         loss += micro_loss.detach()
     # Until begin() has summed it, a gradient is that of this process's share alone. To clip by the
-    # norm of all gradients would need a phase of its own after begin(). Gradients are cleared
-    # below, also those of an optimizer that skips this step.
+    # norm of all gradients would need a phase of its own after begin(). All gradients are cleared
+    # below: if an optimizer skips this step, its gradients are lost unless you keep them here.
     with torch.no_grad():
         for optimizer in optimizers:
             optimizer.begin()
@@ -920,7 +923,7 @@ def gather_training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict
 def load_training_state(saved: dict | None, model: nn.Module, optimizers: list, world: World):
     """Copies what the first process has in `saved`, in the form of gather_training_state, to the
     model and the optimizers of every process. All take part; the others may pass None."""
-    state = gather_training_state(model, optimizers)  # of which all tensors are overwritten
+    state = gather_training_state(model, optimizers)  # the tensors to copy into
     if world.rank == 0:
         here = {(kind, name, *x.shape) for kind in state for name, x in state[kind].items()}
         there = {(kind, name, *x.shape) for kind in saved for name, x in saved[kind].items()}
@@ -973,8 +976,8 @@ def world_of_this_process() -> World:
     if not torch.cuda.is_available():
         return World(rank, size, torch.device("cpu"))
     require(local_rank < torch.cuda.device_count(), "start at most one process per GPU")
-    # torch reads this when it first allocates memory on a GPU. We set the older name, which works
-    # with all versions. It would override the newer one, PYTORCH_ALLOC_CONF, if you set that.
+    # torch reads this when it first allocates memory on a GPU. All versions know this name. The
+    # newer one is PYTORCH_ALLOC_CONF; if you have set that, this one would override it.
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     torch.cuda.set_device(local_rank)
@@ -1079,8 +1082,8 @@ class Plan:
     train_shards: list[Shard]
     val_shards: list[Shard]
     checkpoint: Path | None  # to resume from
-    step: int = 0  # that it begins with
-    seconds: float = 0.0  # of training time before it
+    step: int = 0  # the first one that this run makes
+    seconds: float = 0.0  # the training time of all steps before it
 
     def data_read(self, step: int) -> str:
         """A hash of what the steps before this one have read: the shards' fingerprints, the places
@@ -1279,7 +1282,7 @@ def save_checkpoint(step: int, seconds: float, model, optimizers, plan: Plan, lo
     unfinished = path.with_name("unfinished")
     saved = dict(step=step, seconds=seconds, settings=asdict(plan.hp), state=state,
                  script=sha256(plan.script.encode()).hexdigest(), data_read=plan.data_read(step))
-    file = io.BytesIO()  # written first into memory, so that errors below are the disk's
+    file = io.BytesIO()  # in memory first, so that an OSError below is the disk's
     torch.save(saved, file)
     try:
         path.parent.mkdir(exist_ok=True)
@@ -1369,7 +1372,7 @@ def main(argv: list[str]):
                 clock.stop()
                 val_loss = evaluate(model, val_sequences, step, hp, world)
                 log.write_loss("val_loss", step, val_loss, clock.seconds)
-                if save_due and step > plan.step:
+                if save_due and step > plan.step:  # the step that it resumed from is saved already
                     # Warn if the save before worked, so that a full disk is reported once, and at
                     # the last step in any case.
                     is_saved = save_checkpoint(step, clock.seconds, model, optimizers, plan, log,
@@ -1387,7 +1390,7 @@ def main(argv: list[str]):
             log.write(f"peak_memory: {torch.cuda.max_memory_allocated() >> 20} MiB on rank 0")
         log.write(f"final_val_loss: {val_loss:.4f} nats per token, on {hp.val_tokens} tokens")
         log.write(f"log: {log.path}")
-    except Exception as e:  # so that the log does not just stop (others' errors are not in it)
+    except Exception as e:  # so that the log ends with the reason (other processes have no log)
         prefix = "" if isinstance(e, UserError) else f"{type(e).__name__}: "
         log.write(f"error: {prefix}{e}", console=False)
         raise
@@ -1401,7 +1404,9 @@ if __name__ == "__main__":
         main(sys.argv[1:])
     except Exception as e:
         if os.environ.get("RANK", "0") != "0":
-            time.sleep(3)  # torchrun ends this process meanwhile, if the first one has failed too
+            # If the first process has failed too, torchrun ends this one meanwhile, so that one
+            # error is shown in place of eight.
+            time.sleep(3)
         if not isinstance(e, UserError):
             sys.excepthook(*sys.exc_info())
             os._exit(1)  # an orderly exit could wait for processes that wait for this one

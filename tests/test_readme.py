@@ -360,7 +360,7 @@ def figures(folder: Path) -> set[str]:
         ours, theirs = (compare.Side(side.name, logs.read([side])[0], None)
                         for side in (folder, theirs))
         judged = compare.compare(ours, theirs, None)
-        found.add(f"{theirs.loss['mean']:.3f}")
+        found |= {f"{theirs.loss['mean']:.3f}", *(str(run.steps) for run in theirs.runs)}
         for test in (judged["loss"], judged["paired"]["loss"]):
             size = abs(test["difference"])
             found |= {f"{size:.4f}", f"{size:.2f}", f"{test['p']:.2g}"}
@@ -438,6 +438,7 @@ def test_the_verdict_that_is_shown_is_that_of_the_logs(page, name):
                str(theirs.relative_to(ROOT)), "--until_decided=0.01"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert shown.startswith("verdict") and f"{shown}\n" in done.stdout
+    assert done.stdout == (folder / "verdict.txt").read_text()
 
 
 def test_the_table_of_results_is_that_of_the_logs():

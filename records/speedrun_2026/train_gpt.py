@@ -260,7 +260,7 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     #   all pairs are visible  if query block > key block, and last[query] == first[key]
     # If you change `sees`, change both maps, because FlexAttention asks `sees` about partial blocks
     # only. Test the change on a GPU: a CPU never uses all_visible_NN, so a mistake in it does not
-    # show there. Nor does a CPU ever look at keys beyond the end of the query's block.
+    # show there, and it skips all keys after the query's block, even if `sees` looks ahead.
     block_N = torch.arange(len(tokens_T) // BLOCK, dtype=torch.int32, device=tokens_T.device)
     distance_NN = block_N[:, None] - block_N
     first_N = document_T[::BLOCK]
@@ -328,8 +328,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
 # of 2^9, weights up to 0.875 fit. Training clamps larger ones; validation, which is not in FP8,
 # does not. The gradient of a mean over T tokens is at most 1 / T; times 2^19, that is 11 at
 # T = 49152. Most gradients are much smaller, and a smaller factor would round more of them to zero.
-# (GPT also multiplies it by micro_batches.) Choose other factors for another layer, for a head that
-# is tied to the embedding (its weights start larger), and for a very different T.
+# (As train_step divides the loss by micro_batches, GPT multiplies this factor by it.) Choose other
+# factors for another layer, for a head that is tied to the embedding (its weights start larger),
+# and for a very different T.
 FP8_SCALES = (2.0, 2.0**9, 2.0**19)
 
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -657,7 +658,8 @@ class GPT(nn.Module):
         self.hp = hp
         self.flex = flex
         self.end_of_text = hp.vocab_size - 1  # in the shards, each document begins with it
-        padded_vocab = math.ceil(hp.vocab_size / 64) * 64  # FP8 products need a multiple of 16
+        # FP8 products need a multiple of 16 rows. One of 64 can be divided among 64 processes.
+        padded_vocab = math.ceil(hp.vocab_size / 64) * 64
         self.embed = nn.Embedding(padded_vocab, hp.model_dim, sparse=True)
         self.pair_embed = nn.Embedding(hp.pair_rows, hp.model_dim, sparse=True)  # part: pairs
         # RandomState draws the same in every version of NumPy, so that every run has these signs.
@@ -904,7 +906,7 @@ class Optimizer:
     Of a matrix, or a stack of matrices, that is divided among the processes, each process has:
         p.grad           all rows (an embedding's: one per token), of its own micro-batches only
         summed gradient  its own rows, in update()
-        parameter        all rows; between Adam's update() and finish(), those of others are stale
+        parameter        all rows; Adam changes its own in update(), and gets others' in finish()
         state            tensors for all rows, of which only its own are up to date
     So if a change to Adam needs a number of a whole matrix, such as its norm, compute it from this
     process's rows, and, if world.is_divided(p), sum it by world.all_reduce(x).result(). (Without
@@ -955,7 +957,7 @@ class Adam(Optimizer):
     (record #39).
 
     Embeddings in bfloat16 have gradients and a state in bfloat16 as well, without a copy in
-    float32. A bfloat16 has 8 significant bits: a step below 1/256 of its weight changes nothing,
+    float32. A bfloat16 has 8 significant bits: a step below 1/512 of its weight changes nothing,
     and a mean square with a beta2 of 0.999 would never fall."""
 
     def __init__(self, params, lr, hp, world):
@@ -990,8 +992,9 @@ class Muon(Optimizer):
     """Nesterov momentum, orthogonalized (Keller Jordan et al., 2024): every direction of the update
     becomes about equally large, so that rare directions are learned too.
 
-    It trains matrices, or stacks of matrices, of one shape, which it stacks. Every process updates
-    equally many; the stack is padded with zeros. With 11 on two processes, a step goes so:
+    Its parameters have one shape: that of a matrix, or of a few matrices as in qkv. It puts them
+    into one stack, with an entry per parameter. Every process updates equally many entries, so the
+    stack is padded with zeros. With 11 parameters on two processes, a step goes so:
 
         begin   every process copies its 11 gradients into a stack of 12 and starts to sum the
                 stacks; process 0 receives 0 to 5 of the sum
@@ -1007,8 +1010,8 @@ class Muon(Optimizer):
 
     def __init__(self, params, lr, hp, world):
         super().__init__(params, lr, hp, world)
-        (shape,) = {p.shape for p in params.values()}
-        shape = (math.ceil(len(params) / world.size) * world.size, *shape)
+        (shape_of_one,) = {p.shape for p in params.values()}
+        shape = (math.ceil(len(params) / world.size) * world.size, *shape_of_one)
         # Gradients and updates travel in the dtype of the activations, so gradients are rounded to
         # it before they are summed over the processes.
         self.gradients = torch.zeros(shape, dtype=getattr(torch, hp.dtype), device=world.device)
@@ -1030,7 +1033,7 @@ class Muon(Optimizer):
 
     def finish(self, step: int):
         for update, p in zip(self.gather.result(), self.params.values()):
-            # There is no weight decay; its place would be here.
+            # Weight decay would go here.
             p.add_(update, alpha=-self.lr(step))
 
     def direction(self, gradients: Tensor, step: int) -> Tensor:
@@ -1043,7 +1046,7 @@ class Muon(Optimizer):
         # A matrix with more rows than columns is scaled up, so that its outputs change as much as
         # those of a square matrix.
         scale = max(1, update.size(-2) / update.size(-1)) ** 0.5
-        # newton_schulz takes [n, rows, cols]. An update of qkv is [n, 3, rows, cols].
+        # newton_schulz takes [n, rows, cols]. An update of qkv is [n, parts, rows, cols].
         return scale * self.orthogonalize(update.flatten(0, -3)).view_as(update)
 
     def gather_state(self):
@@ -1061,8 +1064,8 @@ def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(steps):
         gram = x @ x.mT
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b gram + c gram^2
-        x = torch.baddbmm(x, polynomial, x, beta=a)  # a x + polynomial x
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b gram + c gram @ gram
+        x = torch.baddbmm(x, polynomial, x, beta=a)  # a x + polynomial @ x
     return x.mT if tall else x
 
 def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> list[Optimizer]:
@@ -1071,9 +1074,10 @@ def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> lis
     Adam with scalar_lr.
 
     A parameter belongs to the first row whose pattern fits its whole name. So a new layer of a
-    block goes to Muon if it is called proj or fc. Each row must get at least one. Those of one row
-    and one shape share an optimizer, so Muon can stack them. Frozen parameters, which need no
-    gradient, are left out. The log says what each optimizer trains."""
+    block goes to Muon if it is called proj or fc. (To Muon, a parameter of three dimensions is a
+    stack of matrices, which a convolution's weight is not.) Each row must get at least one. Those
+    of one row and one shape share an optimizer, so Muon can stack them. Frozen parameters, which
+    need no gradient, are left out. The log says what each optimizer trains."""
     # Shapes in `speedrun`: head and embeddings [50304, 768], for pairs [377280, 768]; qkv
     # [3, 768, 768], attention's proj [768, 768], the MLP's fc [3072, 768], its proj [768, 3072].
     table = [
@@ -1144,12 +1148,12 @@ def step_starts(shards: list[Shard], hp: Hyperparameters) -> Iterator[tuple[Shar
     shards begins a block later, so that it cuts the text at other places.
 
     Every process goes through this by itself, and a resumed run again. So an order of your own must
-    follow from the arguments alone: shuffle by a generator that hp.seed seeds."""
+    follow from the arguments alone: shuffle a copy, by a generator that hp.seed seeds."""
     step = 0
     for epoch in range(hp.epochs):
         for shard in shards:
             start = (epoch * BLOCK) % hp.train_seq_len  # at most a sequence is left out in front
-            # Below, not equal: the last target is one token further.
+            # The token at `end` is read as well: it is the last target.
             while (end := start + batch_size(step, hp) * hp.train_seq_len) < shard.tokens:
                 yield shard, start
                 start = end
@@ -1249,7 +1253,7 @@ def gather_training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict
 def load_training_state(saved: dict | None, model: nn.Module, optimizers: list, world: World):
     """Copies what the first process has in `saved`, in the form of gather_training_state, to the
     model and the optimizers of every process. All take part; the others may pass None."""
-    state = gather_training_state(model, optimizers)  # of which all tensors are overwritten
+    state = gather_training_state(model, optimizers)  # the tensors to copy into
     if world.rank == 0:
         here = {(kind, name, *x.shape) for kind in state for name, x in state[kind].items()}
         there = {(kind, name, *x.shape) for kind in saved for name, x in saved[kind].items()}
@@ -1304,8 +1308,8 @@ def world_of_this_process() -> World:
     if not torch.cuda.is_available():
         return World(rank, size, torch.device("cpu"))
     require(local_rank < torch.cuda.device_count(), "start at most one process per GPU")
-    # torch reads this when it first allocates memory on a GPU. We set the older name, which works
-    # with all versions. It would override the newer one, PYTORCH_ALLOC_CONF, if you set that.
+    # torch reads this when it first allocates memory on a GPU. All versions know this name. The
+    # newer one is PYTORCH_ALLOC_CONF; if you have set that, this one would override it.
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     torch.cuda.set_device(local_rank)
@@ -1417,8 +1421,8 @@ class Plan:
     train_shards: list[Shard]
     val_shards: list[Shard]
     checkpoint: Path | None  # to resume from
-    step: int = 0  # that it begins with
-    seconds: float = 0.0  # of training time before it
+    step: int = 0  # the first one that this run makes
+    seconds: float = 0.0  # the training time of all steps before it
 
     def data_read(self, step: int) -> str:
         """A hash of what the steps before this one have read: the shards' fingerprints, the places
@@ -1617,7 +1621,7 @@ def save_checkpoint(step: int, seconds: float, model, optimizers, plan: Plan, lo
     unfinished = path.with_name("unfinished")
     saved = dict(step=step, seconds=seconds, settings=asdict(plan.hp), state=state,
                  script=sha256(plan.script.encode()).hexdigest(), data_read=plan.data_read(step))
-    file = io.BytesIO()  # written first into memory, so that errors below are the disk's
+    file = io.BytesIO()  # in memory first, so that an OSError below is the disk's
     torch.save(saved, file)
     try:
         path.parent.mkdir(exist_ok=True)
@@ -1707,7 +1711,7 @@ def main(argv: list[str]):
                 clock.stop()
                 val_loss = evaluate(model, val_sequences, step, hp, world)
                 log.write_loss("val_loss", step, val_loss, clock.seconds)
-                if save_due and step > plan.step:
+                if save_due and step > plan.step:  # the step that it resumed from is saved already
                     # Warn if the save before worked, so that a full disk is reported once, and at
                     # the last step in any case.
                     is_saved = save_checkpoint(step, clock.seconds, model, optimizers, plan, log,
@@ -1725,7 +1729,7 @@ def main(argv: list[str]):
             log.write(f"peak_memory: {torch.cuda.max_memory_allocated() >> 20} MiB on rank 0")
         log.write(f"final_val_loss: {val_loss:.4f} nats per token, on {hp.val_tokens} tokens")
         log.write(f"log: {log.path}")
-    except Exception as e:  # so that the log does not just stop (others' errors are not in it)
+    except Exception as e:  # so that the log ends with the reason (other processes have no log)
         prefix = "" if isinstance(e, UserError) else f"{type(e).__name__}: "
         log.write(f"error: {prefix}{e}", console=False)
         raise
@@ -1739,7 +1743,9 @@ if __name__ == "__main__":
         main(sys.argv[1:])
     except Exception as e:
         if os.environ.get("RANK", "0") != "0":
-            time.sleep(3)  # torchrun ends this process meanwhile, if the first one has failed too
+            # If the first process has failed too, torchrun ends this one meanwhile, so that one
+            # error is shown in place of eight.
+            time.sleep(3)
         if not isinstance(e, UserError):
             sys.excepthook(*sys.exc_info())
             os._exit(1)  # an orderly exit could wait for processes that wait for this one
