@@ -153,9 +153,9 @@ SOFTCAP = "return 2 * c * torch.sigmoid(self.lm_head(x_TD).float() * (2 / c))"
 RIGHT = {
     "GELU": [(RELU, "F.gelu(self.fc(x_TD))")],
     "another softcap": [(SOFTCAP, "return 30 * torch.tanh(self.lm_head(x_TD).float() / 30)")],
-    "tied head": [(HEAD_ROW, ""), ("        draw_weights(self, hp.seed)\n", (
+    "tied head": [(HEAD_ROW, ""), ("        draw_weights(self, hp.seed)", (
         "        self.lm_head.weight = self.embed.weight\n"
-        "        draw_weights(self, hp.seed)\n"))],
+        "        draw_weights(self, hp.seed)"))],
     "gated attention": [
         ("        self.value_mix =", (
             "        self.gate = CastedLinear(hp.model_dim, hp.num_heads)\n"
