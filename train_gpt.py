@@ -11,8 +11,9 @@ how long training takes but, except for rounding, not what is trained.
     python train_gpt.py --resume=records/<run>/step<n>.pt     # continue from a checkpoint
 
 To try an idea, copy this file and change the copy. Each start writes a log of its own,
-records/<UTC time>_<name>.log, with the settings, the machine, this source and a line per step. The
-run's two newest checkpoints lie in the folder of the same name.
+records/<UTC time>_<name>.log, with the settings, the machine, this source and a line per step. (So
+keep your code in the copy: of other files, no log would tell.) The run's two newest checkpoints lie
+in the folder of the same name.
 
 Sections 1 to 9 are the method, in reading order. Section 10 has what a run needs besides: flags,
 checks, log, clock, checkpoints. Section 11 is `main`, the story of a run from the command line to
@@ -145,7 +146,7 @@ PRESETS = {
         window_end=256, num_iterations=550, muon_lr=0.045, muon_momentum_end=0.75,
         # With an epsilon of 1e-10, Adam would take full steps on rare bytes, whose gradients are
         # rounding noise.
-        muon_momentum_steps=0, embed_lr=0.3, adam_beta1=0.3, adam_eps=1e-7)}
+        adam_eps=1e-7, adam_beta1=0.3, embed_lr=0.3, muon_momentum_steps=0)}
 
 # ---- 2. Schedules: pure functions of the step ---------------------------------------------------
 
@@ -157,8 +158,8 @@ def window_tokens(step: int, hp: Hyperparameters) -> int:
     """The long window in tokens: a whole number of blocks, which grows linearly from zero, but is
     never below window_start."""
     # `grown` is rounded up to whole blocks. As in the record, it ends half a block below
-    # window_end, so that the window has its full length for half as many steps as each length
-    # before. In `speedrun`, `grown` ends at 13.5 blocks, and the window has 14 in the last 4 %.
+    # window_end: in `speedrun`, at 13.5 blocks. So each length lasts for 1 / 13.5 of the run, but
+    # the last one, of 14 blocks, for half of that, which is the last 4 % of the steps.
     grown = (hp.window_end - BLOCK / 2) * step / max(1, hp.num_iterations)
     return max(hp.window_start, math.ceil(grown / BLOCK) * BLOCK)
 
@@ -210,8 +211,8 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     #   some pair is visible   if query block >= key block, and first[query] <= last[key]
     #   all pairs are visible  if query block > key block, and last[query] == first[key]
     # If you change `sees`, change both maps, because FlexAttention asks `sees` about partial blocks
-    # only. Test the change on a GPU: a CPU never uses all_visible_NN, so a mistake in it does not
-    # show there, and it skips all keys after the query's block, even if `sees` looks ahead.
+    # only. Test the change on a GPU. A CPU never uses all_visible_NN, so a mistake in that map does
+    # not show there. A CPU also skips all keys after the query's block, even if `sees` allows them.
     block_N = torch.arange(len(tokens_T) // BLOCK, dtype=torch.int32, device=tokens_T.device)
     distance_NN = block_N[:, None] - block_N
     first_N = document_T[::BLOCK]
@@ -243,11 +244,11 @@ def plain_mask(seen_NN: Tensor, sees) -> list[tuple[slice, Tensor]]:
     bias [128, keys]: 0 where a query sees a key, and -inf elsewhere."""
     position_T = torch.arange(len(seen_NN) * BLOCK, device=seen_NN.device)
     mask = []
-    for query_T, seen_N in zip(position_T.split(BLOCK), seen_NN):
+    for query, seen_N in zip(position_T.split(BLOCK), seen_NN):
         # A block always sees itself, so there is a first block that it sees.
-        keys = slice(int(seen_N.nonzero()[0]) * BLOCK, int(query_T[-1]) + 1)
-        key_T = position_T[keys]
-        visible = seen_N[key_T // BLOCK] & sees(None, None, query_T[:, None], key_T)
+        keys = slice(int(seen_N.nonzero()[0]) * BLOCK, int(query[-1]) + 1)
+        key = position_T[keys]
+        visible = seen_N[key // BLOCK] & sees(None, None, query[:, None], key)
         mask.append((keys, torch.where(visible, 0.0, -torch.inf)))
     return mask
 
@@ -279,9 +280,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
 # of 2^9, weights up to 0.875 fit. Training clamps larger ones; validation, which is not in FP8,
 # does not. The gradient of a mean over T tokens is at most 1 / T; times 2^19, that is 11 at
 # T = 49152. Most gradients are much smaller, and a smaller factor would round more of them to zero.
-# (As train_step divides the loss by micro_batches, GPT multiplies this factor by it.) Choose other
-# factors for another layer, for a head that is tied to the embedding (its weights start larger),
-# and for a very different T.
+# Choose other factors for another layer, for a head that is tied to the embedding (its weights
+# start larger), for a very different T, and if the loss or the logits are scaled in another way.
 FP8_SCALES = (2.0, 2.0**9, 2.0**19)
 
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -337,7 +337,8 @@ class CastedLinear(nn.Module):
     fp8_scales: factors of input, weight and gradient, with which the layer trains in FP8; section 4
     explains them. GPT gives them to the head alone, and only if FP8 is used.
 
-    What a constructor does to a weight has no effect: draw_weights calls reset_parameters later."""
+    To initialize the weight in another way, change reset_parameters: draw_weights calls it again
+    after the constructor."""
 
     def __init__(self, in_features: int, out_features: int, zero=False, fp8_scales=None):
         super().__init__()
@@ -353,7 +354,9 @@ class CastedLinear(nn.Module):
             init_uniform(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.fp8_scales and self.training:  # validation is not in FP8, as in the record
+        # Validation is not in FP8, as in the record. So a change to one of these products, such as
+        # a factor, belongs in the other as well.
+        if self.fp8_scales and self.training:
             return FP8Linear.apply(x, self.weight, self.fp8_scales)
         return F.linear(x, self.weight.type_as(x))
 
@@ -385,9 +388,9 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.hp = hp
         self.rotary = rotary
-        # A stack of matrices of equal size, which Muon orthogonalizes one by one. Each computes
-        # kv_heads heads. The first num_heads / kv_heads matrices compute the queries, the next one
-        # the keys, and the last one the values.
+        # Matrices of equal size, which Muon orthogonalizes one by one: num_heads / kv_heads of them
+        # for the queries, then one for the keys and one for the values. Without shared heads, that
+        # is one of each.
         parts = hp.num_heads // hp.kv_heads + 2
         self.qkv = nn.Parameter(torch.empty(parts, hp.kv_heads * hp.head_dim, hp.model_dim))
         self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim, zero=True)
@@ -452,10 +455,11 @@ class GPT(nn.Module):
         self.hp = hp
         self.flex = flex
         self.end_of_text = hp.vocab_size - 1  # in the shards, each document begins with it
-        # FP8 products need a multiple of 16 rows. One of 64 can be divided among 64 processes.
+        # FP8 products need a multiple of 16 rows. A multiple of 64 also divides by 64 processes.
         padded_vocab = math.ceil(hp.vocab_size / 64) * 64
         self.embed = nn.Embedding(padded_vocab, hp.model_dim)
-        # Layers marked by the same digit share a value embedding (record 2024-12-08).
+        # Layers marked by the same digit share a value embedding (record 2024-12-08). The marks are
+        # sorted because all processes must have their parameters in one order.
         self.value_embeds = nn.ModuleDict({
             mark: nn.Embedding(padded_vocab, hp.kv_heads * hp.head_dim)
             for mark in sorted(set(hp.value_embeds) - {"."})})
@@ -501,9 +505,9 @@ class GPT(nn.Module):
         return norm(x_TD)
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """A smooth cap: of a logit z it makes c tanh(z / c) + c, as in the record. The c that is
-        added makes no difference to a softmax. (A z-loss would notice.) Tokens that only pad the
-        vocabulary have logits as well, but are never targets."""
+        """A smooth cap: a logit z becomes c + c tanh(z / c) = 2c sigmoid(2z / c), as in the record.
+        The added c makes no difference to a softmax. (A z-loss would notice.) Tokens that only pad
+        the vocabulary have logits as well, but are never targets."""
         c = self.hp.lm_head_softcap
         return 2 * c * torch.sigmoid(self.lm_head(x_TD).float() * (2 / c))
 
@@ -513,8 +517,9 @@ def draw_weights(model: nn.Module, seed: int):
     weights in all layers that they share, and their runs can be compared in pairs.
 
     To initialize a layer in another way, override its reset_parameters: what it draws overwrites
-    what the layer's constructor did. All other parameters stay as they were constructed. A weight
-    that two modules share, as a tied head does, is drawn for the first.
+    what the layer's constructor did. Parameters that no reset_parameters sets keep the values of
+    their constructors. A weight that two modules share, as a tied head does, is drawn for the
+    first.
     """
     drawn = set()
     for name, module in model.named_modules():
@@ -548,8 +553,8 @@ class Exchange(NamedTuple):
 class World:
     """The processes that train together, and this one's place among them.
 
-    A matrix, or a stack of matrices, is divided among them by its first dimension, in equal parts:
-    of two processes, each updates 25,152 rows of a matrix [50304, 768]. Vectors and scalars, and
+    A matrix, or a stack of matrices, is divided among them by its first dimension, in equal parts.
+    With two processes, each updates 25,152 rows of a matrix [50304, 768]. Vectors and scalars, and
     what cannot be divided equally, are not divided: every process does the same work on all of it.
     """
     rank: int
@@ -601,16 +606,16 @@ class Optimizer:
         summed gradient  its own rows, in update()
         parameter        all rows; Adam changes its own in update(), and gets others' in finish()
         state            tensors for all rows, of which only its own are up to date
-    So if a change to Adam needs a number of a whole matrix, such as its norm, compute it from this
-    process's rows, and, if world.is_divided(p), sum it by world.all_reduce(x).result(). (Without
-    the result's wait it would be a race.) Muon needs nothing like that: its `direction` gets whole
-    matrices.
+    So if a change to Adam needs one number for a whole matrix, such as its sum of squares, compute
+    that of this process's rows, as a tensor x. If world.is_divided(p), replace it by the sum over
+    all processes, world.all_reduce(x).result(), which also waits for it. Muon needs nothing like
+    that: its `direction` gets whole matrices.
 
     What an optimizer remembers from step to step belongs in `state`, under a name, and is created
     in the constructor. Anything kept elsewhere is neither saved nor reset after the warmup.
     state[name] is a list with one tensor per parameter. Each tensor has as many dimensions and rows
-    as its parameter. (Muon has one stack instead.) A process reads and writes only its own rows,
-    world.rows(tensor). That saves time, not memory."""
+    as its parameter. (Muon has one stack instead.) A process reads only its own rows, the view
+    world.rows(tensor), and changes them in place. That saves time, not memory."""
 
     def __init__(self, params: dict, lr: float, hp: Hyperparameters, world: World):
         self.params = params  # {name: parameter}
@@ -654,12 +659,13 @@ class Adam(Optimizer):
         means = [self.world.rows(mean) for mean in self.state["mean"]]
         mean_squares = [self.world.rows(square) for square in self.state["mean_square"]]
         # AdamW's kernel is Adam's if the weight decay is 0. (A decay here would also shrink vectors
-        # and scalars.) For each tensor it takes the number of the step, counted from 1. (If Adam
-        # skips steps, count its updates.) The empty list is a state that only AMSGrad has.
+        # and scalars.) For each tensor it takes the number of the step, counted from 1. (If you let
+        # Adam skip steps, pass the number of its updates.) The empty list is a state of AMSGrad's.
         steps = [torch.full((), step + 1.0, device=self.world.device)] * len(local)
         torch._fused_adamw_(local, gradients, means, mean_squares, [], steps,
                             lr=self.lr(step), beta1=self.hp.adam_beta1, beta2=self.hp.adam_beta2,
                             eps=self.hp.adam_eps, weight_decay=0.0, amsgrad=False, maximize=False)
+        # From here to the end of finish(), the exchange writes to the parameters.
         self.gathers = [self.world.all_gather(p.detach()) for p in self.params.values()]
 
     def finish(self, step: int):
@@ -681,8 +687,8 @@ class Muon(Optimizer):
         finish  every process subtracts all 11 updates, times the learning rate
 
     Each state[name] is one stack for all parameters, padded in the same way. Another optimizer of
-    matrices is a subclass with another `direction`, which gets this process's part of the stack
-    alone. On GPUs, newton_schulz is compiled for each shape of stack. The compiler allows eight
+    matrices is a subclass with another `direction`, whose input is this process's part of the
+    stack. On GPUs, newton_schulz is compiled for each shape of stack. The compiler allows eight
     (torch._dynamo.config.recompile_limit): a ninth is an error in the warmup.
     """
 
@@ -720,12 +726,12 @@ class Muon(Optimizer):
         entries are padding: their gradients are zero, and their updates are ignored."""
         beta = muon_momentum(step, self.hp)
         momentum = self.world.rows(self.state["momentum"]).lerp_(gradients, 1 - beta)
-        update = gradients.lerp(momentum, beta).to(self.updates.dtype)  # Nesterov: one step ahead
+        ahead = gradients.lerp(momentum, beta).to(self.updates.dtype)  # Nesterov: one step ahead
         # A matrix with more rows than columns is scaled up, so that its outputs change as much as
         # those of a square matrix.
-        scale = max(1, update.size(-2) / update.size(-1)) ** 0.5
-        # newton_schulz takes [n, rows, cols]. An update of qkv is [n, parts, rows, cols].
-        return scale * self.orthogonalize(update.flatten(0, -3)).view_as(update)
+        scale = max(1, ahead.size(-2) / ahead.size(-1)) ** 0.5
+        # newton_schulz takes [n, rows, cols]. The stack of qkv is [n, parts, rows, cols].
+        return scale * self.orthogonalize(ahead.flatten(0, -3)).view_as(ahead)
 
     def gather_state(self):
         for stack in self.state.values():
@@ -823,13 +829,15 @@ def read_tokens(path: str, start: int, count: int, vocab_size: int) -> Tensor:
 def step_starts(shards: list[Shard], hp: Hyperparameters) -> Iterator[tuple[Shard, int]]:
     """(shard, the first token in it that a step reads), for step after step as long as the data
     last. What is too short for a step at a shard's end is left out. Each further pass over the
-    shards begins a block later, so that it cuts the text at other places.
+    shards begins a block later, so that it cuts the text at other places. (After a whole sequence,
+    it begins at 0 again.)
 
-    Every process goes through this by itself, and a resumed run again. So an order of your own must
-    follow from the arguments alone: shuffle a copy, by a generator that hp.seed seeds."""
+    Every process runs this by itself, and a resumed run repeats it from the start. So an order of
+    your own must depend on the arguments alone: shuffle a copy, by a generator that hp.seed seeds.
+    """
     for epoch in range(hp.epochs):
         for shard in shards:
-            start = (epoch * BLOCK) % hp.train_seq_len  # at most a sequence is left out in front
+            start = (epoch * BLOCK) % hp.train_seq_len  # leaves out less than a sequence in front
             # The token at `end` is read as well: it is the last target.
             while (end := start + hp.micro_batches * hp.train_seq_len) < shard.tokens:
                 yield shard, start
@@ -879,8 +887,9 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
         micro_loss.backward()
         loss += micro_loss.detach()
     # Until begin() has summed it, a gradient is that of this process's share alone. To clip by the
-    # norm of all gradients would need a phase of its own after begin(). All gradients are cleared
-    # below: if an optimizer skips this step, its gradients are lost unless you keep them here.
+    # norm of all gradients would need a phase of its own after begin(), for what Adam.sums and
+    # Muon.sum hold then. All gradients are cleared below: if an optimizer skips this step, let it
+    # skip begin() as well, which sums some of them in place, and keep its gradients here.
     with torch.no_grad():
         for optimizer in optimizers:
             optimizer.begin()
@@ -893,7 +902,8 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
 
 @torch.no_grad()
 def evaluate(model, sequences: list, step: int, hp: Hyperparameters, world: World) -> float:
-    """The mean loss in nats over the validation tokens of all processes, which all take part."""
+    """The mean loss in nats over the validation tokens of all processes, which all take part.
+    `sequences` are all of load_validation's: the sum of their losses is divided by val_tokens."""
     model.eval()
     window = window_tensor(step, hp, world.device)
     total = torch.zeros((), dtype=torch.float64, device=world.device)
@@ -950,8 +960,8 @@ def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: Worl
         # As in a batch, the targets begin at an aligned address. tokens[1:] itself does not, and
         # would compile to another program.
         return tokens[:-1].int(), tokens[1:].clone()
-    # train_step clears all gradients, so an extra backward pass shows which parameters get one. The
-    # backward pass in train_step then adds to them, as a second micro-batch would.
+    # This backward pass is for the check of gradients below, because train_step clears them at its
+    # end. It also has train_step add to gradients that exist, as it does for a second micro-batch.
     model(*random_sequence(hp.train_seq_len), window_tensor(0, hp, world.device)).backward()
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     require(not unused, f"no gradient reaches {', '.join(unused)}: use, freeze or remove it")
@@ -1056,7 +1066,8 @@ def resolve(hp: Hyperparameters, device: torch.device) -> Hyperparameters:
     return replace(hp, use_fp8=hp.use_fp8 and has_fp8 and hp.dtype == "bfloat16")
 
 def check_settings(hp: Hyperparameters, world_size: int):
-    """Refuses settings that make no sense alone or together."""
+    """Refuses settings that make no sense alone or together. They are those that were asked for:
+    `resolve` comes later."""
     for f, value in zip(fields(hp), asdict(hp).values()):
         low, high, unit, pattern = f.metadata["limits"]
         if isinstance(value, str):
@@ -1067,7 +1078,7 @@ def check_settings(hp: Hyperparameters, world_size: int):
     require(len(hp.windows) % 2 == 0, f"--windows={hp.windows}: name an even number of layers")
     for name, marks in (("attention", hp.attention), ("value_embeds", hp.value_embeds)):
         require(len(marks) == len(hp.windows), f"--{name} and --windows differ in their length")
-    unused = [mark for mark, x in zip(hp.value_embeds, hp.attention) if mark != "." and x == "."]
+    unused = [v for v, a in zip(hp.value_embeds, hp.attention) if v != "." and a == "."]
     require(not unused, f"--value_embeds={hp.value_embeds} marks a layer without --attention")
     require(hp.window_start <= hp.window_end, "--window_start is above --window_end")
     require(hp.num_heads % (hp.num_kv_heads or 1) == 0, "--num_kv_heads must divide --num_heads")
@@ -1125,8 +1136,8 @@ def prepare(hp: Hyperparameters, command, script: str, world: World, saved: dict
     if saved:
         plan = replace(plan, step=saved["step"], seconds=saved["seconds"])
         require(plan.step <= hp.num_iterations, f"the run has done {plan.step} steps already")
-        require(plan.data_read(plan.step) == saved["data_read"], "--resume: keep the tokens of a "
-                "step, and the shards that were read; new shards may follow them")
+        require(plan.data_read(plan.step) == saved["data_read"], "--resume: keep micro_batches * "
+                "train_seq_len and the shards that were read; new shards may follow them")
     return plan
 
 # ---- Log and clock
@@ -1186,7 +1197,7 @@ class RunLog:
         # The line ends with the rate's factor and the window that belong to the loss. A val_loss at
         # step n is measured after n updates, with the schedules of n. A train_loss at step n comes
         # from train_step(step=n - 1), with the schedules of n - 1.
-        scheduled = step if kind == "val_loss" else step - 1
+        scheduled = step - 1 if kind == "train_loss" else step
         average = f"{1000 * seconds / step:.2f}" if step else "nan"
         self.write(f"step:{step}/{self.hp.num_iterations} {kind}:{loss:.4f} "
                    f"train_time:{1000 * seconds:.0f}ms step_avg:{average}ms "
@@ -1205,7 +1216,6 @@ def environment(plan: Plan, world: World) -> list[str]:
              f"torch: {torch.__version__}, Python {platform.python_version()}",
              f"ranks: {world.size}",
              f"threads: {torch.get_num_threads()} a rank",
-             # If a start hangs here, git or nvidia-smi would hang in a shell as well.
              f"git: {subprocess.getoutput('git describe --always --dirty --abbrev=40')}"]
     for shard in plan.train_shards + plan.val_shards:
         lines.append(f"data: {shard.path} {shard.tokens} tokens {shard.fingerprint}")
@@ -1276,8 +1286,8 @@ def save_checkpoint(step: int, seconds: float, model, optimizers, plan: Plan, lo
     processes take part; the first one writes, while the others wait for it in the next step (see
     TIMEOUT)."""
     state = gather_training_state(model, optimizers)
-    if log.file is None:
-        return True  # only the first process knows whether it was saved
+    if log.file is None:  # not the first process, which alone needs to know whether it worked
+        return True
     path = log.path.with_suffix("") / f"step{step:08}.pt"
     unfinished = path.with_name("unfinished")
     saved = dict(step=step, seconds=seconds, settings=asdict(plan.hp), state=state,
@@ -1317,7 +1327,7 @@ def main(argv: list[str]):
         world = World(0, 1, world.device)  # this process goes on as if it were alone
     elif world.size > 1:
         plan = connect(plan, script, world)
-    hp = plan.hp
+    hp = plan.hp  # as the log and the checkpoints have it; to change a setting, do so in `prepare`
     cuda = world.device.type == "cuda"
 
     # What to train
@@ -1328,7 +1338,7 @@ def main(argv: list[str]):
     compiles = cuda and "1" not in map(os.environ.get, switches)
     model = GPT(hp, getattr(torch, hp.dtype), flex=compiles).to(world.device)
     optimizers = build_optimizers(model, hp, world)
-    if plan.checkpoint:
+    if plan.checkpoint:  # which only the first process has read into `saved`
         load_training_state(saved and saved["state"], model, optimizers, world)
     val_sequences = load_validation(plan.val_shards, hp, world)
     if command.check:
@@ -1346,8 +1356,8 @@ def main(argv: list[str]):
         log.write("\n".join(f"{type(each).__name__}, lr {each.peak_lr}: {', '.join(each.params)}"
                             for each in optimizers), console=False)
 
-        # What comes before the clock. This compiles calls of the model in place, so that names in
-        # checkpoints stay as they are. Calls of its methods, such as features, are not compiled.
+        # What comes before the clock. model.compile keeps the names of the parameters, which
+        # checkpoints use. It compiles only calls model(...), not other methods such as features.
         if compiles:
             model.compile(dynamic=False, fullgraph=True)
         batches_of_steps = train_batches(plan.train_shards, hp, world, plan.step)
@@ -1373,8 +1383,8 @@ def main(argv: list[str]):
                 val_loss = evaluate(model, val_sequences, step, hp, world)
                 log.write_loss("val_loss", step, val_loss, clock.seconds)
                 if save_due and step > plan.step:  # the step that it resumed from is saved already
-                    # Warn if the save before worked, so that a full disk is reported once, and at
-                    # the last step in any case.
+                    # If saves keep failing, only the first failure and that at the last step are
+                    # reported.
                     is_saved = save_checkpoint(step, clock.seconds, model, optimizers, plan, log,
                                                warn=is_saved or last)
                 clock.start()
