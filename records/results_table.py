@@ -2,7 +2,7 @@
 
     python records/results_table.py
 
-A folder of logs is a row. The last column is written by hand, and stays.
+A folder of logs is a row, but for those of ELSEWHERE. The last column is written by hand, and stays.
 """
 
 import re
@@ -16,6 +16,7 @@ from records.logs import BadInput, printable, read
 from records.stats import spread
 
 MARKERS = ("<!-- table: python records/results_table.py -->", "<!-- end of table -->")
+ELSEWHERE = {"tokens"}  # whose runs have a table on the page of speedrun_2026
 HEADER = ("| record | runs | val loss, mean (SD) | time, mean (SD) | steps | tokens | "
           "what was asked, and what came out |")
 
@@ -53,7 +54,8 @@ def with_table(page, records):
         raise BadInput(f"README.md: expected the markers {' and '.join(MARKERS)} around its table")
     folders = {}
     for path in tracked_logs(records):
-        folders.setdefault(path.parent, []).append(path)
+        if path.relative_to(records).parts[0] not in ELSEWHERE:
+            folders.setdefault(path.parent, []).append(path)
     columns = HEADER.count("|") - 1
     old = [line.split(" | ", columns - 1) for line in page[start:end].splitlines()]
     by_hand = {cells[0]: cells[-1] for cells in old if len(cells) == columns}
