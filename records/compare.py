@@ -436,9 +436,12 @@ def about_steps(names, b, comparison):
     sign = -1 if earlier else 1
     percent = [sign * 100 * steps / b.used[0].steps
                for steps in (test["difference"], *(test["interval"] or ()))]
-    between = " ({:.2g} to {:.2g} %)".format(*sorted(percent[1:])) if test["interval"] else ""
-    return (f" By the curve of {names[1]}, {names[0]} is {abs(test['difference']):.3g} steps "
-            f"{'earlier' if earlier else 'later'}, {percent[0]:.2g} % of the run{between}.")
+    sure = 95 if test["E"] is None else 100 * (1 - comparison["level"])
+    between = (f" ({sure:g} % interval: {{:.2g}} to {{:.2g}} %)".format(*sorted(percent[1:]))
+               if test["interval"] else "")
+    return (f" By the slope of its curve, {names[1]} would need {abs(test['difference']):.3g} "
+            f"{'more' if earlier else 'fewer'} steps for the same loss, {percent[0]:.2g} % of the "
+            f"run{between}.")
 
 def about_power(comparison):
     """What the runs could have shown, or what is still to be done, where they show nothing."""

@@ -421,7 +421,7 @@ def test_nats_become_steps_by_the_curve_of_the_baseline(tmp_path):
     assert steps["difference"] == pytest.approx(np.mean(want), abs=0.05)
     assert steps["interval"] == pytest.approx(
         tuple(stats.ttest_1samp(want, 0).confidence_interval()), abs=0.1)
-    assert "62.3 steps earlier, 25 % of the run (2" in found["verdict"]
+    assert "would need 62.3 more steps for the same loss, 25 % of the run (9" in found["verdict"]
     worse = write(tmp_path / "worse", [3.28 + gain for gain in gains])
     steps = compared(worse, b)["paired"]["steps"]
     assert steps["difference"] == pytest.approx(-np.mean(want), abs=0.05)
@@ -434,7 +434,7 @@ def test_no_steps_where_the_curve_has_no_such_loss(tmp_path):
     for a in (far, longer):
         found = compared(a, b)
         assert found["paired"]["steps"]["difference"] is None
-        assert "steps earlier" not in found["verdict"]
+        assert "slope of its curve" not in found["verdict"]
 
 
 def test_json_holds_everything_that_is_documented_and_is_strict(tmp_path, capsys):
