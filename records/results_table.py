@@ -2,7 +2,7 @@
 
     python records/results_table.py
 
-A folder of logs is a row, but for those of ELSEWHERE. The last column is written by hand, and stays.
+A folder of logs is a row, except those of ELSEWHERE. The last column is written by hand and stays.
 """
 
 import re
