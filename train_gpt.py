@@ -12,8 +12,8 @@ how long training takes but, except for rounding, not what is trained.
 
 To try an idea, copy this file and change the copy. Each start writes a log of its own,
 records/<UTC time>_<name>.log, with the settings, the machine, this source and a line per step. (So
-keep your code in the copy: of other files, no log would tell.) The run's two newest checkpoints lie
-in the folder of the same name.
+keep your code in the copy: no log holds the source of other files.) The run's two newest
+checkpoints lie in the folder of the same name.
 
 Sections 1 to 9 are the method, in reading order. Section 10 has what a run needs besides: flags,
 checks, log, clock, checkpoints. Section 11 is `main`, the story of a run from the command line to
@@ -354,8 +354,8 @@ class CastedLinear(nn.Module):
             init_uniform(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Validation is not in FP8, as in the record. So a change to one of these products, such as
-        # a factor, belongs in the other as well.
+        # Validation is not in FP8, as in the record. So a change to what this layer computes, such
+        # as a multiple of its output, belongs in both lines. (FP8's scales cancel out.)
         if self.fp8_scales and self.training:
             return FP8Linear.apply(x, self.weight, self.fp8_scales)
         return F.linear(x, self.weight.type_as(x))
@@ -455,7 +455,7 @@ class GPT(nn.Module):
         self.hp = hp
         self.flex = flex
         self.end_of_text = hp.vocab_size - 1  # in the shards, each document begins with it
-        # FP8 products need a multiple of 16 rows. A multiple of 64 also divides by 64 processes.
+        # FP8 products need a multiple of 16 rows. A multiple of 64 also suits up to 64 processes.
         padded_vocab = math.ceil(hp.vocab_size / 64) * 64
         self.embed = nn.Embedding(padded_vocab, hp.model_dim)
         # Layers marked by the same digit share a value embedding (record 2024-12-08). The marks are
@@ -829,8 +829,8 @@ def read_tokens(path: str, start: int, count: int, vocab_size: int) -> Tensor:
 def step_starts(shards: list[Shard], hp: Hyperparameters) -> Iterator[tuple[Shard, int]]:
     """(shard, the first token in it that a step reads), for step after step as long as the data
     last. What is too short for a step at a shard's end is left out. Each further pass over the
-    shards begins a block later, so that it cuts the text at other places. (After a whole sequence,
-    it begins at 0 again.)
+    shards begins a block later, so that it cuts the text at other places. (Once that would be a
+    whole sequence later, a pass begins at 0 again.)
 
     Every process runs this by itself, and a resumed run repeats it from the start. So an order of
     your own must depend on the arguments alone: shuffle a copy, by a generator that hp.seed seeds.
@@ -1136,8 +1136,8 @@ def prepare(hp: Hyperparameters, command, script: str, world: World, saved: dict
     if saved:
         plan = replace(plan, step=saved["step"], seconds=saved["seconds"])
         require(plan.step <= hp.num_iterations, f"the run has done {plan.step} steps already")
-        require(plan.data_read(plan.step) == saved["data_read"], "--resume: keep micro_batches * "
-                "train_seq_len and the shards that were read; new shards may follow them")
+        require(plan.data_read(plan.step) == saved["data_read"], "--resume: keep the steps' tokens "
+                "(micro_batches, train_seq_len) and the shards read; new shards may follow them")
     return plan
 
 # ---- Log and clock

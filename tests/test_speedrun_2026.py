@@ -379,5 +379,5 @@ def test_two_processes_train_the_same_and_a_resumed_run_gives_the_same_bits(tmp_
     middle = newest_checkpoint(tmp_path / "2").with_name("step00000008.pt")  # before stage three
     launch(f"--resume={middle}", f"--records={tmp_path}/resumed", script=ATTEMPT, ranks=2)
     assert_same_state(tmp_path / "resumed", tmp_path / "2")
-    with pytest.raises(attempt.UserError, match="keep micro_batches"):
+    with pytest.raises(attempt.UserError, match="keep the steps' tokens"):
         train(attempt, f"--resume={middle}", "--num_iterations=14")
