@@ -1356,8 +1356,8 @@ def main(argv: list[str]):
         log.write("\n".join(f"{type(each).__name__}, lr {each.peak_lr}: {', '.join(each.params)}"
                             for each in optimizers), console=False)
 
-        # What comes before the clock. model.compile keeps the names of the parameters, which
-        # checkpoints use. It compiles only calls model(...), not other methods such as features.
+        # What comes before the clock. What is compiled keeps the names of the parameters, which
+        # checkpoints use. Calls of other methods, such as features, are not compiled.
         if compiles:
             model.compile(dynamic=False, fullgraph=True)
         batches_of_steps = train_batches(plan.train_shards, hp, world, plan.step)
