@@ -584,10 +584,11 @@ class SmallDisk:
         self.mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
 
     def fill(self, room: int):
-        """Leaves this many bytes; less than a page is the rest of the log's last page."""
+        """Leaves this many bytes. If that is less than a page, it is for the log alone; one page is
+        left then, since the log's last one may have less."""
         if self.mounted:
             free = os.statvfs(self.folder).f_bavail * os.statvfs(self.folder).f_frsize
-            (self.folder / "ballast").write_bytes(bytes(free - room))
+            (self.folder / "ballast").write_bytes(bytes(free - max(room, 4096)))
         if room < 4096 or not self.mounted:
             limit = max(path.stat().st_size for path in self.folder.glob("*.log")) + room
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
