@@ -421,7 +421,8 @@ def test_nats_become_steps_by_the_curve_of_the_baseline(tmp_path):
     assert steps["difference"] == pytest.approx(np.mean(want), abs=0.05)
     assert steps["interval"] == pytest.approx(
         tuple(stats.ttest_1samp(want, 0).confidence_interval()), abs=0.1)
-    assert "would need 62.3 more steps for the same loss, 25 % of the run (9" in found["verdict"]
+    assert ("would need 62.3 more steps for the same loss, 25 % of the run (95 % interval: 2"
+            in found["verdict"])
     worse = write(tmp_path / "worse", [3.28 + gain for gain in gains])
     steps = compared(worse, b)["paired"]["steps"]
     assert steps["difference"] == pytest.approx(-np.mean(want), abs=0.05)
