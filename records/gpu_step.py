@@ -148,8 +148,6 @@ def kept_now() -> int:
 
 
 def nbytes(x: Tensor) -> int:
-    if x.is_sparse:  # the gradient of a table, as rows
-        return nbytes(x._indices()) + nbytes(x._values())
     return x.numel() * x.element_size()
 
 

@@ -56,8 +56,7 @@ RECIPES = {  # bytes in a fragment; flags; more flags for the record attempt, an
         """, """
         --num_iterations=24 --cooldown_frac=0.7 --attention=.x --windows=SS --stages=1:1:256
         --skips=.0 --late_input=1 --backout=0 --softcap_height=30 --softcap_shift=0 --embed_lr=0.6
-        --muon_momentum_end=0.9 --adam_beta1=0.5 --adam_every=1
-        --future_tokens=0 --pair_rows=8192
+        --muon_momentum_end=0.9 --adam_beta1=0.5 --adam_every=1 --future_tokens=0
         --memory=3,4,6 --document_memory=2,3,4,6 --memory_rows=65536""", """
         --num_iterations=162 --cooldown_frac=0.6 --attention=xx --windows=LL --window_start=128
         --window_end=128 --num_kv_heads=1 --embed_lr=0.3 --muon_momentum_end=0.85
@@ -69,8 +68,7 @@ RECIPES = {  # bytes in a fragment; flags; more flags for the record attempt, an
         --muon_momentum_steps=0 --muon_momentum_end=0.9 --adam_beta1=0.9""", """
         --num_iterations=200 --embed_lr=0.08 --head_lr=0.008 --muon_lr=0.05
         --windows=LLL --value_embeds=.01 --attention=.xx --skips=..0 --late_input=2 --backout=0
-        --stages=1:1:256 --softcap_height=30 --softcap_shift=0
-        --adam_every=1 --future_tokens=1 --pair_rows=1024
+        --stages=1:1:256 --softcap_height=30 --softcap_shift=0 --adam_every=1 --future_tokens=1
         --memory=3,4,6,8 --document_memory=2,3,4,6 --memory_rows=65536""", """
         --num_iterations=1400 --embed_lr=0.04 --head_lr=0.004 --muon_lr=0.03
         --windows=LLLL --value_embeds=..01 --attention=.xxx --window_start=256 --window_end=256"""),

@@ -7,7 +7,6 @@ import difflib
 import re
 import sys
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,8 +24,8 @@ ALONE = attempt.World(0, 1, CPU)
 # All eleven layers of the attempt, made narrow.
 TINY = attempt.resolve(dataclasses.replace(
     FULL, model_dim=32, num_heads=2, head_dim=16, vocab_size=257, train_seq_len=512,
-    val_seq_len=512, pair_rows=500, memory_rows=2**12, memory_lag=0, micro_batches=2,
-    num_iterations=12, adam_eps=1e-7, seed=1, num_kv_heads=2, dtype="float32", use_fp8=False), CPU)
+    val_seq_len=512, memory_rows=2**12, memory_lag=0, micro_batches=2, num_iterations=12,
+    adam_eps=1e-7, seed=1, num_kv_heads=2, dtype="float32", use_fp8=False), CPU)
 
 
 # ---- What it shares with train_gpt.py
@@ -54,7 +53,7 @@ CHANGED = {
     "step_starts", "train_batches", "train_step", "warm_up", "check_settings", "main"}
 ADDED = {
     "STAGE", "Stage", "stage", "batch_size", "future_weights", "previous_token", "Candidates",
-    "HASH", "context_hashes", "recall_from_document", "Memory", "summed_gradient"}
+    "HASH", "context_hashes", "recall_from_document", "Memory"}
 
 
 def test_only_the_method_differs():
@@ -212,13 +211,10 @@ def plain_predictions(p, tokens, window, hp, model):
     own, and those of its mixture with the candidates."""
     T = len(tokens)
     begins = (tokens == 256).tolist()
-    signs = np.random.RandomState(0).choice([-1, 1], (8192, hp.model_dim))
     candidates = model.candidates(tokens)
     x = torch.empty(T, hp.model_dim, dtype=torch.float64)
     for t, token in enumerate(tokens.tolist()):
-        before = 256 if t == 0 or begins[t] else int(tokens[t - 1])
-        pair = p["pair_embed.weight"][(before * 2654435761 + token) % hp.pair_rows]
-        x[t] = p["embed.weight"][token] + pair * torch.tensor(signs[(before ^ token) % 8192])
+        x[t] = p["embed.weight"][token]
         for best in candidates.best[t]:
             kind = candidates.kinds[t, best]
             if kind >= 0:
@@ -259,9 +255,8 @@ def plain_predictions(p, tokens, window, hp, model):
 
 @pytest.mark.parametrize("heads, kv_heads", [(2, 2), (4, 2)])
 def test_loss_and_gradients_are_those_of_the_plain_definition(heads, kv_heads, float64):
-    """The whole model: pairs and their signs, the candidates, key offset, skips, late input,
-    backout, the shifted cap and further tokens in the loss; token by token, those past the end and
-    targets of -1 left out."""
+    """The whole model: the candidates, key offset, skips, late input, backout, the shifted cap and
+    further tokens in the loss; token by token, those past the end and targets of -1 left out."""
     hp = dataclasses.replace(TINY, num_heads=heads, num_kv_heads=kv_heads)
     model = tiny_model(hp, torch.float64)
     model.LOGITS_TOKENS = 100  # so that the logits are computed in portions
@@ -280,7 +275,7 @@ def test_loss_and_gradients_are_those_of_the_plain_definition(heads, kv_heads, f
     want.backward()
     assert float(loss.detach()) == pytest.approx(float(want.detach()), rel=1e-12)
     for name, x in model.named_parameters():
-        error = (attempt.summed_gradient(x) - p[name].grad).norm() / p[name].grad.norm()
+        error = (x.grad - p[name].grad).norm() / p[name].grad.norm()
         assert error < 1e-11, (name, float(error))
 
 
@@ -339,9 +334,7 @@ def test_adam_steps_on_the_sum_of_two_steps_gradients():
         for batch in batches:
             (twin(*batch, torch.tensor(256)) / 2).backward()
         for name in summed:
-            gradient = twin.get_parameter(name).grad
-            assert gradient.is_sparse == ("embed" in name), name
-            summed[name] += gradient.to_dense()
+            summed[name] += twin.get_parameter(name).grad
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         attempt.train_step(model, batches, optimizers, step, hp, ALONE)
         for name, p in model.named_parameters():
@@ -364,7 +357,7 @@ def test_two_processes_train_the_same_and_a_resumed_run_gives_the_same_bits(tmp_
     flags = [
         "--preset=speedrun", "--model_dim=32", "--num_heads=2", "--head_dim=16", "--seed=1",
         "--vocab_size=257", "--train_seq_len=256", "--val_seq_len=512", "--val_tokens=1000",
-        "--pair_rows=500", "--memory_rows=4096", "--memory_lag=300", "--micro_batches=2",
+        "--memory_rows=4096", "--memory_lag=300", "--micro_batches=2",
         "--stages=1:1:128,2:1.52:256,3:1.73:384",
         "--num_iterations=12", "--save_every=4", "--val_loss_every=4", "--adam_eps=1e-7",
         "--dtype=float32", "--use_fp8=false", "--epochs=100", *shards]

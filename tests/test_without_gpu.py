@@ -125,7 +125,7 @@ def test_nothing_recompiles_after_the_warmup(script, tmp_path, monkeypatch):
         "--num_iterations=8", "--save_every=0", "--seed=1", "--dtype=bfloat16", "--epochs=100"]
     if is_attempt:
         flags += ["--stages=1:1:128,2:1.5:256,3:1.7:384", "--skips=..1.", "--late_input=1",
-                  "--backout=1", "--pair_rows=300", "--memory_rows=1000", "--memory_lag=100"]
+                  "--backout=1", "--memory_rows=1000", "--memory_lag=100"]
     else:
         flags += ["--window_end=384"]
     hp, _ = script.parse_flags(flags)

@@ -123,7 +123,6 @@ class Hyperparameters:
     use_fp8: bool = flag(True, "train the head in FP8 where the GPU can, with dtype bfloat16")
     late_input: int = flag(7, "layer (from 0) whose output attention in all later layers reads")
     backout: int = flag(7, "layer (from 0) of whose output a share is subtracted at the end")
-    pair_rows: int = flag(377280, "rows of the embedding of pairs of tokens", min=1)
     memory: str = flag("2,3,4,6", "the numbers of tokens by which the memory finds what it has "
                        "read", pattern=r"[1-9]\d?(,[1-9]\d?)*")
     document_memory: str = flag("1,2,3,4,6", "the same, for what the document has had before",
@@ -160,7 +159,7 @@ PRESETS = {
         train_files="data/demo/demo_train_*.bin", val_files="data/demo/demo_val_*.bin",
         train_seq_len=1024, val_seq_len=2048, micro_batches=4, stages="1:1:256", windows="LSSL",
         attention="xx.x", value_embeds="0..0", skips="..10", model_dim=128, num_heads=4,
-        head_dim=32, attention_scale=0.3, late_input=2, backout=1, pair_rows=8192,
+        head_dim=32, attention_scale=0.3, late_input=2, backout=1,
         memory="3,4,6,8,12", document_memory="2,3,4,6,8", memory_rows=2**17, memory_lag=2048,
         num_iterations=400, future_tokens=1, cooldown_frac=0.4, lr_floor=0.1, muon_lr=0.035,
         muon_momentum_end=0.9, muon_momentum_steps=0, head_lr=0.016, embed_lr=0.2,
@@ -645,10 +644,8 @@ class GPT(nn.Module):
     dimensions, such as residual_mix[0], stays bfloat16. Times a vector or a matrix it becomes
     float32: cast these with type_as.
 
-    On a GPU, `main` has `loss` compiled, that is, all but the lookup of embeddings. The gradients
-    of embeddings then stay lists of rows until Adam sums them (summed_gradient). A compiled lookup
-    would make a whole table of gradients in each micro-batch, which for the embedding of pairs has
-    290M numbers."""
+    On a GPU, `main` has `loss` compiled, that is, all but `lookup`, which is sorting and reading
+    from tables, and which a compiler would not make faster."""
 
     # Logits are computed for at most this many tokens at a time, because those of a validation
     # sequence of 256K tokens would take 53 GB. Training saves nothing by it, since the backward
@@ -662,13 +659,9 @@ class GPT(nn.Module):
         self.end_of_text = hp.vocab_size - 1  # in the shards, each document begins with it
         # FP8 products need a multiple of 16 rows. A multiple of 64 also suits up to 64 processes.
         padded_vocab = math.ceil(hp.vocab_size / 64) * 64
-        self.embed = nn.Embedding(padded_vocab, hp.model_dim, sparse=True)
-        self.pair_embed = nn.Embedding(hp.pair_rows, hp.model_dim, sparse=True)  # part: pairs
-        # RandomState draws the same in every version of NumPy, so that every run has these signs.
-        signs = np.random.RandomState(0).choice([-1, 1], (8192, hp.model_dim))
-        self.register_buffer("signs", torch.tensor(signs, dtype=dtype), persistent=False)
+        self.embed = nn.Embedding(padded_vocab, hp.model_dim)
         self.memory = Memory(hp)
-        self.recalled_embed = nn.Embedding(padded_vocab, hp.model_dim, sparse=True)
+        self.recalled_embed = nn.Embedding(padded_vocab, hp.model_dim)
         self.document_lengths = [int(length) for length in hp.document_memory.split(",")]
         kinds = self.memory.kinds + 8 * len(self.document_lengths)
         self.recalled_mix = nn.Parameter(torch.zeros(kinds))
@@ -677,7 +670,7 @@ class GPT(nn.Module):
         # Layers marked by the same digit share a value embedding (record 2024-12-08). The marks are
         # sorted because all processes must have their parameters in one order.
         self.value_embeds = nn.ModuleDict({
-            mark: nn.Embedding(padded_vocab, hp.kv_heads * hp.head_dim, sparse=True)
+            mark: nn.Embedding(padded_vocab, hp.kv_heads * hp.head_dim)
             for mark in sorted(set(hp.value_embeds) - {"."})})
         rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len), hp.rope_base)
         self.blocks = nn.ModuleList(Block(hp, layer, rotary) for layer in range(len(hp.windows)))
@@ -734,20 +727,10 @@ class GPT(nn.Module):
         return torch.cat((x_TD.float(), numbers_TC, self.scores(candidates)), dim=1)
 
     def lookup(self, tokens_T: Tensor) -> tuple[Tensor, dict[str, Tensor], Candidates]:
-        """The tokens' embeddings, the value embeddings by their marks, and the candidates. To the
-        first are added an embedding of each token together with the one before it, where pairs
-        share rows by a hash (records #62 and #83), and shares of an embedding of the best candidate
-        of the document and of the best one of the memory."""
-        before_T = F.pad(tokens_T[:-1], (1, 0), value=self.end_of_text)
-        before_T = before_T.masked_fill(tokens_T == self.end_of_text, self.end_of_text)
-        # The multiplier is a prime near 2^32 / 1.618, which spreads the pairs over the rows.
-        pairs_T = (before_T.long() * 2654435761 + tokens_T) % self.hp.pair_rows
-        # Pairs that share a row mostly read it with different signs, and so learn to differ.
-        signs_TD = self.signs[(before_T ^ tokens_T) % len(self.signs)]
+        """The tokens' embeddings, the value embeddings by their marks, and the candidates. To each
+        token's embedding are added shares of an embedding of the best candidate of the document and
+        of the best one of the memory."""
         x_TD = self.embed(tokens_T)
-        pair_TD = self.pair_embed(pairs_T)  # part: pairs
-        pair_TD = signs_TD * pair_TD  # part: pairs  # part: signs for pairs
-        x_TD = x_TD + pair_TD  # part: pairs
         candidates = self.candidates(tokens_T)
         for place_T in candidates.best.T:
             token_T, kind_T = (x.gather(1, place_T[:, None])[:, 0] for x in candidates[:2])
@@ -908,7 +891,7 @@ class Optimizer:
         finish(step)  waits for the results of the others; Muon then applies all of them
 
     Of a matrix, or a stack of matrices, that is divided among the processes, each process has:
-        p.grad           all rows (an embedding's: one per token), of its own micro-batches only
+        p.grad           all rows, but summed over its own micro-batches only
         summed gradient  its own rows, in update()
         parameter        all rows; Adam changes its own in update(), and gets others' in finish()
         state            tensors for all rows, of which only its own are up to date
@@ -946,15 +929,6 @@ class Optimizer:
                 assert (x.ndim, x.shape[:1]) == (p.ndim, p.shape[:1]), f"a state of {x.shape}"
                 self.world.all_gather(x).result()
 
-def summed_gradient(p: Tensor) -> Tensor:
-    """A parameter's gradient as one tensor. That of an embedding is a list of rows, one for each
-    token of all micro-batches, of which those of the same token are added up here. This does not
-    wait for the device, which a sparse tensor's own methods would do."""
-    if not p.grad.is_sparse:
-        return p.grad
-    rows_T = p.grad._indices()[0]
-    return torch.ops.aten.embedding_dense_backward(p.grad._values(), rows_T, len(p), -1, False)
-
 class Adam(Optimizer):
     """Adam (arXiv:1412.6980) by PyTorch's fused kernel. Each process updates its rows of every
     matrix, and all of every vector and scalar. It steps once every adam_every training steps
@@ -971,7 +945,7 @@ class Adam(Optimizer):
         self.state["mean_square"] = [torch.zeros_like(p) for p in params.values()]
 
     def begin(self):
-        self.sums = [self.world.reduce_scatter(summed_gradient(p)) for p in self.params.values()]
+        self.sums = [self.world.reduce_scatter(p.grad) for p in self.params.values()]
 
     def update(self, step: int):
         gradients = [exchange.result() for exchange in self.sums]
@@ -1083,12 +1057,12 @@ def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> lis
     stack of matrices, which a convolution's weight is not.) Each row must get at least one. Those
     of one row and one shape share an optimizer, so Muon can stack them. Frozen parameters, which
     need no gradient, are left out. The log says what each optimizer trains."""
-    # Shapes in `speedrun`: head and embeddings [50304, 768], for pairs [377280, 768]; qkv
-    # [3, 768, 768], attention's proj [768, 768], the MLP's fc [3072, 768], its proj [768, 3072].
+    # Shapes in `speedrun`: head and embeddings [50304, 768]; qkv [3, 768, 768], attention's proj
+    # [768, 768], the MLP's fc [3072, 768], its proj [768, 3072].
     table = [
         # names of the parameters               optimizer  peak rate
         (r"lm_head\.weight",                          Adam, hp.head_lr),
-        (r"(pair_|value_|recalled_)?embeds?\..*",     Adam, hp.embed_lr),
+        (r"(value_|recalled_)?embeds?\..*",          Adam, hp.embed_lr),
         (r"blocks\..*\.(qkv|proj\.weight|fc\.weight)", Muon, hp.muon_lr),
     ]
     optimizers = []
