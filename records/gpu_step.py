@@ -70,8 +70,8 @@ class Recorder:
         self.validates = False  # whether a validation has come
         self.new_step_with_each_batch = False
 
-    def begin_step(self, at: float, steps: int = 1):
-        self.step = Step(at, steps)
+    def begin_step(self, at: float):
+        self.step = Step(at)
         self.steps.append(self.step)
 
     def begin_micro_batch(self, module: nn.Module, tokens: int, window: int = 0):
@@ -616,14 +616,12 @@ def run_ours(path: Path, processes: int, flags: list[str]):
         model = script.GPT(hp, torch.bfloat16, flex=True)
     compile_as_main_does(script, model)
     optimizers = script.build_optimizers(model, hp, world)
-    count = max(getattr(optimizer, "every", 1) for optimizer in optimizers)
     for i in range(SAMPLES):
         at = (i + 0.5) / SAMPLES
-        first = int(at * hp.num_iterations) // count * count
-        batches = script.train_batches(shards, hp, world, first)
-        recorder.begin_step(at, count)
-        for step in range(first, first + count):
-            script.train_step(model, next(batches), optimizers, step, hp, world)
+        step = int(at * hp.num_iterations)
+        batches = script.train_batches(shards, hp, world, step)
+        recorder.begin_step(at)
+        script.train_step(model, next(batches), optimizers, step, hp, world)
 
 
 def compile_as_main_does(script, model: nn.Module):

@@ -70,9 +70,8 @@ class Wait:
 
 @dataclass
 class Step:
-    """The notes of `steps` steps, one after the other."""
-    at: float  # the part of the run that was done before them
-    steps: int = 1
+    """The notes of a training step."""
+    at: float  # the part of the run that was done before it
     window: int = 0  # in tokens; 0 if it is not known
     blocks: float = 0  # pairs of a query block and a key block that FlexAttention visits
     notes: list = field(default_factory=list)
@@ -181,7 +180,7 @@ def step_parts(step: Step, rates: Rates, processors: int) -> Counter:
             time = max(0.0, arrivals[note.number] - now)
             parts["exchange"] += time
             now += time
-    return Counter({part: 1000 * time / step.steps for part, time in parts.items()})
+    return Counter({part: 1000 * time for part, time in parts.items()})
 
 def mean_ms(notes: Notes, rates: Rates, processors: int) -> float:
     return fmean(step_parts(step, rates, processors).total() for step in notes.steps)

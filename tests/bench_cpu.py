@@ -54,9 +54,8 @@ RECIPES = {  # bytes in a fragment; flags; more flags for the record attempt, an
         --rope_base=20 --micro_batches=1 --train_seq_len=2048 --val_seq_len=16384
         --val_loss_every=0 --muon_lr=0.1 --head_lr=0.02 --scalar_lr=0.1 --muon_momentum_steps=0
         """, """
-        --num_iterations=24 --cooldown_frac=0.7 --attention=.x --windows=SS --stages=1:1:256
-        --skips=.0 --late_input=1 --backout=0 --softcap_height=30 --softcap_shift=0 --embed_lr=0.6
-        --muon_momentum_end=0.9 --adam_beta1=0.5 --adam_every=1 --future_tokens=0
+        --num_iterations=24 --cooldown_frac=0.7 --attention=.x --windows=SS --softcap_height=30
+        --softcap_shift=0 --embed_lr=0.6 --muon_momentum_end=0.9 --adam_beta1=0.5
         --memory=3,4,6 --document_memory=2,3,4,6 --memory_rows=65536""", """
         --num_iterations=162 --cooldown_frac=0.6 --attention=xx --windows=LL --window_start=128
         --window_end=128 --num_kv_heads=1 --embed_lr=0.3 --muon_momentum_end=0.85
@@ -67,8 +66,7 @@ RECIPES = {  # bytes in a fragment; flags; more flags for the record attempt, an
         --val_loss_every=700 --cooldown_frac=0.7 --lr_floor=0 --scalar_lr=0.1
         --muon_momentum_steps=0 --muon_momentum_end=0.9 --adam_beta1=0.9""", """
         --num_iterations=200 --embed_lr=0.08 --head_lr=0.008 --muon_lr=0.05
-        --windows=LLL --value_embeds=.01 --attention=.xx --skips=..0 --late_input=2 --backout=0
-        --stages=1:1:256 --softcap_height=30 --softcap_shift=0 --adam_every=1 --future_tokens=1
+        --windows=LLL --value_embeds=.01 --attention=.xx --softcap_height=30 --softcap_shift=0
         --memory=3,4,6,8 --document_memory=2,3,4,6 --memory_rows=65536""", """
         --num_iterations=1400 --embed_lr=0.04 --head_lr=0.004 --muon_lr=0.03
         --windows=LLLL --value_embeds=..01 --attention=.xxx --window_start=256 --window_end=256"""),
@@ -90,7 +88,7 @@ def matrix_rate(dtype: torch.dtype, n: int = 512) -> float:
 def recipe_flags(name: str, script: ModuleType) -> list[str]:
     """The flags of a recipe for a script, which is the record attempt, the original, or a copy."""
     _, flags, attempt, original = RECIPES[name]
-    own = attempt if hasattr(script.PRESETS["demo"], "stages") else original
+    own = attempt if hasattr(script.PRESETS["demo"], "memory") else original
     return [*COMMON.split(), *flags.split(), *own.split()]
 
 

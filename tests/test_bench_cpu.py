@@ -68,7 +68,7 @@ def test_the_script_may_be_the_original_or_a_copy(tmp_path):
 
 
 @pytest.mark.parametrize("argv, status, words", [
-    (["--target=0.001", "--processes=1", "--recipe=low", "--stages=1:1:128",
+    (["--target=0.001", "--processes=1", "--recipe=low", "--window_end=256",
       "--windows=SSS", "--value_embeds=0..", "--attention=xxx"], 1,
      "error: 0.001 was not reached in 1 of 1 run(s)"),
     (["--model_dim=512"], 2, "parameters, more than 850000; --any_size allows that"),

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from test_model import rms_norm
 from test_speedrun_2026 import ALONE, TINY, attempt
 
 LENGTHS = (2, 3, 5)
@@ -200,29 +201,30 @@ def test_the_best_candidate_reaches_the_input(monkeypatch):
     torch.manual_seed(0)
     model = attempt.GPT(HP, torch.float32, flex=False)
     text = texts("of few words", 2000)
-    before = model.lookup(text[:512])[0].detach()
+    inputs = []
+    model.blocks[0].register_forward_pre_hook(lambda block, args: inputs.append(args[0].detach()))
     model.memory.remember(text)
     other = model.memory.recall(text[:512])
     own = attempt.recall_from_document(text[:512], 256, model.document_lengths)
-    torch.testing.assert_close(model.lookup(text[:512])[0].detach(), before)  # the shares are zero
+    model.features(text[:512], torch.tensor(256))  # while the shares are zero
     with torch.no_grad():
         model.recalled_mix += torch.randn(len(model.recalled_mix))
-    x_TD, _, _ = model.lookup(text[:512])
+    model.features(text[:512], torch.tensor(256))
     for t in range(512):
-        want = before[t]
+        want = model.embed.weight[text[t]]
+        torch.testing.assert_close(inputs[0][t], rms_norm(want))
         for each, first_kind in ((own, 0), (other, 8 * len(model.document_lengths))):
             best = each.best[t, 0]
             kind, token = each.kinds[t, best], each.tokens[t, best]
             if kind >= 0:
                 mix = model.recalled_mix[first_kind + kind]
                 want = want + mix * model.recalled_embed.weight[token]
-        torch.testing.assert_close(x_TD[t], want)
+        torch.testing.assert_close(inputs[1][t], rms_norm(want))
 
 
 def test_a_step_looks_up_before_it_remembers():
     """The loss of a step does not know the step's own text; the next one does."""
-    hp = dataclasses.replace(HP, memory_lag=0, num_iterations=2, stages="1:1:256", micro_batches=1,
-                             adam_every=1, future_tokens=0)
+    hp = dataclasses.replace(HP, memory_lag=0, num_iterations=2, micro_batches=1)
     model = attempt.GPT(hp, torch.float32, flex=False)
     text = texts("repetitive", 513)
     batch = [(text[:-1], text[1:].long())]

@@ -136,8 +136,8 @@ def test_a_step_grows_with_the_window(costs):
 
 
 # -------- From launches to times
-def parts(*notes, steps=1, blocks=0.0):
-    step = Step(0, steps=steps, blocks=blocks, notes=list(notes))
+def parts(*notes, blocks=0.0):
+    step = Step(0, blocks=blocks, notes=list(notes))
     return predict.step_parts(step, RATES, predict.GPUS["h100"].processors)
 
 
@@ -151,7 +151,6 @@ def test_a_kernel_takes_what_is_slowest():
     assert parts(product)["products"] == pytest.approx(want, rel=0.01)
     one_more = Launch("mm", "products", 1e6, product=(1, 8192, 8448 + 1, 8192))
     assert parts(one_more)["products"] > parts(product)["products"]
-    assert parts(Launch(**quick), steps=2)["norms"] == pytest.approx(hand(2.9) / 2, rel=0.01)
 
 
 def test_attention_costs_by_its_blocks():

@@ -122,12 +122,10 @@ def test_nothing_recompiles_after_the_warmup(script, tmp_path, monkeypatch):
         "--preset=speedrun", "--windows=LSSL", "--value_embeds=0..0", "--attention=xx.x",
         "--model_dim=32", "--num_heads=2", "--head_dim=16", "--vocab_size=257",
         "--train_seq_len=256", "--val_seq_len=512", "--val_tokens=2000", "--micro_batches=2",
-        "--num_iterations=8", "--save_every=0", "--seed=1", "--dtype=bfloat16", "--epochs=100"]
+        "--window_end=384", "--num_iterations=8", "--save_every=0", "--seed=1", "--dtype=bfloat16",
+        "--epochs=100"]
     if is_attempt:
-        flags += ["--stages=1:1:128,2:1.5:256,3:1.7:384", "--skips=..1.", "--late_input=1",
-                  "--backout=1", "--memory_rows=1000", "--memory_lag=100"]
-    else:
-        flags += ["--window_end=384"]
+        flags += ["--memory_rows=1000", "--memory_lag=100"]
     hp, _ = script.parse_flags(flags)
     script.check_settings(hp, 1)
     hp = dataclasses.replace(script.resolve(hp, torch.device("cpu")), use_fp8=True)

@@ -1,9 +1,10 @@
 """Train a GPT in a third of the tokens of the NanoGPT speedrun: an attempt at its record.
 
 The task is a validation loss of 3.28 nats per token on FineWeb, in the least training time on eight
-H100 GPUs. This is a copy of train_gpt.py, the record of 2025-01-26, changed by what the records of
-the following 18 months found. README.md beside it says what each change does, and what the evidence
-is. The preset `demo` is the same method with a small model, which a laptop trains in minutes.
+H100 GPUs. This is a copy of train_gpt.py, the record of 2025-01-26, which looks up how a text went
+on where the same tokens occurred before: in the document, and in all that training has read.
+README.md beside it says what each change does, and what the evidence is. The preset `demo` is the
+same method with a small model, which a laptop trains in minutes.
 
     torchrun --standalone --nproc_per_node=8 records/speedrun_2026/train_gpt.py  # the attempt
     python records/speedrun_2026/train_gpt.py --preset=demo                      # the demo
@@ -14,15 +15,12 @@ Each start writes a log of its own, records/<UTC time>_<name>.log, with the sett
 this source and a line per step. The run's two newest checkpoints lie in the folder of the same
 name.
 
-The method differs from train_gpt.py's in sections 1 (settings), 2 (schedules), 5 (model),
-7 (optimizers) and 9 (training steps and warmup). The rest is equal, except where it must know that
-the batch grows, or that Adam does not take part in every step.
+The method differs from train_gpt.py's in section 5 (model), in the settings, and in one place of
+train_step, where the model reads the step's tokens. All else is equal.
 
 A run may be killed at any time, for it needs no orderly end ("crash-only software", Candea and Fox,
 2003). Only its first process writes its log, and it only appends. A file gets a checkpoint's name
 when it is whole. To resume is to start again, from a checkpoint and with a new log.
-
-The comments `# part: NAME` mark lines for ./run.sh ablate, which measures what each part is worth.
 
 Suffixes give the shapes of most tensors: x_TD is [T, D]. T tokens, D model width, H heads, K head
 width, V vocabulary, N blocks of 128 tokens; 1 is a dimension of length 1. There is no batch
@@ -77,8 +75,6 @@ def flag(default, help: str, min=0, max=10**9, unit=1, pattern=".+"):
     ends included, and a unit of which it must be a multiple; a text must fit a pattern."""
     return field(default=default, metadata=dict(help=help, limits=(min, max, unit, pattern)))
 
-STAGE = r"[1-9]\d?:\d{1,2}(\.\d{1,9})?:[1-9]\d{0,6}"  # BATCH:LR:WINDOW
-
 @dataclass(frozen=True)
 class Hyperparameters:
     """Every field is a flag of the same name. These defaults are the preset `speedrun`. The preset
@@ -92,24 +88,21 @@ class Hyperparameters:
     dtype: str = flag("auto", "bfloat16, float32 or auto", pattern="auto|bfloat16|float32")
     save_every: int = flag(500, "steps between checkpoints; 0 saves none, not even at the end")
     val_loss_every: int = flag(125, "steps between validations, besides those at saves and the end")
-    # Data. A step trains on micro_batches * BATCH * train_seq_len tokens, on any number of
-    # processes. To fit a smaller memory, lower the length of a sequence and raise their number.
-    # Compare losses only between equal val_seq_len and val_tokens: longer ones cut fewer documents.
+    # Data. A step trains on micro_batches * train_seq_len tokens, whatever the number of processes.
+    # To fit a smaller memory, lower the length of a sequence and raise their number. Compare losses
+    # only between equal val_seq_len and val_tokens: longer sequences cut fewer documents.
     train_files: str = flag("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
     val_files: str = flag("data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
     vocab_size: int = flag(50257, "vocabulary; its last token begins a document", min=2, max=65536)
-    train_seq_len: int = flag(16 * 1024, "tokens per training sequence", min=1, unit=BLOCK)
+    train_seq_len: int = flag(32 * 1024, "tokens per training sequence", min=1, unit=BLOCK)
     val_seq_len: int = flag(256 * 1024, "tokens per validation sequence", min=1, unit=BLOCK)
     val_tokens: int = flag(10485760, "number of validation tokens; 0 takes all")
-    micro_batches: int = flag(8, "sequences per step, times the stage's BATCH", min=1, max=10**5)
-    stages: str = flag("1:1:384,2:1.52:896,3:1.73:1408", pattern=rf"{STAGE}(,{STAGE})*", help=
-                       "BATCH:LR:WINDOW of each stage: two factors, and a window in tokens")
+    micro_batches: int = flag(8, "sequences per step, on all processes together", min=1, max=10**5)
     epochs: int = flag(1, "at most this many passes over the training shards", min=1, max=10**5)
     # The layers: strings with one character per layer
     windows: str = flag("SSSLSSSSSSL", "L: long window, S: half as many blocks", pattern="[LS]+")
     attention: str = flag("xxxxxx.xxxx", "x: with attention, .: without", pattern="[x.]+")
     value_embeds: str = flag("12......012", "digit: value embedding, .: none", pattern="[0-9.]+")
-    skips: str = flag("......43210", "digit: add this layer's output, .: none", pattern="[0-9.]+")
     # The model
     model_dim: int = flag(768, "width of the residual stream", min=16, max=2**16, unit=16)
     num_heads: int = flag(6, "query heads; any number, whatever model_dim", min=1, max=2**10)
@@ -121,8 +114,8 @@ class Hyperparameters:
     softcap_height: float = flag(23.0, "h, the upper bound of the logits", min=0.1)
     softcap_shift: float = flag(5.0, "s, what the cap adds to each logit first", min=-99)
     use_fp8: bool = flag(True, "train the head in FP8 where the GPU can, with dtype bfloat16")
-    late_input: int = flag(7, "layer (from 0) whose output attention in all later layers reads")
-    backout: int = flag(7, "layer (from 0) of whose output a share is subtracted at the end")
+    window_start: int = flag(128, "long window at first, in tokens", min=BLOCK, unit=BLOCK)
+    window_end: int = flag(1792, "long window at the end, in tokens", min=BLOCK, unit=BLOCK)
     memory: str = flag("2,3,4,6", "the numbers of tokens by which the memory finds what it has "
                        "read", pattern=r"[1-9]\d?(,[1-9]\d?)*")
     document_memory: str = flag("1,2,3,4,6", "the same, for what the document has had before",
@@ -133,17 +126,15 @@ class Hyperparameters:
     # num_iterations. If a resumed run gets more steps, its rates jump up again, and its window may
     # shrink. The schedule of Muon's momentum counts steps alone.
     num_iterations: int = flag(870, "training steps", max=10**7)
-    future_tokens: int = flag(0, "tokens after the next one that count in the training loss", max=9)
     cooldown_frac: float = flag(0.6, "last fraction of the run, in which rates fall", max=1)
-    lr_floor: float = flag(0.15, "factor on the learning rates at the end of the run", max=1)
-    muon_lr: float = flag(0.023, "learning rate of the blocks' matrices (Muon)")
+    lr_floor: float = flag(0.1, "what the learning rates fall to, as a share of their peak", max=1)
+    muon_lr: float = flag(0.035, "learning rate of the blocks' matrices (Muon)")
     muon_momentum_start: float = flag(0.85, "Muon's momentum at the first step", max=1)
     muon_momentum_end: float = flag(0.95, "Muon's momentum after its warmup", max=1)
     muon_momentum_steps: int = flag(300, "steps of Muon's momentum warmup, in a run of any length")
     head_lr: float = flag(0.008, "learning rate of the output head (Adam)")
     embed_lr: float = flag(0.6, "learning rate of all embeddings (Adam)")
     scalar_lr: float = flag(0.04, "learning rate of vectors and scalars (Adam)")
-    adam_every: int = flag(2, "Adam steps once in so many steps, by the sum of gradients", min=1)
     adam_beta1: float = flag(0.5, "decay of Adam's mean gradient", max=1 - 1e-9)
     adam_beta2: float = flag(0.95, "decay of Adam's mean square", max=1 - 1e-9)
     adam_eps: float = flag(1e-10, "Adam's epsilon; gradients are those of the mean loss", min=1e-30)
@@ -157,45 +148,30 @@ PRESETS = {
     "demo": Hyperparameters(
         name="demo_2026", save_every=100, val_loss_every=50, val_tokens=131072, vocab_size=257,
         train_files="data/demo/demo_train_*.bin", val_files="data/demo/demo_val_*.bin",
-        train_seq_len=1024, val_seq_len=2048, micro_batches=4, stages="1:1:256", windows="LSSL",
-        attention="xx.x", value_embeds="0..0", skips="..10", model_dim=128, num_heads=4,
-        head_dim=32, attention_scale=0.3, late_input=2, backout=1,
-        memory="3,4,6,8,12", document_memory="2,3,4,6,8", memory_rows=2**17, memory_lag=2048,
-        num_iterations=400, future_tokens=1, cooldown_frac=0.4, lr_floor=0.1, muon_lr=0.035,
-        muon_momentum_end=0.9, muon_momentum_steps=0, head_lr=0.016, embed_lr=0.2,
-        scalar_lr=0.08, adam_every=1, adam_beta1=0.8,
+        train_seq_len=1024, val_seq_len=2048, micro_batches=4, windows="LSSL", attention="xx.x",
+        value_embeds="0..0", model_dim=128, num_heads=4, head_dim=32, attention_scale=0.3,
+        window_start=256, window_end=256, memory="3,4,6,8,12", document_memory="2,3,4,6,8",
+        memory_rows=2**17, memory_lag=2048, num_iterations=400, cooldown_frac=0.4, muon_lr=0.035,
+        muon_momentum_end=0.9, muon_momentum_steps=0, head_lr=0.016, embed_lr=0.2, scalar_lr=0.08,
+        adam_beta1=0.8,
         adam_eps=1e-7,  # rare bytes' gradients are rounding noise; 1e-10 makes full steps of it
     ),
 }
 
 # ---- 2. Schedules: pure functions of the step ---------------------------------------------------
 
-# One of the equal parts of a run (records #39 and #46): its first step, the factors on
-# micro_batches and on the learning rates, and the long window in tokens.
-Stage = NamedTuple("Stage", [("first", int), ("batch", int), ("lr", float), ("window", int)])
-
-def stage(step: int, hp: Hyperparameters) -> Stage:
-    """The stage that contains this step."""
-    parts = [part.split(":") for part in hp.stages.split(",")]
-    number = min(len(parts) - 1, len(parts) * step // max(1, hp.num_iterations))
-    first = math.ceil(number * hp.num_iterations / len(parts))
-    batch, lr, window = parts[number]
-    return Stage(first, int(batch), float(lr), int(window))
-
-def batch_size(step: int, hp: Hyperparameters) -> int:
-    """The number of sequences in a step, on all processes together."""
-    return hp.micro_batches * stage(step, hp).batch
-
 def tokens_seen(step: int, hp: Hyperparameters) -> int:
     """The number of training tokens in all steps before this one."""
-    if step == 0:
-        return 0
-    first = stage(step - 1, hp).first
-    return tokens_seen(first, hp) + (step - first) * batch_size(first, hp) * hp.train_seq_len
+    return step * hp.micro_batches * hp.train_seq_len
 
 def window_tokens(step: int, hp: Hyperparameters) -> int:
-    """The long window in tokens, rounded up to whole blocks."""
-    return math.ceil(stage(step, hp).window / BLOCK) * BLOCK
+    """The long window in tokens: a whole number of blocks, which grows linearly from zero, but is
+    never below window_start."""
+    # `grown` is rounded up to whole blocks. As in the record, it ends half a block below
+    # window_end: in `speedrun`, at 13.5 blocks. So each length lasts for 1 / 13.5 of the run, but
+    # the last one, of 14 blocks, for half of that, which is the last 4 % of the steps.
+    grown = (hp.window_end - BLOCK / 2) * step / max(1, hp.num_iterations)
+    return max(hp.window_start, math.ceil(grown / BLOCK) * BLOCK)
 
 def window_tensor(step: int, hp: Hyperparameters, device: torch.device) -> Tensor:
     """The long window as a tensor, which can change without a recompile. It is made by torch.full,
@@ -203,28 +179,15 @@ def window_tensor(step: int, hp: Hyperparameters, device: torch.device) -> Tenso
     return torch.full((), window_tokens(step, hp), dtype=torch.int32, device=device)
 
 def lr_scale(step: int, hp: Hyperparameters) -> float:
-    """The factor on every learning rate: the stage's, and in the last part of the run a linear
-    descent from there to lr_floor."""
+    """The factor on every learning rate: 1, then falling linearly to lr_floor at the run's end."""
     left = max(0, 1 - step / max(1, hp.num_iterations))
-    peak = stage(step, hp).lr
-    if left >= hp.cooldown_frac:
-        return peak
-    return hp.lr_floor + (peak - hp.lr_floor) * left / hp.cooldown_frac
+    height = min(1, left / hp.cooldown_frac) if hp.cooldown_frac else 1
+    return hp.lr_floor + height * (1 - hp.lr_floor)
 
 def muon_momentum(step: int, hp: Hyperparameters) -> float:
     """Muon's momentum, which rises linearly for muon_momentum_steps and then stays."""
     risen = min(1, step / hp.muon_momentum_steps) if hp.muon_momentum_steps else 1
     return hp.muon_momentum_start + risen * (hp.muon_momentum_end - hp.muon_momentum_start)
-
-def future_weights(step: int, hp: Hyperparameters, device: torch.device) -> list[Tensor]:
-    """The weights, in the training loss, of the tokens after the next one (record #53). Each weighs
-    half as much as the one before it. Of K tokens the last one's weight falls to 0 in the first of
-    K + 1 equal parts of the run, the weight of the one before it in the second part, and so on.
-    They are tensors for the same reason as window_tensor."""
-    K = hp.future_tokens
-    part = (K + 1) * step / max(1, hp.num_iterations)
-    weights = [0.5**k * min(1.0, max(0.0, K + 1 - k - part)) for k in range(1, K + 1)]
-    return [torch.full((), weight, device=device) for weight in weights]
 
 # ---- 3. Block masks and attention ---------------------------------------------------------------
 
@@ -371,12 +334,6 @@ class FP8Linear(torch.autograd.Function):
 def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
-def previous_token(x: Tensor, begins_T: Tensor) -> Tensor:
-    """For each token of x [T, ...], the values of the token before it; zero where a document
-    begins."""
-    shifted = torch.cat((torch.zeros_like(x[:1]), x[:-1]))
-    return shifted.masked_fill(begins_T.view(-1, *[1] * (x.ndim - 1)), 0)
-
 def init_uniform(weight: Tensor):
     """Initial values of a weight [..., out, in]: uniform, with a deviation of 0.5 / sqrt(in)."""
     bound = 0.5 * math.sqrt(3 / weight.size(-1))
@@ -437,10 +394,9 @@ class CausalSelfAttention(nn.Module):
     into the values (record 2024-12-04, after arXiv:2410.17897). With fewer kv heads than heads,
     several query heads share one head of keys and values (arXiv:2305.13245)."""
 
-    def __init__(self, hp: Hyperparameters, layer: int, rotary: Rotary):
+    def __init__(self, hp: Hyperparameters, rotary: Rotary):
         super().__init__()
         self.hp = hp
-        self.key_offset = hp.windows[layer] == "L"
         self.rotary = rotary
         # Matrices of equal size, which Muon orthogonalizes one by one: num_heads / kv_heads of them
         # for the queries, then one for the keys and one for the values. Without shared heads, that
@@ -454,19 +410,12 @@ class CausalSelfAttention(nn.Module):
     def reset_parameters(self):
         init_uniform(self.qkv)
 
-    def forward(self, x_TD: Tensor, value_embed: Tensor | None, begins_T: Tensor, mask) -> Tensor:
+    def forward(self, x_TD: Tensor, value_embed: Tensor | None, mask) -> Tensor:
         T, heads, kv_heads = len(x_TD), self.hp.num_heads, self.hp.kv_heads
         qkv = F.linear(x_TD, self.qkv.flatten(0, 1).type_as(x_TD)).view(T, -1, self.hp.head_dim)
-        # To norm and rotate both together would cost a GPU a copy of the keys that are offset.
-        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
-        q = self.rotary(norm(q))
-        k = self.rotary(norm(k))
-        if self.key_offset:  # part: key offset
-            # Half of each key, the one without position, comes from the token before (record #49).
-            # In "A B ... A", that half of B's key is A's, so the second A finds B.
-            positional, content = k.chunk(2, dim=-1)  # part: key offset
-            content = previous_token(content, begins_T)  # part: key offset
-            k = torch.cat((positional, content), dim=-1)  # part: key offset
+        # Queries and keys are normed and rotated alike; both together take fewer operations.
+        qk, v = qkv.split((heads + kv_heads, kv_heads), dim=1)
+        q, k = self.rotary(norm(qk)).split((heads, kv_heads), dim=1)
         v = self.value_mix[0] * v
         if value_embed is not None:
             v = v + self.value_mix[1] * value_embed.view_as(v)
@@ -486,16 +435,14 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, hp: Hyperparameters, layer: int, rotary: Rotary):
         super().__init__()
-        self.attn = CausalSelfAttention(hp, layer, rotary) if hp.attention[layer] == "x" else None
+        self.attn = CausalSelfAttention(hp, rotary) if hp.attention[layer] == "x" else None
         self.mlp = MLP(hp.model_dim)
         self.residual_mix = nn.Parameter(torch.tensor([1.0, 0.0]))  # weights of the stream and x0
 
-    def forward(self, x_TD, x0_TD, late_TD, value_embed: Tensor | None, begins_T, mask) -> Tensor:
-        """Attention reads late_TD in place of the stream, unless it is None."""
+    def forward(self, x_TD: Tensor, x0_TD: Tensor, value_embed: Tensor | None, mask) -> Tensor:
         x_TD = self.residual_mix[0] * x_TD + self.residual_mix[1] * x0_TD
         if self.attn is not None:
-            read_TD = x_TD if late_TD is None else late_TD
-            x_TD = x_TD + self.attn(norm(read_TD), value_embed, begins_T, mask)
+            x_TD = x_TD + self.attn(norm(x_TD), value_embed, mask)
         return x_TD + self.mlp(norm(x_TD))
 
 class Candidates(NamedTuple):
@@ -635,17 +582,16 @@ class Memory(nn.Module):
 
 class GPT(nn.Module):
     """Call it with the tokens and targets of one sequence and the attention window; it returns the
-    mean loss per token in nats. In training it also gets the weights that the tokens after the
-    target have in the loss (future_weights). With `flex`, attention is by FlexAttention, which is
-    for GPUs. Unless it is compiled, FlexAttention ignores the lists of blocks, and so the window.
+    mean loss per token in nats. With `flex`, attention is by FlexAttention, which is for GPUs.
+    Unless it is compiled, FlexAttention ignores the lists of blocks, and so the window.
 
     Embeddings are kept in `dtype`, and the residual stream stays in it, as `stream` checks after
     each layer. All other parameters are float32. A bfloat16 stream times a float32 tensor without
     dimensions, such as residual_mix[0], stays bfloat16. Times a vector or a matrix it becomes
     float32: cast these with type_as.
 
-    On a GPU, `main` has `loss` compiled, that is, all but `lookup`, which is sorting and reading
-    from tables, and which a compiler would not make faster."""
+    On a GPU, `main` has `loss` compiled, that is, all but the search for candidates, which sorts
+    and reads tables, and which the compiler would not make faster."""
 
     # Logits are computed for at most this many tokens at a time, because those of a validation
     # sequence of 256K tokens would take 53 GB. Training saves nothing by it, since the backward
@@ -674,12 +620,10 @@ class GPT(nn.Module):
             for mark in sorted(set(hp.value_embeds) - {"."})})
         rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len), hp.rope_base)
         self.blocks = nn.ModuleList(Block(hp, layer, rotary) for layer in range(len(hp.windows)))
-        self.skip_weights = nn.Parameter(torch.ones(len(self.blocks) - hp.skips.count(".")))
-        self.backout = nn.Parameter(torch.tensor(0.5))  # part: backout
+        self.skip_weights = nn.Parameter(torch.ones(len(self.blocks) // 2))
         # The gradient's factor in FP8_SCALES is for the mean loss of one sequence. train_step
-        # divides that loss by micro_batches, which is undone here, and by more in later stages. At
-        # T = 16K, 2^19 / T is 32.
-        scales = hp.use_fp8 and (*FP8_SCALES[:2], FP8_SCALES[2] * hp.micro_batches)
+        # divides that loss by micro_batches, and thereby the gradients. This makes up for it.
+        scales = (*FP8_SCALES[:2], FP8_SCALES[2] * hp.micro_batches) if hp.use_fp8 else None
         self.lm_head = CastedLinear(hp.model_dim, padded_vocab, zero=True, fp8_scales=scales)
         draw_weights(self, hp.seed)  # after all modules and parameters are there
         # Embeddings were drawn in float32: what torch draws in bfloat16 depends on its version.
@@ -687,21 +631,26 @@ class GPT(nn.Module):
             if isinstance(module, nn.Embedding):
                 module.weight.data = module.weight.data.to(dtype)
 
-    def forward(self, tokens_T: Tensor, targets_T: Tensor, window: Tensor, future=()) -> Tensor:
-        return self.loss(*self.lookup(tokens_T), tokens_T, targets_T, window, future)
+    def forward(self, tokens_T: Tensor, targets_T: Tensor, window: Tensor) -> Tensor:
+        return self.loss(self.candidates(tokens_T), tokens_T, targets_T, window)
 
-    def loss(self, x_TD, value_embeds: dict, candidates, tokens_T, targets_T, window, future):
-        """The sum of -w[k] * log p(targets[t + k] at t) over all tokens t and all k, divided by T.
-        w is 1 for the target itself, then `future`. Targets of -1, and those past the end of the
-        sequence, add nothing. Validation reports this loss as well, without `future`: what only
-        training shall minimize belongs under `if self.training`."""
-        x_TD = self.stream(x_TD, value_embeds, tokens_T, window)
-        scores_TC = self.scores(candidates)
-        shifted = [F.pad(targets_T[k:], (0, k), value=-1) for k in range(1 + len(future))]
-        parts = (x_TD, candidates.tokens, scores_TC, *shifted)
+    def candidates(self, tokens_T: Tensor) -> Candidates:
+        """Those of the document, then those of the memory."""
+        near = recall_from_document(tokens_T, self.end_of_text, self.document_lengths)
+        far = self.memory.recall(tokens_T)
+        far_kinds = torch.where(far.kinds < 0, -1, far.kinds + 8 * len(self.document_lengths))
+        return Candidates(torch.cat((near.tokens, far.tokens), dim=1),
+                          torch.cat((near.kinds, far_kinds), dim=1),
+                          torch.cat((near.best, far.best + near.kinds.size(1)), dim=1))
+
+    def loss(self, candidates: Candidates, tokens_T, targets_T, window: Tensor) -> Tensor:
+        """The sum of -log p(target) over all tokens, divided by T. Targets of -1 add nothing.
+        Validation reports this loss as well: what only training shall minimize belongs under
+        `if self.training`."""
+        parts = (self.stream(candidates, tokens_T, window), candidates.tokens,
+                 self.scores(candidates), targets_T)
         total = 0
-        for x, named, scores, target_T, *later in zip(*[part.split(self.LOGITS_TOKENS)
-                                                        for part in parts]):
+        for x, named, scores, target_T in zip(*[part.split(self.LOGITS_TOKENS) for part in parts]):
             log_p_TV = F.log_softmax(self.own_logits(x), dim=-1)
             # As in `logits`, but for the target alone: a second table [T, V] would take time. The
             # logarithm of the probability that each gives the target is own_T for the model, 0 for
@@ -714,60 +663,41 @@ class GPT(nn.Module):
             given_TC = torch.where(is_own_C, own_T[:, None], 0).masked_fill(~names_TC, -torch.inf)
             mixed_T = (self.log_shares(x, scores) + given_TC).logsumexp(1)
             total -= mixed_T.masked_fill(target_T < 0, 0).sum()
-            for weight, target_T in zip(future, later):  # what comes later is not in the memory
-                total += weight * F.nll_loss(log_p_TV, target_T, ignore_index=-1, reduction="sum")
-        return total / len(x_TD)
+        return total / len(tokens_T)
 
     def features(self, tokens_T: Tensor, window: Tensor) -> Tensor:
         """What `logits` needs to predict each next token, in float32: [T, D + 2C], the normed
         residual stream after the last layer, the candidates, and their scores."""
-        x_TD, value_embeds, candidates = self.lookup(tokens_T)
-        x_TD = self.stream(x_TD, value_embeds, tokens_T, window)
+        candidates = self.candidates(tokens_T)
+        x_TD = self.stream(candidates, tokens_T, window)
         numbers_TC = candidates.tokens.float()  # exact, since they are below 2^16
         return torch.cat((x_TD.float(), numbers_TC, self.scores(candidates)), dim=1)
 
-    def lookup(self, tokens_T: Tensor) -> tuple[Tensor, dict[str, Tensor], Candidates]:
-        """The tokens' embeddings, the value embeddings by their marks, and the candidates. To each
-        token's embedding are added shares of an embedding of the best candidate of the document and
-        of the best one of the memory."""
+    def stream(self, candidates: Candidates, tokens_T: Tensor, window: Tensor) -> Tensor:
+        """The normed residual stream [T, D] after the last layer."""
+        masks = dict(zip("LS", build_block_masks(tokens_T, self.end_of_text, window, self.flex)))
+        embedded = {mark: embed(tokens_T) for mark, embed in self.value_embeds.items()}
+        # To a token's embedding are added shares of an embedding of the document's best candidate
+        # and of the memory's.
         x_TD = self.embed(tokens_T)
-        candidates = self.candidates(tokens_T)
         for place_T in candidates.best.T:
             token_T, kind_T = (x.gather(1, place_T[:, None])[:, 0] for x in candidates[:2])
             mix_T = self.recalled_mix[kind_T].masked_fill(kind_T < 0, 0)
             x_TD = x_TD + mix_T.type_as(x_TD)[:, None] * self.recalled_embed(token_T)
-        value_embeds = {mark: embed(tokens_T) for mark, embed in self.value_embeds.items()}
-        return x_TD, value_embeds, candidates
-
-    def candidates(self, tokens_T: Tensor) -> Candidates:
-        """Those of the document, then those of the memory."""
-        near = recall_from_document(tokens_T, self.end_of_text, self.document_lengths)
-        far = self.memory.recall(tokens_T)
-        far_kinds = torch.where(far.kinds < 0, -1, far.kinds + 8 * len(self.document_lengths))
-        return Candidates(torch.cat((near.tokens, far.tokens), dim=1),
-                          torch.cat((near.kinds, far_kinds), dim=1),
-                          torch.cat((near.best, far.best + near.kinds.size(1)), dim=1))
-
-    def stream(self, x_TD: Tensor, value_embeds: dict, tokens_T: Tensor, window: Tensor) -> Tensor:
-        """The normed residual stream, from the embeddings that `lookup` returns."""
-        masks = dict(zip("LS", build_block_masks(tokens_T, self.end_of_text, window, self.flex)))
-        begins_T = tokens_T == self.end_of_text
+        # A U-Net (record 2024-11-10): the first half of the layers push their outputs on a stack,
+        # and each layer of the second half pops one, that of its mirror image, and adds it. A layer
+        # in the middle does neither.
         x_TD = x0_TD = norm(x_TD)
-        # Late attention reads an earlier layer's output, which is free of what the last layers
-        # prepare for the head. A share of such an output is subtracted at the end, so that what
-        # served attention alone need not be undone (record #40). The skips are a U-Net's (record
-        # 2024-11-10).
-        skip_weights = list(self.skip_weights.unbind())  # scalars, that of the first skip first
-        outputs = []
+        skips = []
+        half = len(self.blocks) // 2
         for layer, block in enumerate(self.blocks):
-            if self.hp.skips[layer] != ".":
-                x_TD = x_TD + skip_weights.pop(0) * outputs[int(self.hp.skips[layer])]
-            late_TD = outputs[self.hp.late_input] if layer > self.hp.late_input else None
-            value_embed = value_embeds.get(self.hp.value_embeds[layer])  # None for "."
-            x_TD = block(x_TD, x0_TD, late_TD, value_embed, begins_T, masks[self.hp.windows[layer]])
-            outputs.append(x_TD)
+            if layer >= len(self.blocks) - half:
+                x_TD = x_TD + self.skip_weights[layer - len(self.blocks) + half] * skips.pop()
+            value_embed = embedded.get(self.hp.value_embeds[layer])  # None for "."
+            x_TD = block(x_TD, x0_TD, value_embed, masks[self.hp.windows[layer]])
+            if layer < half:
+                skips.append(x_TD)
             assert x_TD.dtype == self.embed.weight.dtype, f"layer {layer} lacks a cast (type_as)"
-        x_TD = x_TD - self.backout * outputs[self.hp.backout]  # part: backout
         return norm(x_TD)
 
     def scores(self, candidates: Candidates) -> Tensor:
@@ -900,9 +830,6 @@ class Optimizer:
     all processes, world.all_reduce(x).result(), which also waits for it. Muon needs nothing like
     that: its `direction` gets whole matrices.
 
-    An optimizer whose `every` is 2 takes part in every second step only; gradients accumulate in
-    between.
-
     What an optimizer remembers from step to step belongs in `state`, under a name, and is created
     in the constructor. Anything kept elsewhere is neither saved nor reset after the warmup.
     state[name] is a list with one tensor per parameter. Each tensor has as many dimensions and rows
@@ -912,7 +839,6 @@ class Optimizer:
     def __init__(self, params: dict, lr: float, hp: Hyperparameters, world: World):
         self.params = params  # {name: parameter}
         self.peak_lr = lr
-        self.every = 1
         self.hp = hp
         self.world = world
         self.state = {}
@@ -931,8 +857,7 @@ class Optimizer:
 
 class Adam(Optimizer):
     """Adam (arXiv:1412.6980) by PyTorch's fused kernel. Each process updates its rows of every
-    matrix, and all of every vector and scalar. It steps once every adam_every training steps
-    (record #39).
+    matrix, and all of every vector and scalar.
 
     Embeddings in bfloat16 have gradients and a state in bfloat16 as well, without a copy in
     float32. A bfloat16 has 8 significant bits: a step below 1/512 of its weight changes nothing,
@@ -940,7 +865,6 @@ class Adam(Optimizer):
 
     def __init__(self, params, lr, hp, world):
         super().__init__(params, lr, hp, world)
-        self.every = hp.adam_every
         self.state["mean"] = [torch.zeros_like(p) for p in params.values()]
         self.state["mean_square"] = [torch.zeros_like(p) for p in params.values()]
 
@@ -954,9 +878,9 @@ class Adam(Optimizer):
         means = [self.world.rows(mean) for mean in self.state["mean"]]
         mean_squares = [self.world.rows(square) for square in self.state["mean_square"]]
         # AdamW's kernel is Adam's if the weight decay is 0. (A decay here would also shrink vectors
-        # and scalars.) For each tensor it takes the number of the step, counted from 1. The empty
-        # list is a state that only AMSGrad has.
-        steps = [torch.full((), (step + 1.0) // self.every, device=self.world.device)] * len(local)
+        # and scalars.) For each tensor it takes the number of the step, counted from 1. (If you let
+        # Adam skip steps, pass the number of its updates.) The empty list is a state of AMSGrad's.
+        steps = [torch.full((), step + 1.0, device=self.world.device)] * len(local)
         torch._fused_adamw_(local, gradients, means, mean_squares, [], steps,
                             lr=self.lr(step), beta1=self.hp.adam_beta1, beta2=self.hp.adam_beta2,
                             eps=self.hp.adam_eps, weight_decay=0.0, amsgrad=False, maximize=False)
@@ -1058,7 +982,7 @@ def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> lis
     of one row and one shape share an optimizer, so Muon can stack them. Frozen parameters, which
     need no gradient, are left out. The log says what each optimizer trains."""
     # Shapes in `speedrun`: head and embeddings [50304, 768]; qkv [3, 768, 768], attention's proj
-    # [768, 768], the MLP's fc [3072, 768], its proj [768, 3072].
+    # [768, 768], the MLP's fc [3072, 768] and its proj [768, 3072].
     table = [
         # names of the parameters               optimizer  peak rate
         (r"lm_head\.weight",                          Adam, hp.head_lr),
@@ -1130,22 +1054,20 @@ def step_starts(shards: list[Shard], hp: Hyperparameters) -> Iterator[tuple[Shar
     Every process runs this by itself, and a resumed run repeats it from the start. So an order of
     your own must depend on the arguments alone: shuffle a copy, by a generator that hp.seed seeds.
     """
-    step = 0
     for epoch in range(hp.epochs):
         for shard in shards:
             start = (epoch * BLOCK) % hp.train_seq_len  # leaves out less than a sequence in front
             # The token at `end` is read as well: it is the last target.
-            while (end := start + batch_size(step, hp) * hp.train_seq_len) < shard.tokens:
+            while (end := start + hp.micro_batches * hp.train_seq_len) < shard.tokens:
                 yield shard, start
                 start = end
-                step += 1
 
 def train_batches(shards: list[Shard], hp: Hyperparameters, world: World, first_step: int):
     """For each step from first_step on, this process's share of the micro-batches: (inputs_T int32,
     targets_T int64). The host does not wait until they are on the GPU."""
     T = hp.train_seq_len
-    for step, (shard, start) in islice(enumerate(step_starts(shards, hp)), first_step, None):
-        count = batch_size(step, hp) // world.size
+    count = hp.micro_batches // world.size
+    for shard, start in islice(step_starts(shards, hp), first_step, None):
         start += world.rank * count * T
         # uint16 has no arithmetic, so the bits travel as int16; & 0xFFFF makes them unsigned again.
         tokens = read_tokens(shard.path, start, count * T + 1, hp.vocab_size).view(torch.int16)
@@ -1174,12 +1096,13 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
     """One step on this process's micro-batches. Returns the mean loss over all processes. On GPUs
     it only launches work: the host waits neither for the device nor for other processes."""
     window = window_tensor(step, hp, world.device)
-    future = future_weights(step, hp, world.device)
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
     for inputs_T, targets_T in batches:
         # The model returns the mean loss of a sequence. Divided by the number of sequences and
-        # summed over them, it is the step's mean loss, and so are the gradients.
-        micro_loss = model(inputs_T, targets_T, window, future) / batch_size(step, hp)
+        # summed over them, it is the step's mean loss, and the gradients are those of that mean.
+        # (To let micro_batches change during the run, change tokens_seen, step_starts,
+        # train_batches and the head's FP8 factor as well.)
+        micro_loss = model(inputs_T, targets_T, window) / hp.micro_batches
         micro_loss.backward()
         loss += micro_loss.detach()
     # All processes remember the tokens of all, in the order of the text.
@@ -1187,20 +1110,18 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
     text = tokens.new_zeros(world.size, len(tokens))
     text[world.rank] = tokens
     model.memory.remember(world.all_gather(text).result().flatten())
-    due = [optimizer for optimizer in optimizers if (step + 1) % optimizer.every == 0]
     # Until begin() has summed it, a gradient is that of this process's share alone. To clip by the
     # norm of all gradients would need a phase of its own after begin(), for what Adam.sums and
-    # Muon.sum hold then.
+    # Muon.sum hold then. All gradients are cleared below: if an optimizer skips this step, let it
+    # skip begin() as well, which sums some of them in place, and keep its gradients here.
     with torch.no_grad():
-        for optimizer in due:
+        for optimizer in optimizers:
             optimizer.begin()
-        for optimizer in due:
+        for optimizer in optimizers:
             optimizer.update(step)
-        for optimizer in due:
+        for optimizer in optimizers:
             optimizer.finish(step)
-    for optimizer in due:  # the others keep their gradients, to which the next step adds its own
-        for p in optimizer.params.values():
-            p.grad = None
+    model.zero_grad(set_to_none=True)
     return world.all_reduce(loss).result()
 
 @torch.no_grad()
@@ -1265,12 +1186,10 @@ def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: Worl
         return tokens[:-1].int(), tokens[1:].clone()
     # This backward pass is for the check of gradients below, because train_step clears them at its
     # end. It also has train_step add to gradients that exist, as it does for a second micro-batch.
-    scheduled = window_tensor(0, hp, world.device), future_weights(0, hp, world.device)
-    model(*random_sequence(hp.train_seq_len), *scheduled).backward()
+    model(*random_sequence(hp.train_seq_len), window_tensor(0, hp, world.device)).backward()
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     require(not unused, f"no gradient reaches {', '.join(unused)}: use, freeze or remove it")
-    # The first step in which all optimizers take part is adam_every - 1.
-    train_step(model, [random_sequence(hp.train_seq_len)], optimizers, hp.adam_every - 1, hp, world)
+    train_step(model, [random_sequence(hp.train_seq_len)], optimizers, 0, hp, world)
     evaluate(model, [random_sequence(hp.val_seq_len)], 0, hp, world)
     load_training_state(before, model, optimizers, world)
     if world.device.type == "cuda":
@@ -1380,17 +1299,11 @@ def check_settings(hp: Hyperparameters, world_size: int):
         else:
             require(low <= value <= high, f"--{f.name}={value} is not from {low} to {high}")
             require(unit == 1 or value % unit == 0, f"--{f.name}={value} is no multiple of {unit}")
-    for name, marks in (("attention", hp.attention), ("value_embeds", hp.value_embeds),
-                        ("skips", hp.skips)):
+    for name, marks in (("attention", hp.attention), ("value_embeds", hp.value_embeds)):
         require(len(marks) == len(hp.windows), f"--{name} and --windows differ in their length")
     unused = [v for v, a in zip(hp.value_embeds, hp.attention) if v != "." and a == "."]
     require(not unused, f"--value_embeds={hp.value_embeds} marks a layer without --attention")
-    earlier = [int(mark) < layer for layer, mark in enumerate(hp.skips) if mark != "."]
-    require(earlier and all(earlier), f"--skips={hp.skips} must name earlier layers, at least one")
-    require(max(hp.late_input, hp.backout) < len(hp.windows), "--late_input or --backout too high")
-    # Gradients that Adam will add up over several steps are not saved.
-    require(hp.save_every % hp.adam_every == hp.num_iterations % hp.adam_every == 0,
-            f"--save_every and --num_iterations must be multiples of --adam_every={hp.adam_every}")
+    require(hp.window_start <= hp.window_end, "--window_start is above --window_end")
     require(tokens_seen(hp.num_iterations, hp) < 2**32, "--num_iterations: the memory counts up to "
             "2^32 tokens")
     require(hp.num_heads % (hp.num_kv_heads or 1) == 0, "--num_kv_heads must divide --num_heads")
@@ -1664,7 +1577,7 @@ def main(argv: list[str]):
         if saved and saved["script"] != sha256(script.encode()).hexdigest():
             log.write("changed: the script is not the one that saved the checkpoint")
         log.write(f"model: {sum(p.numel() for p in model.parameters())} parameters; "
-                  f"{batch_size(0, hp)} x {hp.train_seq_len} tokens at first, {world.size} rank(s)")
+                  f"{hp.micro_batches} x {hp.train_seq_len} tokens a step, {world.size} rank(s)")
         log.write("\n".join(f"{type(each).__name__}, lr {each.peak_lr}: {', '.join(each.params)}"
                             for each in optimizers), console=False)
 
