@@ -65,9 +65,10 @@ RECIPES = {  # bytes in a fragment; flags; more flags for the record attempt, an
         --micro_batches=1 --train_seq_len=2048 --val_seq_len=16384
         --val_loss_every=700 --cooldown_frac=0.7 --lr_floor=0 --scalar_lr=0.1
         --muon_momentum_steps=0 --muon_momentum_end=0.9 --adam_beta1=0.9""", """
-        --num_iterations=200 --embed_lr=0.08 --head_lr=0.008 --muon_lr=0.05
+        --num_iterations=240 --embed_lr=0.08 --head_lr=0.008 --muon_lr=0.05 --adam_beta1=0.5
+        --adam_beta2=0.98
         --windows=LLL --value_embeds=.01 --attention=.xx --softcap_height=30 --softcap_shift=0
-        --memory=3,4,6,8 --document_memory=2,3,4,6 --memory_rows=65536""", """
+        --memory=3,4,5,6,8,12 --document_memory=2,3,4,5,6,8 --memory_rows=65536""", """
         --num_iterations=1400 --embed_lr=0.04 --head_lr=0.004 --muon_lr=0.03
         --windows=LLLL --value_embeds=..01 --attention=.xxx --window_start=256 --window_end=256"""),
 }

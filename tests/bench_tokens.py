@@ -52,7 +52,7 @@ MINI = {
         --muon_momentum_end=0.9 --head_lr=0.012 --embed_lr=0.45 --scalar_lr=0.03 --adam_beta1=0.65
         --adam_beta2=0.99 --lm_head_softcap=20""",
     "speedrun_2026": """--micro_batches=2 --window_end=512 --memory_rows=131072 --muon_lr=0.015
-        --head_lr=0.024 --embed_lr=0.7 --scalar_lr=0.03""",
+        --head_lr=0.024 --embed_lr=0.7 --scalar_lr=0.03 --adam_beta1=0.3 --adam_beta2=0.99""",
 }
 
 class SmallVocabulary(GPT2Tokenizer):

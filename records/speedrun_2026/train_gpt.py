@@ -146,17 +146,15 @@ class Hyperparameters:
 PRESETS = {
     "speedrun": Hyperparameters(),
     "demo": Hyperparameters(
-        name="demo_2026", save_every=100, val_loss_every=50, val_tokens=131072, vocab_size=257,
+        name="demo_2026", save_every=100, val_loss_every=50, vocab_size=257,
         train_files="data/demo/demo_train_*.bin", val_files="data/demo/demo_val_*.bin",
-        train_seq_len=1024, val_seq_len=2048, micro_batches=4, windows="LSSL", attention="xx.x",
-        value_embeds="0..0", model_dim=128, num_heads=4, head_dim=32, attention_scale=0.3,
-        window_start=256, window_end=256, memory="3,4,6,8,12", document_memory="2,3,4,6,8",
-        memory_rows=2**17, memory_lag=2048, num_iterations=400, cooldown_frac=0.4, muon_lr=0.035,
-        muon_momentum_end=0.9, muon_momentum_steps=0, head_lr=0.016, embed_lr=0.2, scalar_lr=0.08,
-        adam_beta1=0.8,
-        adam_eps=1e-7,  # rare bytes' gradients are rounding noise; 1e-10 makes full steps of it
-    ),
-}
+        train_seq_len=2048, val_seq_len=16384, val_tokens=131072, micro_batches=2, windows="LSSL",
+        attention="xx.x", value_embeds="0..0", model_dim=128, num_heads=4, head_dim=32,
+        attention_scale=0.3, window_start=256, window_end=256, memory="3,4,5,6,8,12",
+        document_memory="2,3,4,5,6,8,12", memory_rows=2**17, memory_lag=2048, num_iterations=320,
+        cooldown_frac=0.4, muon_lr=0.035, muon_momentum_end=0.9, muon_momentum_steps=0,
+        head_lr=0.016, embed_lr=0.2, scalar_lr=0.08, adam_beta2=0.98,
+        adam_eps=1e-7)}  # rare bytes' gradients are rounding noise; 1e-10 makes full steps of it
 
 # ---- 2. Schedules: pure functions of the step ---------------------------------------------------
 
@@ -651,13 +649,11 @@ class GPT(nn.Module):
                  self.scores(candidates), targets_T)
         total = 0
         for x, named, scores, target_T in zip(*[part.split(self.LOGITS_TOKENS) for part in parts]):
-            log_p_TV = F.log_softmax(self.own_logits(x), dim=-1)
             # As in `logits`, but for the target alone: a second table [T, V] would take time. The
             # logarithm of the probability that each gives the target is own_T for the model, 0 for
-            # a candidate that names it, and -inf for another one. (Here the gradient of own_T is a
-            # sum over the columns, which the compiler stores. In simpler forms it stored that of
-            # log_p_TV, which is a table [T, V].)
-            own_T = -F.nll_loss(log_p_TV, target_T, ignore_index=-1, reduction="none")
+            # a candidate that names it, and -inf for another one.
+            own_T = -F.cross_entropy(self.own_logits(x), target_T, ignore_index=-1,
+                                     reduction="none")
             names_TC = F.pad(named == target_T[:, None], (1, 0), value=True)
             is_own_C = torch.arange(names_TC.size(1), device=x.device) == 0
             given_TC = torch.where(is_own_C, own_T[:, None], 0).masked_fill(~names_TC, -torch.inf)
@@ -692,7 +688,7 @@ class GPT(nn.Module):
         half = len(self.blocks) // 2
         for layer, block in enumerate(self.blocks):
             if layer >= len(self.blocks) - half:
-                x_TD = x_TD + self.skip_weights[layer - len(self.blocks) + half] * skips.pop()
+                x_TD = x_TD + self.skip_weights[layer - len(self.blocks)] * skips.pop()
             value_embed = embedded.get(self.hp.value_embeds[layer])  # None for "."
             x_TD = block(x_TD, x0_TD, value_embed, masks[self.hp.windows[layer]])
             if layer < half:
