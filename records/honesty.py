@@ -106,7 +106,7 @@ class Trial:
             raise UserError(f"{self.path}, in the check of its honesty: {error}") from None
 
     def trained(self):
-        """(model, optimizers) after two steps, in case one of them trains at every second only."""
+        """(model, optimizers) after two steps, since an optimizer of a copy may skip one."""
         script, hp = self.script, self.hp
         torch.manual_seed(1)
         model = script.GPT(hp, torch.float32, flex=False)

@@ -87,20 +87,9 @@ def make_shards(text: Path, folder: Path, tokens: int, vocab_dir) -> None:
 
 
 def steps_for(tokens: float, script, flags: list[str]) -> int:
-    """The largest even number of steps in which the script, with these flags, trains on at most
-    this number of tokens."""
-    low = 0
-    high = 2
-    while tokens_of(high, script, flags) <= tokens:
-        low = high
-        high = 2 * high
-    while high - low > 2:
-        middle = (low + high) // 4 * 2
-        if tokens_of(middle, script, flags) <= tokens:
-            low = middle
-        else:
-            high = middle
-    return low
+    """The largest number of steps in which the script, with these flags, trains on at most this
+    number of tokens."""
+    return int(tokens // tokens_of(1, script, flags))
 
 
 def tokens_of(steps: int, script, flags: list[str]) -> int:

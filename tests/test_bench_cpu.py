@@ -55,7 +55,7 @@ def test_the_recipes_are_for_either_script(path):
         flags = recipe_flags(name, script)
         script.check_settings(script.parse_flags(flags)[0], 1)
         counts.append(count_parameters(script, flags))
-    assert counts == ([676360, 860876] if path == ATTEMPT else [139273, 884752])
+    assert counts == ([152071, 730091] if path == ATTEMPT else [139273, 884752])
 
 
 def test_the_script_may_be_the_original_or_a_copy(tmp_path):
@@ -68,7 +68,7 @@ def test_the_script_may_be_the_original_or_a_copy(tmp_path):
 
 
 @pytest.mark.parametrize("argv, status, words", [
-    (["--target=0.001", "--processes=1", "--recipe=low", "--window_end=256",
+    (["--target=0.001", "--processes=1", "--recipe=low",
       "--windows=SSS", "--value_embeds=0..", "--attention=xxx"], 1,
      "error: 0.001 was not reached in 1 of 1 run(s)"),
     (["--model_dim=512"], 2, "parameters, more than 850000; --any_size allows that"),

@@ -195,8 +195,8 @@ def case_newton_schulz():
 
 
 def case_record_attempt():
-    """The loss of the record attempt, which is compiled alone: with the candidates of a memory that
-    has read a text, and with a further token in the loss."""
+    """The loss of the record attempt, which is compiled alone, with the candidates of a memory that
+    has read a text."""
     from helpers.interpreted import gpu_program
     attempt = load_script(ATTEMPT, "attempt")
     hp = dataclasses.replace(

@@ -196,7 +196,7 @@ def test_the_prediction_is_a_mixture_with_what_the_memory_names():
     torch.testing.assert_close(model(tokens, targets, window), want, rtol=1e-5, atol=0)
 
 
-def test_the_best_candidate_reaches_the_input(monkeypatch):
+def test_the_best_candidate_reaches_the_input():
     """A share of an embedding of it, by its kind, is added to the token's own; else nothing."""
     torch.manual_seed(0)
     model = attempt.GPT(HP, torch.float32, flex=False)

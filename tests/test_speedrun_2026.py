@@ -71,8 +71,21 @@ def test_the_presets_are_possible():
     assert attempt.tokens_seen(FULL.num_iterations, FULL) == 870 * 2**18 < 0.33 * 696e6
 
 
+def test_the_order_of_the_lengths_makes_no_difference():
+    shuffled = dataclasses.replace(TINY, memory="6,2,4,3", document_memory="3,1,6,2,4")
+    one, other = (tiny_model(hp, torch.float32) for hp in (TINY, shuffled))
+    tokens = sequence(512, eots=BEGINS)[0]
+    assert all(map(torch.equal, one.candidates(tokens), other.candidates(tokens)))
+
+
+def test_a_single_layer_is_refused():
+    with refused("--windows=L: name at least two layers", attempt.UserError):
+        attempt.check_settings(
+            dataclasses.replace(FULL, windows="L", attention="x", value_embeds="."), 1)
+
+
 def test_a_run_that_the_memory_cannot_count_is_refused():
-    with refused(r"the memory counts up to 2\^32 tokens", attempt.UserError):
+    with refused(r"=16384: the memory counts fewer than 2\^32 tokens", attempt.UserError):
         attempt.check_settings(dataclasses.replace(FULL, num_iterations=2**14), 1)
 
 
@@ -81,7 +94,7 @@ def test_a_run_that_the_memory_cannot_count_is_refused():
 BEGINS = (0, 100, 130, 300)  # of documents
 
 
-def tiny_model(hp=TINY, dtype=torch.float32):
+def tiny_model(hp, dtype):
     """A model without weights of 0 or 1, which would hide what they are multiplied by, whose memory
     has read a text like those of sequence(), and the beginning of some of them."""
     torch.manual_seed(0)

@@ -1,8 +1,8 @@
 """Train a GPT in a third of the tokens of the NanoGPT speedrun: an attempt at its record.
 
 The task is a validation loss of 3.28 nats per token on FineWeb, in the least training time on eight
-H100 GPUs. This is a copy of train_gpt.py, the record of 2025-01-26, which looks up how a text went
-on where the same tokens occurred before: in the document, and in all that training has read.
+H100 GPUs. This is a copy of train_gpt.py (the record of 2025-01-26) that also looks up how a text
+went on where the same tokens occurred before: in the document, and in all that training has read.
 README.md beside it says what each change does, and what the evidence is. The preset `demo` is the
 same method with a small model, which a laptop trains in minutes.
 
@@ -15,16 +15,18 @@ Each start writes a log of its own, records/<UTC time>_<name>.log, with the sett
 this source and a line per step. The run's two newest checkpoints lie in the folder of the same
 name.
 
-The method differs from train_gpt.py's in section 5 (model), in the settings, and in one place of
-train_step, where the model reads the step's tokens. All else is equal.
+The method differs from train_gpt.py's in the settings, in section 5 (model), and in one place of
+train_step, where the memory reads the step's tokens. From that follow a pattern in
+build_optimizers, lines of check_settings, and what main compiles. All else is equal.
 
 A run may be killed at any time, for it needs no orderly end ("crash-only software", Candea and Fox,
 2003). Only its first process writes its log, and it only appends. A file gets a checkpoint's name
 when it is whole. To resume is to start again, from a checkpoint and with a new log.
 
 Suffixes give the shapes of most tensors: x_TD is [T, D]. T tokens, D model width, H heads, K head
-width, V vocabulary, N blocks of 128 tokens; 1 is a dimension of length 1. There is no batch
-dimension: the model takes one long sequence at a time.
+width, V vocabulary, N blocks of 128 tokens, C candidates, L lengths of contexts, W ways of the
+memory; 1 is a dimension of length 1. There is no batch dimension: the model takes one long sequence
+at a time.
 
 "Record" and a date or number mean an entry of the speedrun's list of world records, which explains
 each one: https://github.com/KellerJordan/modded-nanogpt. Needs torch 2.9.1 or newer.
@@ -116,12 +118,12 @@ class Hyperparameters:
     use_fp8: bool = flag(True, "train the head in FP8 where the GPU can, with dtype bfloat16")
     window_start: int = flag(128, "long window at first, in tokens", min=BLOCK, unit=BLOCK)
     window_end: int = flag(1792, "long window at the end, in tokens", min=BLOCK, unit=BLOCK)
-    memory: str = flag("2,3,4,6", "the numbers of tokens by which the memory finds what it has "
-                       "read", pattern=r"[1-9]\d?(,[1-9]\d?)*")
-    document_memory: str = flag("1,2,3,4,6", "the same, for what the document has had before",
+    memory: str = flag("2,3,4,6", "lengths of the contexts that the memory knows, in tokens",
+                       pattern=r"[1-9]\d?(,[1-9]\d?)*")
+    document_memory: str = flag("1,2,3,4,6", "lengths of contexts to look up in the document",
                                 pattern=r"[1-9]\d?(,[1-9]\d?)*")
-    memory_rows: int = flag(2**23, "contexts that it holds of each number of tokens", min=1)
-    memory_lag: int = flag(8192, "tokens that are read before it knows what came before them")
+    memory_rows: int = flag(2**23, "rows of the memory's table for each length", min=1)
+    memory_lag: int = flag(8192, "the newest tokens read, which the memory does not know yet")
     # Optimization. The schedules of the learning rates and of the window are spread over
     # num_iterations. If a resumed run gets more steps, its rates jump up again, and its window may
     # shrink. The schedule of Muon's momentum counts steps alone.
@@ -154,7 +156,9 @@ PRESETS = {
         document_memory="2,3,4,5,6,8,12", memory_rows=2**17, memory_lag=2048, num_iterations=320,
         cooldown_frac=0.4, muon_lr=0.035, muon_momentum_end=0.9, muon_momentum_steps=0,
         head_lr=0.016, embed_lr=0.2, scalar_lr=0.08, adam_beta2=0.98,
-        adam_eps=1e-7)}  # rare bytes' gradients are rounding noise; 1e-10 makes full steps of it
+        # With an epsilon of 1e-10, Adam would take full steps on rare bytes, whose gradients are
+        # rounding noise.
+        adam_eps=1e-7)}
 
 # ---- 2. Schedules: pure functions of the step ---------------------------------------------------
 
@@ -450,7 +454,7 @@ class Candidates(NamedTuple):
     kinds: Tensor  # [T, C] int64: what is known of the candidate, as a number; -1 if there is none
     best: Tensor  # [T, 1 or 2] int64: the places, among the C, of the best one of each source
 
-HASH = -7046029254386353131  # an odd number near 2^64 / 1.618, as 64 bits with a sign
+HASH = -7046029254386353131  # an odd number near 2^64 / 1.618, as a signed integer of 64 bits
 
 def context_hashes(tokens_T: Tensor, lengths: list[int]) -> Tensor:
     """For each length n and each token, a hash in 64 bits of the last n tokens: [lengths, T]. What
@@ -496,28 +500,29 @@ class Memory(nn.Module):
     the longest known context. Here are several continuations of contexts of several lengths.
 
     A context is the last n tokens, for each n of hp.memory. A table has a row for it, which a hash
-    chooses, and a row has WAYS entries: one for each remainder of the next token, divided by WAYS.
-    An entry is one number of 63 bits, so that the largest of several is the newest, in whatever
-    order they come, and on any number of processes:
+    chooses, and a row has WAYS entries: a next token t has its place in entry t % WAYS. An entry is
+    one number of 63 bits that begins with a position. So of several that are written to one place,
+    the largest is the newest, whatever the order of writes and the number of processes:
 
         32 bits   the position of the next token in all that was read
          3 bits   repeats: how many times in a row this entry has got the same token again, up to 7
         12 bits   check, of the context's hash: contexts that share a row mostly differ in it
         16 bits   the next token
 
-    Nothing is learned from validation, and what was read less than memory_lag tokens ago is not
-    known yet: it would be the document itself, which attention sees anyway. In validation that is
-    the same, so training must not rely on more. The tables are buffers, which a checkpoint holds;
-    so sample.py and a resumed run have them too.
+    Validation writes nothing, so a document that is validated is not in the memory. Training must
+    not get used to more: what was read less than memory_lag tokens ago is withheld, since it may be
+    of the same document. (A second epoch breaks this: the memory knows its text.) The tables are
+    buffers, which a checkpoint holds, so sample.py and a resumed run have them too.
 
-    The kind of a candidate is its number of repeats and the number of other candidates for the same
-    context, for each length: one of len(lengths) * 8 * WAYS kinds."""
+    A candidate's kind says its length, its repeats, and how many other candidates its context has:
+    one of len(lengths) * 8 * WAYS kinds."""
 
     WAYS = 8
 
     def __init__(self, hp: Hyperparameters):
         super().__init__()
-        self.lengths = [int(length) for length in hp.memory.split(",")]
+        self.lengths = sorted(int(length) for length in hp.memory.split(","))
+        self.register_buffer("length_L1", torch.tensor(self.lengths)[:, None], persistent=False)
         self.kinds = len(self.lengths) * 8 * self.WAYS
         entries = torch.zeros(len(self.lengths), hp.memory_rows, self.WAYS, dtype=torch.int64)
         self.register_buffer("entries", entries)
@@ -534,13 +539,14 @@ class Memory(nn.Module):
 
     @torch.no_grad()
     def recall(self, tokens_T: Tensor) -> Candidates:
-        """What followed each context that ends in the sequence. Contexts begin within it."""
+        """For each token, what followed the contexts that end with it and lie within the sequence.
+        """
         T = len(tokens_T)
         row_LT, check_LT = self.hashes(tokens_T)
         table_L1 = torch.arange(len(self.lengths), device=tokens_T.device)[:, None]
         entry_LTW = self.entries[table_L1, row_LT]
         position_T = torch.arange(T, device=tokens_T.device)
-        whole_LT = position_T >= torch.tensor(self.lengths, device=tokens_T.device)[:, None] - 1
+        whole_LT = position_T >= self.length_L1 - 1
         same_LTW = (entry_LTW >> 16 & 0xFFF) == check_LT[:, :, None]
         entry_LTW = torch.where(same_LTW & whole_LT[:, :, None], entry_LTW, 0)
         known_LTW = entry_LTW > 0
@@ -556,14 +562,14 @@ class Memory(nn.Module):
     @torch.no_grad()
     def remember(self, tokens: Tensor):
         """Reads the tokens [n] of a step (int32), those of all processes in the order of the text.
-        Of what is older than the lag, it then knows n contexts more of each length."""
+        Afterwards it knows all but the newest memory_lag tokens."""
         text = torch.cat((self.newest, tokens))
         self.newest.copy_(text[len(tokens):])
         longest = max(self.lengths)
         new = slice(longest - 1, longest - 1 + len(tokens))  # the last tokens of the new contexts
         row_LT, check_LT = (x[:, new] for x in self.hashes(text[:new.stop]))
         next_T = text[longest:new.stop + 1].long()
-        # The position of each next token in all that was read; below 1 it is of the zeros that
+        # The position of each next token in all that was read, from 0; negative for the zeros that
         # `newest` holds at first.
         position_T = self.read + torch.arange(len(tokens), device=tokens.device)
         position_T = position_T - (len(self.newest) - longest)
@@ -574,7 +580,7 @@ class Memory(nn.Module):
         again_LT = (before_LT & 0xFFFFFFF) == (check_LT << 16 | next_T)
         repeats_LT = torch.where(again_LT, (before_LT >> 28 & 7) + 1, 0).clamp(max=7)
         entry_LT = position_T << 31 | repeats_LT << 28 | check_LT << 16 | next_T
-        whole_LT = position_T >= torch.tensor(self.lengths, device=tokens.device)[:, None]
+        whole_LT = position_T >= self.length_L1
         entry_LT = torch.where(whole_LT, entry_LT, 0)
         self.entries.flatten(1).scatter_reduce_(1, index_LT, entry_LT, "amax")
 
@@ -606,7 +612,7 @@ class GPT(nn.Module):
         self.embed = nn.Embedding(padded_vocab, hp.model_dim)
         self.memory = Memory(hp)
         self.recalled_embed = nn.Embedding(padded_vocab, hp.model_dim)
-        self.document_lengths = [int(length) for length in hp.document_memory.split(",")]
+        self.document_lengths = sorted(int(length) for length in hp.document_memory.split(","))
         kinds = self.memory.kinds + 8 * len(self.document_lengths)
         self.recalled_mix = nn.Parameter(torch.zeros(kinds))
         self.candidate_scores = nn.Parameter(torch.full((kinds,), -5.0))
@@ -625,15 +631,14 @@ class GPT(nn.Module):
         self.lm_head = CastedLinear(hp.model_dim, padded_vocab, zero=True, fp8_scales=scales)
         draw_weights(self, hp.seed)  # after all modules and parameters are there
         # Embeddings were drawn in float32: what torch draws in bfloat16 depends on its version.
-        for module in self.modules():
-            if isinstance(module, nn.Embedding):
-                module.weight.data = module.weight.data.to(dtype)
+        for embed in (self.embed, self.recalled_embed, *self.value_embeds.values()):
+            embed.weight.data = embed.weight.data.to(dtype)
 
     def forward(self, tokens_T: Tensor, targets_T: Tensor, window: Tensor) -> Tensor:
         return self.loss(self.candidates(tokens_T), tokens_T, targets_T, window)
 
     def candidates(self, tokens_T: Tensor) -> Candidates:
-        """Those of the document, then those of the memory."""
+        """The document's candidates, then the memory's, whose kinds are counted on from there."""
         near = recall_from_document(tokens_T, self.end_of_text, self.document_lengths)
         far = self.memory.recall(tokens_T)
         far_kinds = torch.where(far.kinds < 0, -1, far.kinds + 8 * len(self.document_lengths))
@@ -649,9 +654,10 @@ class GPT(nn.Module):
                  self.scores(candidates), targets_T)
         total = 0
         for x, named, scores, target_T in zip(*[part.split(self.LOGITS_TOKENS) for part in parts]):
-            # As in `logits`, but for the target alone: a second table [T, V] would take time. The
-            # logarithm of the probability that each gives the target is own_T for the model, 0 for
-            # a candidate that names it, and -inf for another one.
+            # As in `logits`, but for the target alone, since a second table [T, V] would take time:
+            # the logarithm of the probability that each gives to the target is own_T for the model,
+            # 0 for a candidate that names it, and -inf for any other. (is_own_C is in place of a
+            # torch.cat, with which the compiler stored another table [T, V].)
             own_T = -F.cross_entropy(self.own_logits(x), target_T, ignore_index=-1,
                                      reduction="none")
             names_TC = F.pad(named == target_T[:, None], (1, 0), value=True)
@@ -673,11 +679,13 @@ class GPT(nn.Module):
         """The normed residual stream [T, D] after the last layer."""
         masks = dict(zip("LS", build_block_masks(tokens_T, self.end_of_text, window, self.flex)))
         embedded = {mark: embed(tokens_T) for mark, embed in self.value_embeds.items()}
-        # To a token's embedding are added shares of an embedding of the document's best candidate
-        # and of the memory's.
+        # The input is the token's embedding, and a share of another embedding of the best
+        # candidate: once of the document's, once of the memory's. The share belongs to the
+        # candidate's kind, and starts at zero.
         x_TD = self.embed(tokens_T)
         for place_T in candidates.best.T:
-            token_T, kind_T = (x.gather(1, place_T[:, None])[:, 0] for x in candidates[:2])
+            token_T, kind_T = (x.gather(1, place_T[:, None])[:, 0]
+                               for x in (candidates.tokens, candidates.kinds))
             mix_T = self.recalled_mix[kind_T].masked_fill(kind_T < 0, 0)
             x_TD = x_TD + mix_T.type_as(x_TD)[:, None] * self.recalled_embed(token_T)
         # A U-Net (record 2024-11-10): the first half of the layers push their outputs on a stack,
@@ -686,9 +694,10 @@ class GPT(nn.Module):
         x_TD = x0_TD = norm(x_TD)
         skips = []
         half = len(self.blocks) // 2
+        second = len(self.blocks) - half  # the first layer of the second half
         for layer, block in enumerate(self.blocks):
-            if layer >= len(self.blocks) - half:
-                x_TD = x_TD + self.skip_weights[layer - len(self.blocks)] * skips.pop()
+            if layer >= second:
+                x_TD = x_TD + self.skip_weights[layer - second] * skips.pop()
             value_embed = embedded.get(self.hp.value_embeds[layer])  # None for "."
             x_TD = block(x_TD, x0_TD, value_embed, masks[self.hp.windows[layer]])
             if layer < half:
@@ -697,14 +706,13 @@ class GPT(nn.Module):
         return norm(x_TD)
 
     def scores(self, candidates: Candidates) -> Tensor:
-        """A learned score of each candidate, by its kind [T, C]; -inf where there is none."""
+        """The learned score of each candidate's kind [T, C]; -inf where there is none."""
         scores_TC = self.candidate_scores[candidates.kinds]
         return scores_TC.masked_fill(candidates.kinds < 0, -torch.inf)
 
     def log_shares(self, x: Tensor, scores: Tensor) -> Tensor:
-        """How the prediction is shared out, as logarithms [..., 1 + C]: first the model's own
-        share, whose score is a learned function of the stream, then those of the candidates (a
-        mixture, as in arXiv:1609.07843)."""
+        """The logarithms of the weights in the mixture (arXiv:1609.07843) [..., 1 + C]: the model's
+        own, by a learned function of the stream, then the candidates', by their scores."""
         own_score = (x @ self.own_score.type_as(x)).float().unsqueeze(-1)
         return torch.cat((own_score, scores), dim=-1).log_softmax(-1)
 
@@ -717,8 +725,8 @@ class GPT(nn.Module):
         return self.hp.softcap_height * torch.sigmoid(shifted * (2 / self.hp.lm_head_softcap))
 
     def logits(self, features: Tensor) -> Tensor:
-        """The logits of the next token: the logarithms of its probabilities, the model's own,
-        mixed with the candidates."""
+        """The logarithms of the next token's probabilities: the model's own, mixed with the
+        candidates."""
         C = (features.size(-1) - self.hp.model_dim) // 2
         x, tokens, scores = features.split((self.hp.model_dim, C, C), dim=-1)
         x = x.type_as(self.embed.weight)
@@ -1101,7 +1109,7 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
         micro_loss = model(inputs_T, targets_T, window) / hp.micro_batches
         micro_loss.backward()
         loss += micro_loss.detach()
-    # All processes remember the tokens of all, in the order of the text.
+    # Each process's memory reads the tokens of all, in the order of the text.
     tokens = torch.cat([inputs_T for inputs_T, _ in batches])
     text = tokens.new_zeros(world.size, len(tokens))
     text[world.rank] = tokens
@@ -1300,8 +1308,9 @@ def check_settings(hp: Hyperparameters, world_size: int):
     unused = [v for v, a in zip(hp.value_embeds, hp.attention) if v != "." and a == "."]
     require(not unused, f"--value_embeds={hp.value_embeds} marks a layer without --attention")
     require(hp.window_start <= hp.window_end, "--window_start is above --window_end")
-    require(tokens_seen(hp.num_iterations, hp) < 2**32, "--num_iterations: the memory counts up to "
-            "2^32 tokens")
+    require(len(hp.windows) > 1, f"--windows={hp.windows}: name at least two layers")
+    require(tokens_seen(hp.num_iterations, hp) < 2**32, f"--num_iterations={hp.num_iterations}: "
+            "the memory counts fewer than 2^32 tokens")
     require(hp.num_heads % (hp.num_kv_heads or 1) == 0, "--num_kv_heads must divide --num_heads")
     require(hp.micro_batches % world_size == 0, f"{world_size} processes cannot share "
             f"{hp.micro_batches} micro-batches equally: start a number that divides it")
