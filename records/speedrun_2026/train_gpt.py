@@ -153,7 +153,7 @@ PRESETS = {
         train_seq_len=2048, val_seq_len=16384, val_tokens=131072, micro_batches=2, windows="LSSL",
         attention="xx.x", value_embeds="0..0", model_dim=128, num_heads=4, head_dim=32,
         attention_scale=0.3, window_start=256, window_end=256, memory="3,4,5,6,8,12",
-        document_memory="2,3,4,5,6,8,12", memory_rows=2**17, memory_lag=2048, num_iterations=320,
+        document_memory="2,3,4,5,6,8,12", memory_rows=2**17, memory_lag=2048, num_iterations=280,
         cooldown_frac=0.4, muon_lr=0.035, muon_momentum_end=0.9, muon_momentum_steps=0,
         head_lr=0.016, embed_lr=0.2, scalar_lr=0.08, adam_beta2=0.98,
         # With an epsilon of 1e-10, Adam would take full steps on rare bytes, whose gradients are
