@@ -53,9 +53,9 @@ def test_with_srun_a_process_may_train_alone(monkeypatch):
 def test_ranks_do_not_change_the_training(tmp_path, shards, script):
     """The demo preset, made narrower, on 1, 2 and 4 ranks in float32. The ranks sum the same
     gradients in another order. With this epsilon of Adam's, right ones differ by less than 0.004
-    over 20 steps, and processes that read the same data by more than 0.1. With a smaller one a gradient that is a mere rounding error makes a full-size
-    step: in a single process, weights moved by 1e-7 of their size then changed the attempt's losses
-    by up to 0.07."""
+    over 20 steps, and processes that read the same data by more than 0.1. With a smaller epsilon, a
+    gradient that is a mere rounding error makes a full-size step: in a single process, weights
+    moved by 1e-7 of their size then changed the attempt's losses by up to 0.07."""
     curves = []
     for ranks in (1, 2, 4):
         flags = ["--preset=demo", *shards, "--num_iterations=20", "--val_loss_every=10",
