@@ -321,7 +321,7 @@ def test_links_and_files_exist(page):
 def test_the_machines_that_are_named_train():
     """The processes of a row of the table divide its micro-batches."""
     rows = table(section(README, "Which command on which hardware"))
-    assert len(rows) == 6
+    assert len(rows) == 5
     for hardware, command, _ in rows[:-1]:
         path, flags = training(started(command.strip("`"))[0])
         hp, _ = program(path).parse_flags(flags or ["--preset=speedrun"])
