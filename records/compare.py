@@ -387,6 +387,9 @@ def verdict(a, b, comparison, target):
     if not (a.independent and b.independent):
         return ("Nothing is shown: the runs of a side are not independent (see the warnings), so "
                 "no p-value holds.")
+    if test_that_speaks(comparison, "loss")["difference"] is None:
+        return ("Nothing is shown: the sides have no seed in common, and an e-value takes pairs. "
+                "Without --until_decided, all runs are compared.")
     sentences = [about_loss(a, b, comparison), about_time(a, b, comparison)]
     if comparison["unequal"]:
         text = f"Unequal: {titles([a, b])[0]} has {', '.join(comparison['unequal'])}."
@@ -451,7 +454,7 @@ def about_power(comparison):
         return ""
     if test["E"] is not None:
         needed = test["needed"]
-        return f" Some {needed} pairs would likely decide it." if needed else ""
+        return f" Some {needed} pairs in all would likely decide it." if needed else ""
     if not found["detectable"]:
         return ""
     what = "pairs" if comparison["speaks"] == "paired" else "runs a side"

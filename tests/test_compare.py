@@ -275,7 +275,17 @@ def test_pairs_that_were_added_until_decided_have_an_e_value(tmp_path, capsys):
     result = found["comparison"]
     assert result["decision"] == "undecided" and result["paired"]["loss"]["p"] is None
     assert result["paired"]["loss"]["needed"] == 5 and result["power"] is None
-    assert "Some 5 pairs would likely decide it." in result["verdict"]
+    assert "Some 5 pairs in all would likely decide it." in result["verdict"]
+
+
+def test_an_e_value_takes_pairs(tmp_path, capsys):
+    a, base = write(tmp_path / "a", [3.2, 3.3]), write(tmp_path / "b", [3.25, 3.35, 3.3, 3.4])
+    (base / "run0.log").unlink()
+    (base / "run1.log").unlink()
+    status, out, _ = run_main(capsys, a, "--vs", base, "--until_decided=0.01")
+    assert status == 0 and "the sides have no seed in common" in " ".join(out.split())
+    assert "Welch's t-test of 2 runs against 2" in " ".join(
+        run_main(capsys, a, "--vs", base)[1].split())
 
 
 @pytest.mark.parametrize("more, words", [
