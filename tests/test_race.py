@@ -193,8 +193,8 @@ def test_an_undecided_race_goes_on_with_more_pairs_and_a_fixed_one_does_not(plac
     (line,) = ideas.read(place / "records" / "ideas.csv")  # one idea, with its three pairs
     assert (line["race"], line["candidate"], line["pairs"]) == ("race_record", "record", "3")
     assert starts(place)[len(before):] == [("record", 3, None), ("base", 3, None)]
-    out = capsys.readouterr().out
-    assert "4 runs are done" in out and "pairs in all would likely decide it." in " ".join(out.split())
+    out = " ".join(capsys.readouterr().out.split())
+    assert "4 runs are done" in out and "pairs in all would likely decide it." in out
     assert run_race(place, "--repeat=3") == 2
     assert "repeat was None and is 3" in capsys.readouterr().err
     flags = ["--name=fixed", "--repeat=2"]
