@@ -5,6 +5,7 @@ import ast
 import csv
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -12,10 +13,11 @@ import signal
 import statistics
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ATTEMPT, ROOT, byte_documents, load_script, write_shard
 from mutants import MUTANTS
 from test_data_vocab import write_vocabulary
@@ -448,6 +450,26 @@ def test_the_table_of_results_is_that_of_the_logs():
     for run in runs:
         usual = re.match("2x AMD EPYC.* avx512_bf16", run.hardware) and run.torch[:5] == "2.13."
         assert usual or f"{run.hardware}, torch {run.torch}" in page, run.name
+
+
+@pytest.mark.parametrize("size", [8, 16, 64])
+def test_the_volume_table_is_that_of_the_models_parameters(size):
+    """Gradients are reduce-scattered, updates or weights gathered: in bfloat16, but the head's in
+    float32. A process sends all parts but its own. Each shape's stack of matrices is padded."""
+    hp = replace(SPEEDRUN, train_seq_len=128, val_seq_len=128)
+    with torch.device("meta"):
+        model = train_gpt.GPT(hp, torch.bfloat16, flex=True)
+    head, shapes = model.lm_head.weight.numel(), {}
+    for p in model.blocks.parameters():
+        if p.ndim > 1:
+            shapes.setdefault(p.shape, []).append(p.numel())
+    matrices = sum(counts[0] * math.ceil(len(counts) / size) * size for counts in shapes.values())
+    embeddings = model.embed.weight.numel() * (1 + len(model.value_embeds))
+    volume = (size - 1) / size * (4 * matrices + 8 * head + 4 * embeddings)
+    milliseconds = [1e3 * volume / rate for rate in (450e9, 50e9, 12.5e9)]
+    row = (f"| {size} | {volume / 1e9:.2f} GB | {milliseconds[0]:.1f} ms | "
+           f"{milliseconds[1]:.0f} ms | {milliseconds[2]:.0f} ms |")
+    assert row in blocks(TEXTS["records/cluster.md"], "volume")[0].splitlines(), row
 
 
 def test_the_mistakes_of_the_page_are_those_that_are_planted():
