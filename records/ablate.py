@@ -18,7 +18,8 @@ these parts cannot be left out, and are said to be so.
 The copies race together against the whole one (see race.py, whose options apply), at a level that
 is divided by the number of parts, so that any of the decisions is wrong with no more than the
 chance --level. A part pays if the loss is surely higher without it, and harms if it is surely
-lower. Interrupted, the same command goes on.
+lower. In the table, ± is the interval of the race, which holds for all parts at once and so is
+stricter than a verdict. Interrupted, the same command goes on.
 
 Everything lies in records/ablate_NAME: the copies, the race, the table (table.md, printed too), and
 the shortest change that keeps what pays (NAME.py and NAME.patch): without the parts that harm or
@@ -269,18 +270,18 @@ def decision(row: dict, level: float) -> str:
 
 def table_of(parts: list[Part], rows: dict, level: float) -> str:
     """In Markdown. What is lost without a part is its difference from the whole copy."""
-    header = ("part", "lines", "lost without it", "interval", "pairs", "p or 1 / E, adjusted",
-              "verdict")
+    header = ("part", "lines", "lost without it", "pairs", "p or 1 / E, adjusted", "verdict")
     lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
     for part in parts:
         row = rows[part.file]
         found = decision(row, level)
-        low, high = row["interval"] or (None, None)
-        interval = "-" if low is None else f"{low:+.4f} .. {high:+.4f}"
         lost = "-" if row["difference"] is None else f"{row['difference']:+.4f}"
+        if row["interval"]:
+            low, high = row["interval"]
+            lost += f" ± {(high - low) / 2:.4f}"
         adjusted = "-" if row["adjusted"] is None else f"{row['adjusted']:.2g}"
-        lines.append(f"| {part.name} | {part.lines} | {lost} | {interval} | {row['pairs']} | "
-                     f"{adjusted} | {WORDS.get(found, found)} |")
+        lines.append(f"| {part.name} | {part.lines} | {lost} | {row['pairs']} | {adjusted} | "
+                     f"{WORDS.get(found, found)} |")
     return "\n".join(lines) + "\n"
 
 def write_shortest(options, script: str, text: str, parts, rows, folder: Path):

@@ -475,8 +475,8 @@ def test_the_volume_table_is_that_of_the_models_parameters(size):
 def test_the_mistakes_of_the_page_are_those_that_are_planted():
     """As many as it says, in all sections. Each differs from the others, its text still stands in
     the script, and the test that should find it exists."""
-    page = section(TEXTS["tests/trust.md"], "The mistakes that the suite finds")
-    counts = re.findall(r"(?:plants|all) (\d+) mistakes", page)
+    page = section(TEXTS["tests/README.md"], "The mistakes that the suite finds")
+    counts = re.findall(r"(?:plants|all) (\d+)\s+mistakes", page)
     assert counts == 2 * [str(len(MUTANTS))], "plant them, and write here what came out"
     assert {m.section for m in MUTANTS} == set(range(1, 12))
     assert len({(m.text, m.wrong) for m in MUTANTS}) == len(MUTANTS)
