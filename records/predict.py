@@ -12,10 +12,10 @@ follow from the window and from made-up documents of FineWeb's lengths. So the s
 window, and the mean is over steps from all parts of the run.
 
 The rates come from published measurements, given below; records/techniques/README.md says how well
-published scripts are predicted that no rate was fitted to. What cannot be seen: random reads of large
-tables, how well a kernel is tiled, registers that spill, processors that NCCL takes from other
-kernels, clocks that fall with the temperature, a host that is too slow, and the lengths of real
-documents. So trust the ratio of two scripts more than a time.
+published scripts are predicted that no rate was fitted to. What cannot be seen: random reads of
+large tables, how well a kernel is tiled, registers that spill, processors that NCCL takes from
+other kernels, clocks that fall with the temperature, a host that is too slow, and the lengths of
+real documents. So trust the ratio of two scripts more than a time.
 
 A script is a copy of train_gpt.py, or one that the speedrun published from December 2024 to July
 2025, in one file and with FlexAttention. The script runs, so do not predict one that you do not

@@ -19,9 +19,9 @@ The method differs from train_gpt.py's in the settings, in section 5 (model), an
 train_step, where the memory reads the step's tokens. From that follow a pattern in
 build_optimizers, lines of check_settings, and what main compiles. All else is equal.
 
-A run may be killed at any time, for it needs no orderly end ("crash-only software", Candea and Fox,
-2003). Only its first process writes its log, and it only appends. A file gets a checkpoint's name
-when it is whole. To resume is to start again, from a checkpoint and with a new log.
+A run may be killed at any time. To resume it is to start again, from a checkpoint and with a new
+log. Only the first process writes the log, and it only appends. A checkpoint is written under
+another name and renamed when it is whole.
 
 Suffixes give the shapes of most tensors: x_TD is [T, D]. T tokens, D model width, H heads, K head
 width, V vocabulary, N blocks of 128 tokens, C candidates, L lengths of contexts, W ways of the
@@ -82,7 +82,8 @@ class Hyperparameters:
     """Every field is a flag of the same name. These defaults are the preset `speedrun`. The preset
     `demo`, which is the default on a machine without a GPU, changes only what PRESETS lists; so a
     default that you change here may change in `demo` too. A resumed run takes all values from its
-    checkpoint."""
+    checkpoint. Before the model is built, `prepare` replaces dtype auto, seed -1 and val_tokens 0
+    by the values that the run uses, and turns use_fp8 off where it cannot be used."""
     # The run
     name: str = flag("speedrun_2026", "letters, digits, ._- for the log's name", pattern=r"[\w.-]+")
     records: str = flag("records", "folder for the log and the checkpoints")
@@ -92,7 +93,8 @@ class Hyperparameters:
     val_loss_every: int = flag(125, "steps between validations, besides those at saves and the end")
     # Data. A step trains on micro_batches * train_seq_len tokens, whatever the number of processes.
     # To fit a smaller memory, lower the length of a sequence and raise their number. Compare losses
-    # only between equal val_seq_len and val_tokens: longer sequences cut fewer documents.
+    # only between equal val_seq_len and val_tokens: longer sequences cut fewer documents. The token
+    # vocab_size - 1 must begin each document; whether it does is checked in validation data only.
     train_files: str = flag("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
     val_files: str = flag("data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
     vocab_size: int = flag(50257, "vocabulary; its last token begins a document", min=2, max=65536)
@@ -124,9 +126,9 @@ class Hyperparameters:
                                 pattern=r"[1-9]\d?(,[1-9]\d?)*")
     memory_rows: int = flag(2**23, "rows of the memory's table for each length", min=1)
     memory_lag: int = flag(8192, "the newest tokens read, which the memory does not know yet")
-    # Optimization. The schedules of the learning rates and of the window are spread over
-    # num_iterations. If a resumed run gets more steps, its rates jump up again, and its window may
-    # shrink. The schedule of Muon's momentum counts steps alone.
+    # Optimization. The learning rates and the window follow step / num_iterations. So if a resumed
+    # run gets more steps, its rates jump up again, and its window may shrink. Muon's momentum
+    # depends on the step alone.
     num_iterations: int = flag(870, "training steps", max=10**7)
     cooldown_frac: float = flag(0.6, "last fraction of the run, in which rates fall", max=1)
     lr_floor: float = flag(0.1, "what the learning rates fall to, as a share of their peak", max=1)
@@ -139,7 +141,7 @@ class Hyperparameters:
     scalar_lr: float = flag(0.04, "learning rate of vectors and scalars (Adam)")
     adam_beta1: float = flag(0.5, "decay of Adam's mean gradient", max=1 - 1e-9)
     adam_beta2: float = flag(0.95, "decay of Adam's mean square", max=1 - 1e-9)
-    adam_eps: float = flag(1e-10, "Adam's epsilon; gradients are those of the mean loss", min=1e-30)
+    adam_eps: float = flag(1e-10, "Adam's epsilon, for gradients of the mean loss", min=1e-30)
 
     @property
     def kv_heads(self) -> int:
@@ -167,11 +169,11 @@ def tokens_seen(step: int, hp: Hyperparameters) -> int:
     return step * hp.micro_batches * hp.train_seq_len
 
 def window_tokens(step: int, hp: Hyperparameters) -> int:
-    """The long window in tokens: a whole number of blocks, which grows linearly from zero, but is
-    never below window_start."""
-    # `grown` is rounded up to whole blocks. As in the record, it ends half a block below
-    # window_end: in `speedrun`, at 13.5 blocks. So each length lasts for 1 / 13.5 of the run, but
-    # the last one, of 14 blocks, for half of that, which is the last 4 % of the steps.
+    """The long window in tokens, which grows linearly from zero, but is never below window_start.
+    It must be a whole number of blocks, because the masks round it down to that."""
+    # `grown` rises from 0 to half a block below window_end, as in the record, and is then rounded
+    # up to whole blocks. So in `speedrun` the window has its last length, 14 blocks, only for the
+    # last 4 % of the steps, half as long as any other.
     grown = (hp.window_end - BLOCK / 2) * step / max(1, hp.num_iterations)
     return max(hp.window_start, math.ceil(grown / BLOCK) * BLOCK)
 
@@ -187,7 +189,7 @@ def lr_scale(step: int, hp: Hyperparameters) -> float:
     return hp.lr_floor + height * (1 - hp.lr_floor)
 
 def muon_momentum(step: int, hp: Hyperparameters) -> float:
-    """Muon's momentum, which rises linearly for muon_momentum_steps and then stays."""
+    """Muon's momentum: linear from its start to its end in muon_momentum_steps, then constant."""
     risen = min(1, step / hp.muon_momentum_steps) if hp.muon_momentum_steps else 1
     return hp.muon_momentum_start + risen * (hp.muon_momentum_end - hp.muon_momentum_start)
 
@@ -198,8 +200,7 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
 
     A token sees itself and the tokens before it in the same document and within the window. The
     window counts whole blocks, the query's own included; the short window has half as many, and at
-    least one. `window` is a tensor on the device (int32, in tokens), so that it can grow without a
-    recompile.
+    least one. `window` is that of window_tensor.
 
     For each query block, FlexAttention takes two lists of key blocks: partial ones, in which it
     asks `sees` about every pair of tokens, and full ones, in which every pair is visible. The
@@ -218,19 +219,20 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     def sees(batch, head, query, key):
         return (key <= query) & (document_T[query] == document_T[key])
 
-    # Two maps of [query block, key block], without the window yet. Document numbers never fall, so
-    # those of a block's first and last token suffice:
-    #   some pair is visible   if query block >= key block, and first[query] <= last[key]
-    #   all pairs are visible  if query block > key block, and last[query] == first[key]
+    # Two maps of [query block, key block], without the window yet. Document numbers never fall from
+    # one token to the next. So for a query block that comes after the key block:
+    #   some pair is visible   if the last key and the first query are in one document
+    #   all pairs are visible  if the first key and the last query are in one document
+    # On the diagonal, <= is always true.
     # If you change `sees`, change both maps, because FlexAttention asks `sees` about partial blocks
-    # only. Test the change on a GPU. A CPU never uses all_visible_NN, so a mistake in that map does
-    # not show there. A CPU also skips all keys after the query's block, even if `sees` allows them.
+    # only. Test the change on a GPU: a CPU does not use all_visible_NN, and it skips all keys after
+    # the query's block, even if `sees` allows them.
     block_N = torch.arange(len(tokens_T) // BLOCK, dtype=torch.int32, device=tokens_T.device)
     distance_NN = block_N[:, None] - block_N
-    first_N = document_T[::BLOCK]
-    last_N = document_T[BLOCK - 1::BLOCK]
-    some_visible_NN = (distance_NN >= 0) & (first_N[:, None] <= last_N)
-    all_visible_NN = (distance_NN > 0) & (last_N[:, None] == first_N)
+    first_document_N = document_T[::BLOCK]  # that of each block's first token
+    last_document_N = document_T[BLOCK - 1::BLOCK]
+    some_visible_NN = (distance_NN >= 0) & (first_document_N[:, None] <= last_document_N)
+    all_visible_NN = (distance_NN > 0) & (last_document_N[:, None] == first_document_N)
 
     def ordered(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
         """For each row, the number of chosen blocks, and a list of all blocks in which the chosen
@@ -268,8 +270,8 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: list, scale: float) -
     """Attention of one query block after the other, each to its range of keys alone."""
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))  # shared kv heads
     outputs = []
-    for query, (keys, bias) in zip(q.split(BLOCK, dim=2), mask):
-        scores = scale * query @ k[:, :, keys].mT + bias.to(q.dtype)
+    for q_block, (keys, bias) in zip(q.split(BLOCK, dim=2), mask):
+        scores = (scale * q_block) @ k[:, :, keys].mT + bias.to(q.dtype)
         outputs.append(scores.softmax(-1) @ v[:, :, keys])
     return torch.cat(outputs, dim=2)
 
@@ -290,10 +292,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
 # The factors of input, weight and gradient. The input is normed, so |x| <= sqrt(D) = 28 at D = 768,
 # and a factor of 2 leaves room to 448. The weight starts at zero and learns slowly. With a factor
 # of 2^9, weights up to 0.875 fit. Training clamps larger ones; validation, which is not in FP8,
-# does not. The gradient of a mean over T tokens is at most 1 / T; times 2^19, that is 11 at
+# does not. The gradient of the mean loss of T tokens with respect to a logit is at most 1 / T,
+# because neither the softmax nor the softcap has a slope above 1; times 2^19, that is 11 at
 # T = 49152. Most gradients are much smaller, and a smaller factor would round more of them to zero.
 # Choose other factors for another layer, for a head that is tied to the embedding (its weights
-# start larger), for a very different T, and if the loss or the logits are scaled in another way.
+# start larger), and if the loss or the logits are scaled in another way.
 FP8_SCALES = (2.0, 2.0**9, 2.0**19)
 
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -309,8 +312,9 @@ def fp8_matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast: boo
 
 class FP8Linear(torch.autograd.Function):
     """x_TD @ w_VD.T by products in FP8 (record 2025-01-13), with the factors of x, w and gradient.
-    FP8 products need both matrices contiguous along the dimension that is summed over, which is
-    the last one of both arguments of fp8_matmul. So the backward pass makes transposed copies."""
+    An FP8 product needs both matrices contiguous along the dimension that it sums over. Since
+    fp8_matmul computes a @ b.T, that is the last dimension of a and of b. The backward pass sums
+    over V and over T, so it first makes transposed copies."""
 
     @staticmethod
     def forward(ctx, x_TD: Tensor, w_VD: Tensor, scales: tuple[float, float, float]) -> Tensor:
@@ -326,7 +330,6 @@ class FP8Linear(torch.autograd.Function):
         x8_TD, w8_VD = ctx.saved_tensors
         g8_TV = to_fp8(grad_TV, grad_scale, torch.float8_e5m2).contiguous()
         g8_VT, x8_DT, w8_DV = (x.T.contiguous() for x in (g8_TV, x8_TD, w8_VD))
-        # The first product sums over V, the second over T.
         grad_x_TD = fp8_matmul(g8_TV, w8_DV, grad_scale * w_scale, grad_TV.dtype, fast=False)
         grad_w_VD = fp8_matmul(g8_VT, x8_DT, grad_scale * x_scale, torch.float32, fast=False)
         return grad_x_TD, grad_w_VD, None
@@ -347,10 +350,7 @@ class CastedLinear(nn.Module):
 
     zero: the weight starts at zero, so that the layer adds nothing until it has learned something.
     fp8_scales: factors of input, weight and gradient, with which the layer trains in FP8; section 4
-    explains them. GPT gives them to the head alone, and only if FP8 is used.
-
-    To initialize the weight in another way, change reset_parameters: draw_weights calls it again
-    after the constructor."""
+    explains them. GPT gives them to the head alone, and only if FP8 is used."""
 
     def __init__(self, in_features: int, out_features: int, zero=False, fp8_scales=None):
         super().__init__()
@@ -366,8 +366,8 @@ class CastedLinear(nn.Module):
             init_uniform(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Validation is not in FP8, as in the record. So a change to what this layer computes, such
-        # as a multiple of its output, belongs in both lines. (FP8's scales cancel out.)
+        # Validation is not in FP8, as in the record. So if you change what this layer computes, for
+        # example multiply its output by a constant, change both return statements.
         if self.fp8_scales and self.training:
             return FP8Linear.apply(x, self.weight, self.fp8_scales)
         return F.linear(x, self.weight.type_as(x))
@@ -400,9 +400,9 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.hp = hp
         self.rotary = rotary
-        # Matrices of equal size, which Muon orthogonalizes one by one: num_heads / kv_heads of them
-        # for the queries, then one for the keys and one for the values. Without shared heads, that
-        # is one of each.
+        # A stack of matrices of equal size, which Muon orthogonalizes one by one. The last two are
+        # for the keys and the values, all before them for the queries. Without shared heads, these
+        # are the usual three.
         parts = hp.num_heads // hp.kv_heads + 2
         self.qkv = nn.Parameter(torch.empty(parts, hp.kv_heads * hp.head_dim, hp.model_dim))
         self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim, zero=True)
@@ -591,15 +591,14 @@ class GPT(nn.Module):
 
     Embeddings are kept in `dtype`, and the residual stream stays in it, as `stream` checks after
     each layer. All other parameters are float32. A bfloat16 stream times a float32 tensor without
-    dimensions, such as residual_mix[0], stays bfloat16. Times a vector or a matrix it becomes
-    float32: cast these with type_as.
+    dimensions, such as residual_mix[0], stays bfloat16. But a float32 vector or matrix would turn
+    the product into float32, so cast vectors and matrices with type_as.
 
     On a GPU, `main` has `loss` compiled, that is, all but the search for candidates, which sorts
     and reads tables, and which the compiler would not make faster."""
 
     # Logits are computed for at most this many tokens at a time, because those of a validation
-    # sequence of 256K tokens would take 53 GB. Training saves nothing by it, since the backward
-    # pass keeps the logits of all parts.
+    # sequence of 256K tokens would take 53 GB.
     LOGITS_TOKENS = 65536
 
     def __init__(self, hp: Hyperparameters, dtype: torch.dtype, flex: bool):
@@ -607,7 +606,8 @@ class GPT(nn.Module):
         self.hp = hp
         self.flex = flex
         self.end_of_text = hp.vocab_size - 1  # in the shards, each document begins with it
-        # FP8 products need a multiple of 16 rows. A multiple of 64 also suits up to 64 processes.
+        # FP8 products need a multiple of 16 rows. With a multiple of 64, the rows can also be
+        # divided equally among 2, 4, 8, 16, 32 or 64 processes (see World).
         padded_vocab = math.ceil(hp.vocab_size / 64) * 64
         self.embed = nn.Embedding(padded_vocab, hp.model_dim)
         self.memory = Memory(hp)
@@ -737,13 +737,12 @@ class GPT(nn.Module):
 def draw_weights(model: nn.Module, seed: int):
     """Calls reset_parameters of every module that has it and has parameters of its own, each with a
     random seed that depends on `seed` and on the module's name. So two scripts start from equal
-    weights in all layers that they share, and their runs can be compared in pairs.
+    weights in all layers of the same name and shape, and their runs can be compared in pairs.
 
-    To initialize a layer in another way, override its reset_parameters: what it draws overwrites
-    what the layer's constructor did. Parameters that no reset_parameters sets keep the values of
-    their constructors. A weight that two modules share, as a tied head does, is drawn for the
-    first.
-    """
+    This overwrites what a constructor drew, so initialize parameters in reset_parameters: those of
+    the module alone, because its children are drawn after it. Parameters that no reset_parameters
+    sets keep the values of their constructors. If two modules share a weight, as with a tied head,
+    the first of them draws it."""
     drawn = set()
     for name, module in model.named_modules():
         own = set(module.parameters(recurse=False))
@@ -829,16 +828,14 @@ class Optimizer:
         summed gradient  its own rows, in update()
         parameter        all rows; Adam changes its own in update(), and gets others' in finish()
         state            tensors for all rows, of which only its own are up to date
-    So if a change to Adam needs one number for a whole matrix, such as its sum of squares, compute
-    that of this process's rows, as a tensor x. If world.is_divided(p), replace it by the sum over
-    all processes, world.all_reduce(x).result(), which also waits for it. Muon needs nothing like
-    that: its `direction` gets whole matrices.
+    So in Adam, a number for a whole matrix, such as its sum of squares, must be summed over the
+    processes by world.all_reduce if world.is_divided(p). Muon's `direction` gets whole matrices.
 
     What an optimizer remembers from step to step belongs in `state`, under a name, and is created
     in the constructor. Anything kept elsewhere is neither saved nor reset after the warmup.
     state[name] is a list with one tensor per parameter. Each tensor has as many dimensions and rows
-    as its parameter. (Muon has one stack instead.) A process reads only its own rows, the view
-    world.rows(tensor), and changes them in place. That saves time, not memory."""
+    as its parameter. (Muon has one stack instead.) A process reads and changes only its own rows,
+    in place, by the view world.rows(tensor). The work is divided, the memory is not."""
 
     def __init__(self, params: dict, lr: float, hp: Hyperparameters, world: World):
         self.params = params  # {name: parameter}
@@ -881,9 +878,9 @@ class Adam(Optimizer):
         local = [self.world.rows(p.detach()) for p in self.params.values()]
         means = [self.world.rows(mean) for mean in self.state["mean"]]
         mean_squares = [self.world.rows(square) for square in self.state["mean_square"]]
-        # AdamW's kernel is Adam's if the weight decay is 0. (A decay here would also shrink vectors
-        # and scalars.) For each tensor it takes the number of the step, counted from 1. (If you let
-        # Adam skip steps, pass the number of its updates.) The empty list is a state of AMSGrad's.
+        # This is the kernel of AdamW, which is Adam if the weight decay is 0. (A decay here would
+        # also shrink vectors and scalars.) `steps` has the number of this update, counted from 1,
+        # for each tensor. The empty list would hold the state of AMSGrad.
         steps = [torch.full((), step + 1.0, device=self.world.device)] * len(local)
         torch._fused_adamw_(local, gradients, means, mean_squares, [], steps,
                             lr=self.lr(step), beta1=self.hp.adam_beta1, beta2=self.hp.adam_beta2,
@@ -899,9 +896,10 @@ class Muon(Optimizer):
     """Nesterov momentum, orthogonalized (Keller Jordan et al., 2024): every direction of the update
     becomes about equally large, so that rare directions are learned too.
 
-    Its parameters have one shape: that of a matrix, or of a few matrices as in qkv. It puts them
-    into one stack, with an entry per parameter. Every process updates equally many entries, so the
-    stack is padded with zeros. With 11 parameters on two processes, a step goes so:
+    All parameters of one Muon have the same shape: a matrix, or a few matrices as in qkv. Their
+    gradients, their updates and their momentum lie in stacks, with one entry per parameter. Every
+    process updates equally many entries, so the stacks are padded with zeros. With 11 parameters on
+    two processes, a step goes so:
 
         begin   every process copies its 11 gradients into a stack of 12 and starts to sum the
                 stacks; process 0 receives 0 to 5 of the sum
@@ -909,18 +907,15 @@ class Muon(Optimizer):
                 and they start to send them to each other
         finish  every process subtracts all 11 updates, times the learning rate
 
-    Each state[name] is one stack for all parameters, padded in the same way. Another optimizer of
-    matrices is a subclass with another `direction`, whose input is this process's part of the
-    stack. On GPUs, newton_schulz is compiled for each shape of stack. The compiler allows eight
-    (torch._dynamo.config.recompile_limit): a ninth is an error in the warmup.
-    """
+    Another optimizer of matrices is a subclass with another `direction`, whose input is this
+    process's part of the stack. If it has a state of its own, that is such a stack as well."""
 
     def __init__(self, params, lr, hp, world):
         super().__init__(params, lr, hp, world)
         (shape_of_one,) = {p.shape for p in params.values()}
         shape = (math.ceil(len(params) / world.size) * world.size, *shape_of_one)
         # Gradients and updates travel in the dtype of the activations, so gradients are rounded to
-        # it before they are summed over the processes.
+        # it before they are summed over the processes. newton_schulz computes in it too.
         self.gradients = torch.zeros(shape, dtype=getattr(torch, hp.dtype), device=world.device)
         self.updates = torch.zeros_like(self.gradients)
         self.state["momentum"] = torch.zeros(shape, device=world.device)
@@ -953,7 +948,7 @@ class Muon(Optimizer):
         # A matrix with more rows than columns is scaled up, so that its outputs change as much as
         # those of a square matrix.
         scale = max(1, ahead.size(-2) / ahead.size(-1)) ** 0.5
-        # newton_schulz takes [n, rows, cols]. The stack of qkv is [n, parts, rows, cols].
+        # The stack of qkv is [n, parts, rows, cols], and becomes [n * parts, rows, cols] here.
         return scale * self.orthogonalize(ahead.flatten(0, -3)).view_as(ahead)
 
     def gather_state(self):
@@ -982,9 +977,8 @@ def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> lis
 
     A parameter belongs to the first row whose pattern fits its whole name. So a new layer of a
     block goes to Muon if it is called proj or fc. (To Muon, a parameter of three dimensions is a
-    stack of matrices, which a convolution's weight is not.) Each row must get at least one. Those
-    of one row and one shape share an optimizer, so Muon can stack them. Frozen parameters, which
-    need no gradient, are left out. The log says what each optimizer trains."""
+    stack of matrices, which a convolution's weight is not.) Those of one row, shape and dtype share
+    an optimizer. Frozen parameters, which need no gradient, are left out."""
     # Shapes in `speedrun`: head and embeddings [50304, 768]; qkv [3, 768, 768], attention's proj
     # [768, 768], the MLP's fc [3072, 768] and its proj [768, 3072].
     table = [
@@ -1001,7 +995,7 @@ def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> lis
         by_shape = {}
         for name in names:
             p = remaining.pop(name)
-            by_shape.setdefault(p.shape, {})[name] = p
+            by_shape.setdefault((p.shape, p.dtype), {})[name] = p
         optimizers += [optimizer(params, lr, hp, world) for params in by_shape.values()]
     matrices = [name for name, p in remaining.items() if p.ndim > 1]
     require(not matrices, f"no row of the table in build_optimizers takes {', '.join(matrices)}")
@@ -1027,7 +1021,7 @@ def find_shards(pattern: str) -> list[Shard]:
     for path in sorted(glob.glob(pattern, recursive=True)):
         problem = f"{path} is not a whole token shard: data/inspect_shards.py says what is wrong"
         require(os.path.isfile(path) and os.path.getsize(path) > SHARD_HEADER_BYTES, problem)
-        data = np.memmap(path, mode="r")
+        data = np.memmap(path, dtype=np.uint8, mode="r")  # the bytes of the file
         magic, version, tokens = data[:12].view("<i4").tolist()
         expected = (SHARD_MAGIC, 1, SHARD_HEADER_BYTES + 2 * tokens)
         require((magic, version, len(data)) == expected, problem)
@@ -1043,7 +1037,7 @@ def read_tokens(path: str, start: int, count: int, vocab_size: int) -> Tensor:
     tokens = torch.empty(count, dtype=torch.uint16, pin_memory=torch.cuda.is_available())
     with open(path, "rb") as f:
         f.seek(SHARD_HEADER_BYTES + 2 * start)
-        require(f.readinto(tokens.numpy()) == tokens.nbytes, f"{path} has become shorter")
+        require(f.readinto(tokens.numpy()) == tokens.nbytes, f"{path} is shorter than it was")
     largest = tokens.numpy().max()  # by NumPy, since torch's threads would slow training down
     require(largest < vocab_size, f"{path} holds the token {largest}, which is not below "
             f"--vocab_size={vocab_size}; data/inspect_shards.py says where")
@@ -1052,15 +1046,15 @@ def read_tokens(path: str, start: int, count: int, vocab_size: int) -> Tensor:
 def step_starts(shards: list[Shard], hp: Hyperparameters) -> Iterator[tuple[Shard, int]]:
     """(shard, the first token in it that a step reads), for step after step as long as the data
     last. What is too short for a step at a shard's end is left out. Each further pass over the
-    shards begins a block later, so that it cuts the text at other places. (Once that would be a
-    whole sequence later, a pass begins at 0 again.)
+    shards begins one block later than the pass before it, so that it cuts the text at other places.
+    When these shifts add up to a whole sequence, the next pass begins at 0 again.
 
     Every process runs this by itself, and a resumed run repeats it from the start. So an order of
     your own must depend on the arguments alone: shuffle a copy, by a generator that hp.seed seeds.
     """
     for epoch in range(hp.epochs):
         for shard in shards:
-            start = (epoch * BLOCK) % hp.train_seq_len  # leaves out less than a sequence in front
+            start = (epoch * BLOCK) % hp.train_seq_len
             # The token at `end` is read as well: it is the last target.
             while (end := start + hp.micro_batches * hp.train_seq_len) < shard.tokens:
                 yield shard, start
@@ -1103,7 +1097,8 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
     for inputs_T, targets_T in batches:
         # The model returns the mean loss of a sequence. Divided by the number of sequences and
-        # summed over them, it is the step's mean loss, and the gradients are those of that mean.
+        # summed over them, it is the step's mean loss, and the gradients are those of that mean. (A
+        # loss that each process adds once in a step must be divided by the number of processes.)
         # (To let micro_batches change during the run, change tokens_seen, step_starts,
         # train_batches and the head's FP8 factor as well.)
         micro_loss = model(inputs_T, targets_T, window) / hp.micro_batches
@@ -1114,10 +1109,11 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
     text = tokens.new_zeros(world.size, len(tokens))
     text[world.rank] = tokens
     model.memory.remember(world.all_gather(text).result().flatten())
-    # Until begin() has summed it, a gradient is that of this process's share alone. To clip by the
-    # norm of all gradients would need a phase of its own after begin(), for what Adam.sums and
-    # Muon.sum hold then. All gradients are cleared below: if an optimizer skips this step, let it
-    # skip begin() as well, which sums some of them in place, and keep its gradients here.
+    # To clip gradients by their norm, add a phase after begin(). Before, a gradient is only that of
+    # this process's share. After it, the results of Adam.sums and Muon.sum are summed over the
+    # processes, but of a tensor that is divided, each process has only its own rows.
+    # An optimizer that skips a step must skip begin() too, since that sums some gradients in place,
+    # and its gradients must not be cleared below.
     with torch.no_grad():
         for optimizer in optimizers:
             optimizer.begin()
@@ -1130,12 +1126,13 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
 
 @torch.no_grad()
 def evaluate(model, sequences: list, step: int, hp: Hyperparameters, world: World) -> float:
-    """The mean loss in nats over the validation tokens of all processes, which all take part.
-    `sequences` are all of load_validation's: the sum of their losses is divided by val_tokens."""
+    """The mean loss in nats over the validation tokens of all processes, which all take part. Pass
+    all sequences of load_validation: the sum of their losses is divided by val_tokens, which is the
+    number of their targets."""
     model.eval()
     window = window_tensor(step, hp, world.device)
     total = torch.zeros((), dtype=torch.float64, device=world.device)
-    for inputs_T, targets_T in sequences:
+    for inputs_T, targets_T in sequences:  # not equally many on all processes
         # The model returns a sum divided by T, padding included. Times T, it is the sum again.
         total += model(inputs_T, targets_T, window).double() * len(inputs_T)
     model.train()
@@ -1144,10 +1141,10 @@ def evaluate(model, sequences: list, step: int, hp: Hyperparameters, world: Worl
 def gather_training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict:
     """All that decides how training goes on: {"model": {parameter: tensor}, "Muon momentum":
     {parameter: tensor}, ...}, whole on every process. All processes take part. These are the
-    tensors that training uses, not copies. The state of random generators is not among them,
-    because training draws nothing at random. A method with dropout would have to save it, and to
-    seed each process differently. What the model's forward changes must be a persistent buffer, and
-    equal on all processes."""
+    tensors that training uses, not copies. What else changes during training must be added, such as
+    averages of the weights, or with dropout the state of the random generators, which should differ
+    between processes. What the model's forward changes must be a persistent buffer, and equal on
+    all processes."""
     state = {"model": dict(model.state_dict())}
     for optimizer in optimizers:
         optimizer.gather_state()
@@ -1188,8 +1185,8 @@ def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: Worl
         # As in a batch, the targets begin at an aligned address. tokens[1:] itself does not, and
         # would compile to another program.
         return tokens[:-1].int(), tokens[1:].clone()
-    # This backward pass is for the check of gradients below, because train_step clears them at its
-    # end. It also has train_step add to gradients that exist, as it does for a second micro-batch.
+    # train_step clears the gradients at its end, so the check below needs a backward pass of its
+    # own. To what that leaves, train_step adds, as it does for a second micro-batch.
     model(*random_sequence(hp.train_seq_len), window_tensor(0, hp, world.device)).backward()
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     require(not unused, f"no gradient reaches {', '.join(unused)}: use, freeze or remove it")
@@ -1214,8 +1211,8 @@ def world_of_this_process() -> World:
     if not torch.cuda.is_available():
         return World(rank, size, torch.device("cpu"))
     require(local_rank < torch.cuda.device_count(), "start at most one process per GPU")
-    # torch reads this when it first allocates memory on a GPU. All versions know this name. The
-    # newer one is PYTORCH_ALLOC_CONF; if you have set that, this one would override it.
+    # torch reads this when it first allocates memory on a GPU. All versions know this name, but it
+    # would override the newer one, PYTORCH_ALLOC_CONF, if you have set that.
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     torch.cuda.set_device(local_rank)
@@ -1281,8 +1278,7 @@ def resolve(hp: Hyperparameters, device: torch.device) -> Hyperparameters:
     """The settings with everything decided that depends on the machine or on chance: the dtype
     `auto`, a seed of -1, and FP8, which is used only where the hardware has it. A resumed run keeps
     what was decided, even on a faster machine: name --dtype or --use_fp8 to change it. A run that
-    resumes where there is no FP8 stays without it, even if it is later resumed where there is.
-    (val_tokens of 0 depends on the data; `prepare` decides it.)"""
+    resumes where there is no FP8 stays without it, even if it is later resumed where there is."""
     cuda = device.type == "cuda"
     has_fp8 = cuda and torch.cuda.get_device_capability(device) >= (8, 9)
     fast_bf16 = (torch.cuda.is_bf16_supported(including_emulation=False) if cuda else
@@ -1294,8 +1290,8 @@ def resolve(hp: Hyperparameters, device: torch.device) -> Hyperparameters:
     return replace(hp, use_fp8=hp.use_fp8 and has_fp8 and hp.dtype == "bfloat16")
 
 def check_settings(hp: Hyperparameters, world_size: int):
-    """Refuses settings that make no sense alone or together. They are those that were asked for:
-    `resolve` comes later."""
+    """Refuses settings that make no sense, alone or together. It runs before `resolve`, so dtype
+    may still be `auto`, and the seed -1."""
     for f, value in zip(fields(hp), asdict(hp).values()):
         low, high, unit, pattern = f.metadata["limits"]
         if isinstance(value, str):
@@ -1338,7 +1334,8 @@ def prepare(hp: Hyperparameters, command, script: str, world: World, saved: dict
     of what was saved in its checkpoint, except those that the command line names. Raises
     UserError."""
     if saved:
-        # No setting is left to this script's defaults, and none of the checkpoint's is dropped.
+        # The checkpoint and the command line together must name exactly this script's settings, so
+        # that its defaults fill no gap.
         own = asdict(hp).keys()
         given = saved["settings"].keys() | command.named.keys()
         require(own == given, f"--resume: {sorted(own ^ given)} are settings of only the script or "
@@ -1373,7 +1370,7 @@ def prepare(hp: Hyperparameters, command, script: str, world: World, saved: dict
 # ---- Log and clock
 
 def say(text: str):
-    """Prints on the console. If that fails, there is none any more, and the run goes on without."""
+    """Prints on the console. If that fails, nothing is printed any more, and the run goes on."""
     try:
         print(text, flush=True)
     except (OSError, ValueError):  # it is closed, full, or cannot show a letter
@@ -1520,6 +1517,7 @@ def save_checkpoint(step: int, seconds: float, model, optimizers, plan: Plan, lo
         return True
     path = log.path.with_suffix("") / f"step{step:08}.pt"
     unfinished = path.with_name("unfinished")
+    # Only tensors, numbers, texts, lists and dicts: read_checkpoint refuses anything else.
     saved = dict(step=step, seconds=seconds, settings=asdict(plan.hp), state=state,
                  script=sha256(plan.script.encode()).hexdigest(), data_read=plan.data_read(step))
     file = io.BytesIO()  # in memory first, so that an OSError below is the disk's
@@ -1586,8 +1584,9 @@ def main(argv: list[str]):
         log.write("\n".join(f"{type(each).__name__}, lr {each.peak_lr}: {', '.join(each.params)}"
                             for each in optimizers), console=False)
 
-        # What comes before the clock. What is compiled keeps the names of the parameters, which
-        # checkpoints use. Calls of other methods, such as features, are not compiled.
+        # What comes before the clock. model.compile() works in place, so the parameters keep their
+        # names for the checkpoints; torch.compile(model) would put a prefix before them. Only
+        # model(...) is compiled: a direct call of another method, such as features, is not.
         if compiles:
             model.loss = torch.compile(model.loss, dynamic=False, fullgraph=True)
         batches_of_steps = train_batches(plan.train_shards, hp, world, plan.step)
@@ -1603,6 +1602,8 @@ def main(argv: list[str]):
             last = step == hp.num_iterations
             save_due = step > 0 and hp.save_every > 0 and (last or step % hp.save_every == 0)
             val_due = hp.val_loss_every > 0 and step % hp.val_loss_every == 0
+            # All processes must decide alike what to do at a step: not by the clock or is_saved, in
+            # which they differ. To end a run early, make `last` true.
             # A save is preceded by a validation, which ends the run if the loss is not finite, so
             # that such weights are never saved. With the same flags, a resumed run repeats the
             # validation of the step that was saved.
