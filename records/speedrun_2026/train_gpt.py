@@ -19,9 +19,9 @@ The method differs from train_gpt.py's in the settings, in section 5 (model), an
 train_step, where the memory reads the step's tokens. From that follow a pattern in
 build_optimizers, lines of check_settings, and what main compiles. All else is equal.
 
-A run may be killed at any time. To resume it is to start again, from a checkpoint and with a new
-log. Only the first process writes the log, and it only appends. A checkpoint is written under
-another name and renamed when it is whole.
+A run may be killed at any time. To resume it, start the script again with a checkpoint; it then
+writes a new log. Only the first process writes the log, and it only appends. A checkpoint is
+written under another name and renamed when it is whole.
 
 Suffixes give the shapes of most tensors: x_TD is [T, D]. T tokens, D model width, H heads, K head
 width, V vocabulary, N blocks of 128 tokens, C candidates, L lengths of contexts, W ways of the
@@ -73,8 +73,9 @@ def require(condition, message: str):
 BLOCK = 128  # tokens; attention masks and windows count in whole blocks
 
 def flag(default, help: str, min=0, max=10**9, unit=1, pattern=".+"):
-    """A setting: its default, its help text, and limits on its values. A number has a range, both
-    ends included, and a unit of which it must be a multiple; a text must fit a pattern."""
+    """A setting: its default, its help text (with %% for a percent sign), and limits on its values.
+    A number has a range, both ends included, and a unit of which it must be a multiple; a text must
+    fit a pattern."""
     return field(default=default, metadata=dict(help=help, limits=(min, max, unit, pattern)))
 
 @dataclass(frozen=True)
@@ -87,14 +88,16 @@ class Hyperparameters:
     # The run
     name: str = flag("speedrun_2026", "letters, digits, ._- for the log's name", pattern=r"[\w.-]+")
     records: str = flag("records", "folder for the log and the checkpoints")
-    seed: int = flag(-1, "seed of the initial weights; -1 draws one", min=-1, max=2**63 - 1)
+    seed: int = flag(-1, "seed of the first step's weights; -1 draws one", min=-1, max=2**63 - 1)
     dtype: str = flag("auto", "bfloat16, float32 or auto", pattern="auto|bfloat16|float32")
     save_every: int = flag(500, "steps between checkpoints; 0 saves none, not even at the end")
     val_loss_every: int = flag(125, "steps between validations, besides those at saves and the end")
     # Data. A step trains on micro_batches * train_seq_len tokens, whatever the number of processes.
-    # To fit a smaller memory, lower the length of a sequence and raise their number. Compare losses
-    # only between equal val_seq_len and val_tokens: longer sequences cut fewer documents. The token
-    # vocab_size - 1 must begin each document; whether it does is checked in validation data only.
+    # To fit a smaller memory, lower the length of a sequence and raise their number. (To change
+    # their number during a run, change tokens_seen, step_starts, train_batches and the head's FP8
+    # factor as well.) Compare losses only between equal val_seq_len and val_tokens: longer
+    # sequences cut fewer documents. The token vocab_size - 1 must begin each document; only its
+    # presence in validation data is checked.
     train_files: str = flag("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
     val_files: str = flag("data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
     vocab_size: int = flag(50257, "vocabulary; its last token begins a document", min=2, max=65536)
@@ -141,7 +144,7 @@ class Hyperparameters:
     scalar_lr: float = flag(0.04, "learning rate of vectors and scalars (Adam)")
     adam_beta1: float = flag(0.5, "decay of Adam's mean gradient", max=1 - 1e-9)
     adam_beta2: float = flag(0.95, "decay of Adam's mean square", max=1 - 1e-9)
-    adam_eps: float = flag(1e-10, "Adam's epsilon, for gradients of the mean loss", min=1e-30)
+    adam_eps: float = flag(1e-10, "Adam's epsilon", min=1e-30)
 
     @property
     def kv_heads(self) -> int:
@@ -172,8 +175,8 @@ def window_tokens(step: int, hp: Hyperparameters) -> int:
     """The long window in tokens, which grows linearly from zero, but is never below window_start.
     It must be a whole number of blocks, because the masks round it down to that."""
     # `grown` rises from 0 to half a block below window_end, as in the record, and is then rounded
-    # up to whole blocks. So in `speedrun` the window has its last length, 14 blocks, only for the
-    # last 4 % of the steps, half as long as any other.
+    # up to whole blocks. So in `speedrun` the last window, of 14 blocks, is used for only 4 % of
+    # the steps, and each smaller one for 7 %.
     grown = (hp.window_end - BLOCK / 2) * step / max(1, hp.num_iterations)
     return max(hp.window_start, math.ceil(grown / BLOCK) * BLOCK)
 
@@ -223,7 +226,8 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     # one token to the next. So for a query block that comes after the key block:
     #   some pair is visible   if the last key and the first query are in one document
     #   all pairs are visible  if the first key and the last query are in one document
-    # On the diagonal, <= is always true.
+    # Between different blocks, the last key's document is never above the first query's, so <=
+    # means that they are equal. On the diagonal it is always true: a block sees itself.
     # If you change `sees`, change both maps, because FlexAttention asks `sees` about partial blocks
     # only. Test the change on a GPU: a CPU does not use all_visible_NN, and it skips all keys after
     # the query's block, even if `sees` allows them.
@@ -246,7 +250,8 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
         seen_NN = some_visible_NN & (distance_NN < window_blocks)
         if not flex:
             return plain_mask(seen_NN, sees)
-        partial, full = ordered(seen_NN & ~all_visible_NN), ordered(seen_NN & all_visible_NN)
+        partial = ordered(seen_NN & ~all_visible_NN)
+        full = ordered(seen_NN & all_visible_NN)
         return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=sees)
 
     long = window // BLOCK
@@ -259,20 +264,19 @@ def plain_mask(seen_NN: Tensor, sees) -> list[tuple[slice, Tensor]]:
     position_T = torch.arange(len(seen_NN) * BLOCK, device=seen_NN.device)
     mask = []
     for query, seen_N in zip(position_T.split(BLOCK), seen_NN):
-        # A block always sees itself, so there is a first block that it sees.
-        keys = slice(int(seen_N.nonzero()[0]) * BLOCK, int(query[-1]) + 1)
-        key = position_T[keys]
+        key_range = slice(int(seen_N.nonzero()[0]) * BLOCK, int(query[-1]) + 1)
+        key = position_T[key_range]
         visible = seen_N[key // BLOCK] & sees(None, None, query[:, None], key)
-        mask.append((keys, torch.where(visible, 0.0, -torch.inf)))
+        mask.append((key_range, torch.where(visible, 0.0, -torch.inf)))
     return mask
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: list, scale: float) -> Tensor:
     """Attention of one query block after the other, each to its range of keys alone."""
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))  # shared kv heads
     outputs = []
-    for q_block, (keys, bias) in zip(q.split(BLOCK, dim=2), mask):
-        scores = (scale * q_block) @ k[:, :, keys].mT + bias.to(q.dtype)
-        outputs.append(scores.softmax(-1) @ v[:, :, keys])
+    for q_block, (key_range, bias) in zip(q.split(BLOCK, dim=2), mask):
+        scores = (scale * q_block) @ k[:, :, key_range].mT + bias.to(q.dtype)
+        outputs.append(scores.softmax(-1) @ v[:, :, key_range])
     return torch.cat(outputs, dim=2)
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
@@ -292,9 +296,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
 # The factors of input, weight and gradient. The input is normed, so |x| <= sqrt(D) = 28 at D = 768,
 # and a factor of 2 leaves room to 448. The weight starts at zero and learns slowly. With a factor
 # of 2^9, weights up to 0.875 fit. Training clamps larger ones; validation, which is not in FP8,
-# does not. The gradient of the mean loss of T tokens with respect to a logit is at most 1 / T,
-# because neither the softmax nor the softcap has a slope above 1; times 2^19, that is 11 at
-# T = 49152. Most gradients are much smaller, and a smaller factor would round more of them to zero.
+# does not. The gradient of the mean loss of T tokens with respect to a capped logit is its
+# probability minus 0 or 1, divided by T. So it is at most 1 / T in size, and the softcap only makes
+# it smaller. Times 2^19, 1 / T is 11 at T = 49152. Most gradients are much smaller, and a smaller
+# factor would round more of them to zero.
 # Choose other factors for another layer, for a head that is tied to the embedding (its weights
 # start larger), and if the loss or the logits are scaled in another way.
 FP8_SCALES = (2.0, 2.0**9, 2.0**19)
@@ -400,9 +405,9 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.hp = hp
         self.rotary = rotary
-        # A stack of matrices of equal size, which Muon orthogonalizes one by one. The last two are
-        # for the keys and the values, all before them for the queries. Without shared heads, these
-        # are the usual three.
+        # A stack of matrices, which Muon orthogonalizes one by one: those of the queries, then one
+        # for the keys and one for the values. Without shared heads, these are the usual three. If g
+        # query heads share a kv head, the queries have g matrices.
         parts = hp.num_heads // hp.kv_heads + 2
         self.qkv = nn.Parameter(torch.empty(parts, hp.kv_heads * hp.head_dim, hp.model_dim))
         self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim, zero=True)
@@ -415,7 +420,7 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x_TD: Tensor, value_embed: Tensor | None, mask) -> Tensor:
         T, heads, kv_heads = len(x_TD), self.hp.num_heads, self.hp.kv_heads
         qkv = F.linear(x_TD, self.qkv.flatten(0, 1).type_as(x_TD)).view(T, -1, self.hp.head_dim)
-        # Queries and keys are normed and rotated alike; both together take fewer operations.
+        # Queries and keys are normed and rotated alike, so both at once.
         qk, v = qkv.split((heads + kv_heads, kv_heads), dim=1)
         q, k = self.rotary(norm(qk)).split((heads, kv_heads), dim=1)
         v = self.value_mix[0] * v
@@ -598,7 +603,7 @@ class GPT(nn.Module):
     and reads tables, and which the compiler would not make faster."""
 
     # Logits are computed for at most this many tokens at a time, because those of a validation
-    # sequence of 256K tokens would take 53 GB.
+    # sequence of 256K tokens would take 53 GB. (Training saves no memory by it.)
     LOGITS_TOKENS = 65536
 
     def __init__(self, hp: Hyperparameters, dtype: torch.dtype, flex: bool):
@@ -626,11 +631,12 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(hp, layer, rotary) for layer in range(len(hp.windows)))
         self.skip_weights = nn.Parameter(torch.ones(len(self.blocks) // 2))
         # The gradient's factor in FP8_SCALES is for the mean loss of one sequence. train_step
-        # divides that loss by micro_batches, and thereby the gradients. This makes up for it.
+        # divides that loss by micro_batches, so here the factor is multiplied by micro_batches.
         scales = (*FP8_SCALES[:2], FP8_SCALES[2] * hp.micro_batches) if hp.use_fp8 else None
         self.lm_head = CastedLinear(hp.model_dim, padded_vocab, zero=True, fp8_scales=scales)
         draw_weights(self, hp.seed)  # after all modules and parameters are there
-        # Embeddings were drawn in float32: what torch draws in bfloat16 depends on its version.
+        # Embeddings are drawn in float32 and cast afterwards, because what torch draws in bfloat16
+        # depends on torch's version. Their dtype is also that of the stream.
         for embed in (self.embed, self.recalled_embed, *self.value_embeds.values()):
             embed.weight.data = embed.weight.data.to(dtype)
 
@@ -739,10 +745,10 @@ def draw_weights(model: nn.Module, seed: int):
     random seed that depends on `seed` and on the module's name. So two scripts start from equal
     weights in all layers of the same name and shape, and their runs can be compared in pairs.
 
-    This overwrites what a constructor drew, so initialize parameters in reset_parameters: those of
-    the module alone, because its children are drawn after it. Parameters that no reset_parameters
-    sets keep the values of their constructors. If two modules share a weight, as with a tied head,
-    the first of them draws it."""
+    This overwrites what a constructor drew. So initialize parameters in the reset_parameters of the
+    module that owns them; what a parent sets in its children is lost, because they are drawn after
+    it. Parameters that no reset_parameters sets keep the values of their constructors. If two
+    modules share a weight, as with a tied head, the first of them draws it."""
     drawn = set()
     for name, module in model.named_modules():
         own = set(module.parameters(recurse=False))
@@ -829,7 +835,8 @@ class Optimizer:
         parameter        all rows; Adam changes its own in update(), and gets others' in finish()
         state            tensors for all rows, of which only its own are up to date
     So in Adam, a number for a whole matrix, such as its sum of squares, must be summed over the
-    processes by world.all_reduce if world.is_divided(p). Muon's `direction` gets whole matrices.
+    processes if world.is_divided(p), by world.all_reduce(x).result(). Muon's `direction` gets whole
+    matrices.
 
     What an optimizer remembers from step to step belongs in `state`, under a name, and is created
     in the constructor. Anything kept elsewhere is neither saved nor reset after the warmup.
@@ -861,8 +868,10 @@ class Adam(Optimizer):
     matrix, and all of every vector and scalar.
 
     Embeddings in bfloat16 have gradients and a state in bfloat16 as well, without a copy in
-    float32. A bfloat16 has 8 significant bits: a step below 1/512 of its weight changes nothing,
-    and a mean square with a beta2 of 0.999 would never fall."""
+    float32. A bfloat16 has 8 significant bits, so a change below 1/512 of a value is rounded away:
+    a small step leaves its weight as it was, a mean square that should fall by 1/1000 in a step (a
+    beta2 of 0.999) never falls, and in a sum over hundreds of micro-batches small gradients are
+    lost."""
 
     def __init__(self, params, lr, hp, world):
         super().__init__(params, lr, hp, world)
@@ -880,7 +889,8 @@ class Adam(Optimizer):
         mean_squares = [self.world.rows(square) for square in self.state["mean_square"]]
         # This is the kernel of AdamW, which is Adam if the weight decay is 0. (A decay here would
         # also shrink vectors and scalars.) `steps` has the number of this update, counted from 1,
-        # for each tensor. The empty list would hold the state of AMSGrad.
+        # for each tensor; if you let Adam skip steps, count its updates. The empty list would hold
+        # the state of AMSGrad.
         steps = [torch.full((), step + 1.0, device=self.world.device)] * len(local)
         torch._fused_adamw_(local, gradients, means, mean_squares, [], steps,
                             lr=self.lr(step), beta1=self.hp.adam_beta1, beta2=self.hp.adam_beta2,
@@ -919,9 +929,8 @@ class Muon(Optimizer):
         self.gradients = torch.zeros(shape, dtype=getattr(torch, hp.dtype), device=world.device)
         self.updates = torch.zeros_like(self.gradients)
         self.state["momentum"] = torch.zeros(shape, device=world.device)
-        self.orthogonalize = newton_schulz
-        if world.device.type == "cuda":
-            self.orthogonalize = torch.compile(newton_schulz, dynamic=False, fullgraph=True)
+        self.orthogonalize = newton_schulz if world.device.type == "cpu" else torch.compile(
+            newton_schulz, dynamic=False, fullgraph=True)
 
     def begin(self):
         for gradient, p in zip(self.gradients, self.params.values()):  # the padding stays zero
@@ -948,7 +957,8 @@ class Muon(Optimizer):
         # A matrix with more rows than columns is scaled up, so that its outputs change as much as
         # those of a square matrix.
         scale = max(1, ahead.size(-2) / ahead.size(-1)) ** 0.5
-        # The stack of qkv is [n, parts, rows, cols], and becomes [n * parts, rows, cols] here.
+        # newton_schulz takes [n, rows, cols]. The stack of qkv is [n, parts, rows, cols], and
+        # becomes [n * parts, rows, cols] here; a stack of three dimensions stays as it is.
         return scale * self.orthogonalize(ahead.flatten(0, -3)).view_as(ahead)
 
     def gather_state(self):
@@ -975,10 +985,10 @@ def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> lis
     place in a row's pattern. A new vector or scalar does not: those that fit no row are trained by
     Adam with scalar_lr.
 
-    A parameter belongs to the first row whose pattern fits its whole name. So a new layer of a
-    block goes to Muon if it is called proj or fc. (To Muon, a parameter of three dimensions is a
-    stack of matrices, which a convolution's weight is not.) Those of one row, shape and dtype share
-    an optimizer. Frozen parameters, which need no gradient, are left out."""
+    A parameter belongs to the first row whose pattern fits its whole name. The last row takes every
+    layer of a block that is called proj or fc, so also a new one. (To Muon, a parameter of three
+    dimensions is a stack of matrices, which a convolution's weight is not.) Those of one row, shape
+    and dtype share an optimizer. Frozen parameters, which need no gradient, are left out."""
     # Shapes in `speedrun`: head and embeddings [50304, 768]; qkv [3, 768, 768], attention's proj
     # [768, 768], the MLP's fc [3072, 768] and its proj [768, 3072].
     table = [
@@ -1044,10 +1054,10 @@ def read_tokens(path: str, start: int, count: int, vocab_size: int) -> Tensor:
     return tokens
 
 def step_starts(shards: list[Shard], hp: Hyperparameters) -> Iterator[tuple[Shard, int]]:
-    """(shard, the first token in it that a step reads), for step after step as long as the data
-    last. What is too short for a step at a shard's end is left out. Each further pass over the
-    shards begins one block later than the pass before it, so that it cuts the text at other places.
-    When these shifts add up to a whole sequence, the next pass begins at 0 again.
+    """Yields (shard, start) for each step, as long as the data last: the step reads the shard from
+    token `start` on. What is too short for a step at a shard's end is left out. Each further pass
+    over the shards begins one block later than the pass before it, so that it cuts the text at
+    other places. When these shifts add up to a whole sequence, the next pass begins at 0 again.
 
     Every process runs this by itself, and a resumed run repeats it from the start. So an order of
     your own must depend on the arguments alone: shuffle a copy, by a generator that hp.seed seeds.
@@ -1097,10 +1107,9 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
     for inputs_T, targets_T in batches:
         # The model returns the mean loss of a sequence. Divided by the number of sequences and
-        # summed over them, it is the step's mean loss, and the gradients are those of that mean. (A
-        # loss that each process adds once in a step must be divided by the number of processes.)
-        # (To let micro_batches change during the run, change tokens_seen, step_starts,
-        # train_batches and the head's FP8 factor as well.)
+        # summed over them, it is the step's mean loss, and the gradients are those of that mean.
+        # (A term that you add once per step, outside this loop, is added by every process: divide
+        # it by world.size.)
         micro_loss = model(inputs_T, targets_T, window) / hp.micro_batches
         micro_loss.backward()
         loss += micro_loss.detach()
@@ -1109,11 +1118,12 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
     text = tokens.new_zeros(world.size, len(tokens))
     text[world.rank] = tokens
     model.memory.remember(world.all_gather(text).result().flatten())
-    # To clip gradients by their norm, add a phase after begin(). Before, a gradient is only that of
-    # this process's share. After it, the results of Adam.sums and Muon.sum are summed over the
-    # processes, but of a tensor that is divided, each process has only its own rows.
-    # An optimizer that skips a step must skip begin() too, since that sums some gradients in place,
-    # and its gradients must not be cleared below.
+    # To clip gradients by their norm, add a phase between begin() and update(). Before begin(), a
+    # gradient covers only this process's micro-batches. After it, Adam.sums and Muon.sum hold sums
+    # over all processes, but of a divided tensor only this process's rows: add the squares of those
+    # over the processes, and count other tensors once.
+    # An optimizer that skips a step must skip all three phases, because begin() sums some gradients
+    # in place. Then do not clear the gradients of its parameters below.
     with torch.no_grad():
         for optimizer in optimizers:
             optimizer.begin()
@@ -1141,10 +1151,11 @@ def evaluate(model, sequences: list, step: int, hp: Hyperparameters, world: Worl
 def gather_training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict:
     """All that decides how training goes on: {"model": {parameter: tensor}, "Muon momentum":
     {parameter: tensor}, ...}, whole on every process. All processes take part. These are the
-    tensors that training uses, not copies. What else changes during training must be added, such as
-    averages of the weights, or with dropout the state of the random generators, which should differ
-    between processes. What the model's forward changes must be a persistent buffer, and equal on
-    all processes."""
+    tensors that training uses, not copies, because load_training_state copies into them what the
+    first process has saved. Add what else changes during training, such as averages of the weights.
+    What the model's forward changes must be a persistent buffer, and equal on all processes. The
+    state of a random generator cannot be kept here: for dropout, seed the generator of each process
+    from hp.seed, the step and the rank."""
     state = {"model": dict(model.state_dict())}
     for optimizer in optimizers:
         optimizer.gather_state()
@@ -1158,7 +1169,8 @@ def gather_training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict
 def load_training_state(saved: dict | None, model: nn.Module, optimizers: list, world: World):
     """Copies what the first process has in `saved`, in the form of gather_training_state, to the
     model and the optimizers of every process. All take part; the others may pass None."""
-    state = gather_training_state(model, optimizers)  # the tensors to copy into
+    # This is called for the tensors, not for their values: the saved values are copied into them.
+    state = gather_training_state(model, optimizers)
     if world.rank == 0:
         here = {(kind, name, *x.shape) for kind in state for name, x in state[kind].items()}
         there = {(kind, name, *x.shape) for kind in saved for name, x in saved[kind].items()}
@@ -1186,7 +1198,8 @@ def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: Worl
         # would compile to another program.
         return tokens[:-1].int(), tokens[1:].clone()
     # train_step clears the gradients at its end, so the check below needs a backward pass of its
-    # own. To what that leaves, train_step adds, as it does for a second micro-batch.
+    # own. Its gradients stay, so train_step then adds to gradients that exist, as it does for a
+    # second micro-batch.
     model(*random_sequence(hp.train_seq_len), window_tensor(0, hp, world.device)).backward()
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     require(not unused, f"no gradient reaches {', '.join(unused)}: use, freeze or remove it")
@@ -1265,8 +1278,8 @@ def parse_flags(argv: list[str]) -> tuple[Hyperparameters, argparse.Namespace]:
     either.add_argument("--resume", metavar="CHECKPOINT", type=Path,
                         help="continue from a checkpoint, in its settings but those named here")
     for f in fields(Hyperparameters):
-        kind = true_or_false if isinstance(f.default, bool) else type(f.default)
-        values = ", ".join(f"{name}: {getattr(at, f.name)}" for name, at in PRESETS.items())
+        kind = true_or_false if f.type is bool else f.type
+        values = ", ".join(f"{name}: {getattr(hp, f.name)}" for name, hp in PRESETS.items())
         parser.add_argument(f"--{f.name}", type=kind, metavar=kind.__name__,
                             default=argparse.SUPPRESS, help=f"{f.metadata['help']} ({values})")
     command = parser.parse_args(argv)
@@ -1334,8 +1347,8 @@ def prepare(hp: Hyperparameters, command, script: str, world: World, saved: dict
     of what was saved in its checkpoint, except those that the command line names. Raises
     UserError."""
     if saved:
-        # The checkpoint and the command line together must name exactly this script's settings, so
-        # that its defaults fill no gap.
+        # Every setting of this script must be in the checkpoint or on the command line. If one were
+        # missing, today's default would silently replace what the run began with.
         own = asdict(hp).keys()
         given = saved["settings"].keys() | command.named.keys()
         require(own == given, f"--resume: {sorted(own ^ given)} are settings of only the script or "
@@ -1513,7 +1526,7 @@ def save_checkpoint(step: int, seconds: float, model, optimizers, plan: Plan, lo
     processes take part; the first one writes, while the others wait for it in the next step (see
     TIMEOUT)."""
     state = gather_training_state(model, optimizers)
-    if log.file is None:  # not the first process, which alone needs to know whether it worked
+    if log.file is None:  # only the first process saves, and only its return value is used
         return True
     path = log.path.with_suffix("") / f"step{step:08}.pt"
     unfinished = path.with_name("unfinished")
@@ -1596,14 +1609,14 @@ def main(argv: list[str]):
 
         # The clock runs for training steps alone: it stops to validate and to save.
         clock = StepClock(world.device, plan.seconds)
-        is_saved = True  # whether the newest save worked
+        save_worked = True  # the newest one
         clock.start()
         for step in range(plan.step, hp.num_iterations + 1):
+            # To end a run early, make `last` true here. All processes must decide alike, so not by
+            # the clock or by save_worked, in which they differ.
             last = step == hp.num_iterations
             save_due = step > 0 and hp.save_every > 0 and (last or step % hp.save_every == 0)
             val_due = hp.val_loss_every > 0 and step % hp.val_loss_every == 0
-            # All processes must decide alike what to do at a step: not by the clock or is_saved, in
-            # which they differ. To end a run early, make `last` true.
             # A save is preceded by a validation, which ends the run if the loss is not finite, so
             # that such weights are never saved. With the same flags, a resumed run repeats the
             # validation of the step that was saved.
@@ -1616,8 +1629,8 @@ def main(argv: list[str]):
                 if save_due and step > plan.step:  # the step that it resumed from is saved already
                     # If saves keep failing, only the first failure and that at the last step are
                     # reported.
-                    is_saved = save_checkpoint(step, clock.seconds, model, optimizers, plan, log,
-                                               warn=is_saved or last)
+                    save_worked = save_checkpoint(step, clock.seconds, model, optimizers, plan, log,
+                                                  warn=save_worked or last)
                 clock.start()
             if last:
                 break
