@@ -127,7 +127,8 @@ def test_copy_tweak_race_and_sample(copy, text):
     page = section(README, "Copy, tweak, race")
     copied, race = indented(page).splitlines()
     (two_settings,) = re.findall(r"`(\S+ race .*--only_ours=.*)`", page)
-    alone, sample = re.findall(r"`(\S+ my_record\.py --name=.*|python records/sample.*)`", page)
+    alone, sample = re.findall(r"`(\S+ my_record\.py --name=[^`]*|python records/sample[^`]*)`",
+                               page)
     assert copied.startswith("cp ") and race == "./run.sh race my_record.py"
     # With another activation, which one might try, a run's loss is not that of the script.
     tweak = r"sed -i 's/F.relu(self.fc(x_TD))/F.silu(self.fc(x_TD))/' my_record.py"
