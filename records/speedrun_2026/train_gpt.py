@@ -83,21 +83,22 @@ class Hyperparameters:
     """Every field is a flag of the same name. These defaults are the preset `speedrun`. The preset
     `demo`, which is the default on a machine without a GPU, changes only what PRESETS lists; so a
     default that you change here may change in `demo` too. A resumed run takes all values from its
-    checkpoint. Before the model is built, `prepare` replaces dtype auto, seed -1 and val_tokens 0
-    by the values that the run uses, and turns use_fp8 off where it cannot be used."""
+    checkpoint, and the weights too, so another seed changes nothing then. Before the model is
+    built, `prepare` replaces dtype auto, seed -1 and val_tokens 0 by the values that the run uses,
+    and turns use_fp8 off where it cannot be used."""
     # The run
     name: str = flag("speedrun_2026", "letters, digits, ._- for the log's name", pattern=r"[\w.-]+")
     records: str = flag("records", "folder for the log and the checkpoints")
-    seed: int = flag(-1, "seed of the first step's weights; -1 draws one", min=-1, max=2**63 - 1)
+    seed: int = flag(-1, "seed of the initial weights; -1 draws one", min=-1, max=2**63 - 1)
     dtype: str = flag("auto", "bfloat16, float32 or auto", pattern="auto|bfloat16|float32")
     save_every: int = flag(500, "steps between checkpoints; 0 saves none, not even at the end")
     val_loss_every: int = flag(125, "steps between validations, besides those at saves and the end")
     # Data. A step trains on micro_batches * train_seq_len tokens, whatever the number of processes.
-    # To fit a smaller memory, lower the length of a sequence and raise their number. (To change
-    # their number during a run, change tokens_seen, step_starts, train_batches and the head's FP8
-    # factor as well.) Compare losses only between equal val_seq_len and val_tokens: longer
-    # sequences cut fewer documents. The token vocab_size - 1 must begin each document; only its
-    # presence in validation data is checked.
+    # To fit a smaller memory, lower train_seq_len and raise micro_batches. The data, train_step and
+    # the head's FP8 factor all rely on a number of micro-batches that stays the same in a run.
+    # Compare losses only between equal val_seq_len and val_tokens: longer sequences cut fewer
+    # documents. The token vocab_size - 1 must begin each document; only its presence in validation
+    # data is checked.
     train_files: str = flag("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
     val_files: str = flag("data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
     vocab_size: int = flag(50257, "vocabulary; its last token begins a document", min=2, max=65536)
@@ -172,8 +173,8 @@ def tokens_seen(step: int, hp: Hyperparameters) -> int:
     return step * hp.micro_batches * hp.train_seq_len
 
 def window_tokens(step: int, hp: Hyperparameters) -> int:
-    """The long window in tokens, which grows linearly from zero, but is never below window_start.
-    It must be a whole number of blocks, because the masks round it down to that."""
+    """The long window in tokens. It grows linearly from zero, but is never below window_start. If
+    you change the schedule, return whole blocks: the masks would round anything else down."""
     # `grown` rises from 0 to half a block below window_end, as in the record, and is then rounded
     # up to whole blocks. So in `speedrun` the last window, of 14 blocks, is used for only 4 % of
     # the steps, and each smaller one for 7 %.
@@ -226,17 +227,17 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     # one token to the next. So for a query block that comes after the key block:
     #   some pair is visible   if the last key and the first query are in one document
     #   all pairs are visible  if the first key and the last query are in one document
-    # Between different blocks, the last key's document is never above the first query's, so <=
-    # means that they are equal. On the diagonal it is always true: a block sees itself.
     # If you change `sees`, change both maps, because FlexAttention asks `sees` about partial blocks
-    # only. Test the change on a GPU: a CPU does not use all_visible_NN, and it skips all keys after
-    # the query's block, even if `sees` allows them.
+    # only. (To see beyond the window, change seen_NN below too.) Test the change on a GPU: a CPU
+    # does not use all_visible_NN, and skips all keys after the query's block, even if `sees` allows
+    # them.
     block_N = torch.arange(len(tokens_T) // BLOCK, dtype=torch.int32, device=tokens_T.device)
     distance_NN = block_N[:, None] - block_N
-    first_document_N = document_T[::BLOCK]  # that of each block's first token
-    last_document_N = document_T[BLOCK - 1::BLOCK]
-    some_visible_NN = (distance_NN >= 0) & (first_document_N[:, None] <= last_document_N)
-    all_visible_NN = (distance_NN > 0) & (last_document_N[:, None] == first_document_N)
+    first_doc_N = document_T[::BLOCK]  # that of each block's first token
+    last_doc_N = document_T[BLOCK - 1::BLOCK]
+    earlier_NN = distance_NN > 0  # the key block comes before the query block
+    some_visible_NN = (distance_NN == 0) | earlier_NN & (first_doc_N[:, None] == last_doc_N)
+    all_visible_NN = earlier_NN & (last_doc_N[:, None] == first_doc_N)
 
     def ordered(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
         """For each row, the number of chosen blocks, and a list of all blocks in which the chosen
@@ -296,23 +297,24 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
 # The factors of input, weight and gradient. The input is normed, so |x| <= sqrt(D) = 28 at D = 768,
 # and a factor of 2 leaves room to 448. The weight starts at zero and learns slowly. With a factor
 # of 2^9, weights up to 0.875 fit. Training clamps larger ones; validation, which is not in FP8,
-# does not. The gradient of the mean loss of T tokens with respect to a capped logit is its
-# probability minus 0 or 1, divided by T. So it is at most 1 / T in size, and the softcap only makes
-# it smaller. Times 2^19, 1 / T is 11 at T = 49152. Most gradients are much smaller, and a smaller
-# factor would round more of them to zero.
+# does not. The gradient of the mean loss of T tokens with respect to a capped logit is (p - 1) / T
+# for the target and p / T for any other token, where p is the token's probability. So its size is
+# at most 1 / T, and the softcap only makes it smaller. Times 2^19, that is at most 11 at T = 49152,
+# far below 57344. But most gradients are much smaller than 1 / T, and a smaller factor would round
+# more of them to zero.
 # Choose other factors for another layer, for a head that is tied to the embedding (its weights
-# start larger), and if the loss or the logits are scaled in another way.
+# start larger), and if the head's input, the logits or the loss are scaled in another way.
 FP8_SCALES = (2.0, 2.0**9, 2.0**19)
 
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     limit = torch.finfo(dtype).max  # an overflowing cast may give NaN or inf, so clamp
     return (x.float() * scale).clamp(-limit, limit).to(dtype)
 
-def fp8_matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast: bool) -> Tensor:
-    """a @ b.T / scale in dtype, for contiguous FP8 matrices. `fast` sums with less precision."""
-    # _scaled_mm multiplies by a factor for each matrix: here by 1 for a, and 1 / scale for b.
+def fp8_matmul(a: Tensor, b: Tensor, divisor: float, dtype: torch.dtype, fast: bool) -> Tensor:
+    """a @ b.T / divisor in dtype, for contiguous FP8 matrices. `fast` sums with less precision."""
+    # _scaled_mm multiplies by a factor for each matrix: here by 1 for a, and 1 / divisor for b.
     one = torch.full((), 1.0, device=a.device)
-    inverse = torch.full((), 1 / scale, device=a.device)
+    inverse = torch.full((), 1 / divisor, device=a.device)
     return torch._scaled_mm(a, b.T, one, inverse, out_dtype=dtype, use_fast_accum=fast)
 
 class FP8Linear(torch.autograd.Function):
@@ -405,9 +407,10 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.hp = hp
         self.rotary = rotary
-        # A stack of matrices, which Muon orthogonalizes one by one: those of the queries, then one
-        # for the keys and one for the values. Without shared heads, these are the usual three. If g
-        # query heads share a kv head, the queries have g matrices.
+        # A stack of matrices of one shape, which Muon orthogonalizes one by one: those of the
+        # queries, then one for the keys and one for the values. Without shared heads there are
+        # three. If g query heads share a kv head, the queries have g matrices; query head h then
+        # uses kv head h // g, and stands in matrix h // kv_heads.
         parts = hp.num_heads // hp.kv_heads + 2
         self.qkv = nn.Parameter(torch.empty(parts, hp.kv_heads * hp.head_dim, hp.model_dim))
         self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim, zero=True)
@@ -603,7 +606,8 @@ class GPT(nn.Module):
     and reads tables, and which the compiler would not make faster."""
 
     # Logits are computed for at most this many tokens at a time, because those of a validation
-    # sequence of 256K tokens would take 53 GB. (Training saves no memory by it.)
+    # sequence of 256K tokens would take 53 GB. (Training saves no memory by this, because the
+    # backward pass needs the logits of all parts.)
     LOGITS_TOKENS = 65536
 
     def __init__(self, hp: Hyperparameters, dtype: torch.dtype, flex: bool):
@@ -834,9 +838,9 @@ class Optimizer:
         summed gradient  its own rows, in update()
         parameter        all rows; Adam changes its own in update(), and gets others' in finish()
         state            tensors for all rows, of which only its own are up to date
-    So in Adam, a number for a whole matrix, such as its sum of squares, must be summed over the
-    processes if world.is_divided(p), by world.all_reduce(x).result(). Muon's `direction` gets whole
-    matrices.
+    In Muon, what is divided is a stack of parameters, so "rows" are whole parameters there. But in
+    Adam, a number for a whole matrix, such as its sum of squares, must be summed over the processes
+    if world.is_divided(p), by world.all_reduce(x).result().
 
     What an optimizer remembers from step to step belongs in `state`, under a name, and is created
     in the constructor. Anything kept elsewhere is neither saved nor reset after the warmup.
@@ -879,27 +883,27 @@ class Adam(Optimizer):
         self.state["mean_square"] = [torch.zeros_like(p) for p in params.values()]
 
     def begin(self):
-        self.sums = [self.world.reduce_scatter(p.grad) for p in self.params.values()]
+        self.pending_sums = [self.world.reduce_scatter(p.grad) for p in self.params.values()]
 
     def update(self, step: int):
-        gradients = [exchange.result() for exchange in self.sums]
-        self.sums = []  # so that the gradients are freed after this step
+        gradients = [exchange.result() for exchange in self.pending_sums]
+        self.pending_sums = []  # so that the gradients are freed after this step
         local = [self.world.rows(p.detach()) for p in self.params.values()]
         means = [self.world.rows(mean) for mean in self.state["mean"]]
         mean_squares = [self.world.rows(square) for square in self.state["mean_square"]]
         # This is the kernel of AdamW, which is Adam if the weight decay is 0. (A decay here would
         # also shrink vectors and scalars.) `steps` has the number of this update, counted from 1,
-        # for each tensor; if you let Adam skip steps, count its updates. The empty list would hold
-        # the state of AMSGrad.
+        # for each tensor. If you let Adam skip steps, compute from `step` how many it has made.
+        # (The empty list is for AMSGrad alone.)
         steps = [torch.full((), step + 1.0, device=self.world.device)] * len(local)
         torch._fused_adamw_(local, gradients, means, mean_squares, [], steps,
                             lr=self.lr(step), beta1=self.hp.adam_beta1, beta2=self.hp.adam_beta2,
                             eps=self.hp.adam_eps, weight_decay=0.0, amsgrad=False, maximize=False)
         # From here to the end of finish(), the exchange writes to the parameters.
-        self.gathers = [self.world.all_gather(p.detach()) for p in self.params.values()]
+        self.pending_gathers = [self.world.all_gather(p.detach()) for p in self.params.values()]
 
     def finish(self, step: int):
-        for exchange in self.gathers:
+        for exchange in self.pending_gathers:
             exchange.result()
 
 class Muon(Optimizer):
@@ -935,15 +939,15 @@ class Muon(Optimizer):
     def begin(self):
         for gradient, p in zip(self.gradients, self.params.values()):  # the padding stays zero
             gradient.copy_(p.grad)
-        self.sum = self.world.reduce_scatter(self.gradients)
+        self.pending_sum = self.world.reduce_scatter(self.gradients)
 
     def update(self, step: int):
-        gradients = self.sum.result().float()  # of this process's part of the stack
+        gradients = self.pending_sum.result().float()  # of this process's part of the stack
         self.world.rows(self.updates).copy_(self.direction(gradients, step))
-        self.gather = self.world.all_gather(self.updates)
+        self.pending_gather = self.world.all_gather(self.updates)
 
     def finish(self, step: int):
-        for update, p in zip(self.gather.result(), self.params.values()):
+        for update, p in zip(self.pending_gather.result(), self.params.values()):
             # Weight decay would go here.
             p.add_(update, alpha=-self.lr(step))
 
@@ -1088,8 +1092,7 @@ def load_validation(shards: list[Shard], hp: Hyperparameters, world: World) -> l
     """This process's validation sequences, (inputs_T int32, targets_T int64) each. Together, the
     processes predict val_tokens tokens once each, from the second token of the data on. The last
     sequence is filled up with targets of -1, which no loss counts."""
-    parts = [read_tokens(shard.path, 0, shard.tokens, hp.vocab_size) for shard in shards]
-    stream = torch.cat(parts).to(torch.int32)
+    stream = torch.cat([read_tokens(s.path, 0, s.tokens, hp.vocab_size) for s in shards]).int()
     require((stream == hp.vocab_size - 1).any(), f"no text in --val_files begins with the token "
             f"{hp.vocab_size - 1}, the last one of --vocab_size={hp.vocab_size}: lower that")
     padding = -hp.val_tokens % hp.val_seq_len  # to whole sequences
@@ -1102,7 +1105,16 @@ def load_validation(shards: list[Shard], hp: Hyperparameters, world: World) -> l
 
 def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world: World) -> Tensor:
     """One step on this process's micro-batches. Returns the mean loss over all processes. On GPUs
-    it only launches work: the host waits neither for the device nor for other processes."""
+    it only launches work: the host waits neither for the device nor for other processes.
+
+    To clip gradients by their norm, add a phase between begin() and update(). Before begin(), a
+    gradient covers only this process's micro-batches. After it, take x.result() of each x in
+    Adam.pending_sums, and of Muon.pending_sum: it is the sum over all processes. If the tensor is
+    divided, it has only this process's rows, so sum its squares over the processes. If it is not,
+    every process has all of it, so count it once.
+
+    An optimizer that skips a step must skip all three phases, because begin() sums some gradients
+    in place. If its gradients are not cleared then, the next step adds to them."""
     window = window_tensor(step, hp, world.device)
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
     for inputs_T, targets_T in batches:
@@ -1118,12 +1130,6 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
     text = tokens.new_zeros(world.size, len(tokens))
     text[world.rank] = tokens
     model.memory.remember(world.all_gather(text).result().flatten())
-    # To clip gradients by their norm, add a phase between begin() and update(). Before begin(), a
-    # gradient covers only this process's micro-batches. After it, Adam.sums and Muon.sum hold sums
-    # over all processes, but of a divided tensor only this process's rows: add the squares of those
-    # over the processes, and count other tensors once.
-    # An optimizer that skips a step must skip all three phases, because begin() sums some gradients
-    # in place. Then do not clear the gradients of its parameters below.
     with torch.no_grad():
         for optimizer in optimizers:
             optimizer.begin()
@@ -1169,7 +1175,7 @@ def gather_training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict
 def load_training_state(saved: dict | None, model: nn.Module, optimizers: list, world: World):
     """Copies what the first process has in `saved`, in the form of gather_training_state, to the
     model and the optimizers of every process. All take part; the others may pass None."""
-    # This is called for the tensors, not for their values: the saved values are copied into them.
+    # gather_training_state only names the tensors here: the saved values are copied into them.
     state = gather_training_state(model, optimizers)
     if world.rank == 0:
         here = {(kind, name, *x.shape) for kind in state for name, x in state[kind].items()}
@@ -1185,9 +1191,9 @@ def load_training_state(saved: dict | None, model: nn.Module, optimizers: list, 
 
 def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: World):
     """Compiles everything and allocates memory, by a backward pass, a step and a validation, all on
-    random tokens; then restores the weights and the optimizers' state. If your method does
-    something at some steps only, do it here too: whatever is compiled later is an error, because it
-    would be timed."""
+    random tokens; then gives all processes the weights and the optimizers' state that the first one
+    had. If your method does something at some steps only, do it here too: whatever is compiled
+    later is an error, because it would be timed."""
     # FP8Linear is a custom function; the compiler caches it from run to run only if told so.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     before = tree_map(lambda x: x.to("cpu", copy=True), gather_training_state(model, optimizers))
@@ -1197,9 +1203,8 @@ def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: Worl
         # As in a batch, the targets begin at an aligned address. tokens[1:] itself does not, and
         # would compile to another program.
         return tokens[:-1].int(), tokens[1:].clone()
-    # train_step clears the gradients at its end, so the check below needs a backward pass of its
-    # own. Its gradients stay, so train_step then adds to gradients that exist, as it does for a
-    # second micro-batch.
+    # This backward pass has two purposes. Its gradients can be checked, while train_step clears
+    # those of its own. And train_step finds gradients to add to, as at a second micro-batch.
     model(*random_sequence(hp.train_seq_len), window_tensor(0, hp, world.device)).backward()
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     require(not unused, f"no gradient reaches {', '.join(unused)}: use, freeze or remove it")
@@ -1224,8 +1229,8 @@ def world_of_this_process() -> World:
     if not torch.cuda.is_available():
         return World(rank, size, torch.device("cpu"))
     require(local_rank < torch.cuda.device_count(), "start at most one process per GPU")
-    # torch reads this when it first allocates memory on a GPU. All versions know this name, but it
-    # would override the newer one, PYTORCH_ALLOC_CONF, if you have set that.
+    # torch reads PYTORCH_CUDA_ALLOC_CONF when it first allocates memory on a GPU. In newer versions
+    # that name still works, but it overrides PYTORCH_ALLOC_CONF, so it is not set beside that.
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     torch.cuda.set_device(local_rank)
@@ -1359,9 +1364,9 @@ def prepare(hp: Hyperparameters, command, script: str, world: World, saved: dict
 
     train_shards = find_shards(hp.train_files)
     val_shards = find_shards(hp.val_files)
-    shards = {}
+    by_fingerprint = {}
     for shard in train_shards + val_shards:
-        first = shards.setdefault(shard.fingerprint, shard)
+        first = by_fingerprint.setdefault(shard.fingerprint, shard)
         require(shard is first, f"{shard.path} has the same tokens as {first.path}: name each "
                 "shard once, to train or to validate")
     available = sum(shard.tokens for shard in val_shards) - 1  # the first token is not predicted
@@ -1568,11 +1573,15 @@ def main(argv: list[str]):
         world = World(0, 1, world.device)  # this process goes on as if it were alone
     elif world.size > 1:
         plan = connect(plan, script, world)
-    hp = plan.hp  # as the log and the checkpoints have it; to change a setting, do so in `prepare`
+    # The log and the checkpoints have these settings. To change one by a program, do so in
+    # `prepare`; a resumed run passes there again, with the settings that were saved.
+    hp = plan.hp
     cuda = world.device.type == "cuda"
 
     # What to train
-    torch.manual_seed(hp.seed)  # for modules of yours that draw weights without reset_parameters
+    # draw_weights seeds each reset_parameters. This seed is for what is drawn elsewhere, such as by
+    # torch.randn in a constructor; all processes draw the same.
+    torch.manual_seed(hp.seed)
     # To debug on a GPU without the compiler, set TORCH_COMPILE_DISABLE=1. Attention is then that of
     # a CPU, because FlexAttention would ignore the lists of blocks.
     switches = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
