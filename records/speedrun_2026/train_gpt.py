@@ -1573,8 +1573,8 @@ def main(argv: list[str]):
         world = World(0, 1, world.device)  # this process goes on as if it were alone
     elif world.size > 1:
         plan = connect(plan, script, world)
-    # The log and the checkpoints have these settings. To change one by a program, do so in
-    # `prepare`; a resumed run passes there again, with the settings that were saved.
+    # The log and the checkpoints have these settings. To compute a setting from others, do so in
+    # `prepare`; a resumed run goes through it again, with the settings that were saved.
     hp = plan.hp
     cuda = world.device.type == "cuda"
 
