@@ -82,10 +82,11 @@ def flag(default, help: str, min=0, max=10**9, unit=1, pattern=".+"):
 class Hyperparameters:
     """Every field is a flag of the same name. These defaults are the preset `speedrun`. The preset
     `demo`, which is the default on a machine without a GPU, changes only what PRESETS lists; so a
-    default that you change here may change in `demo` too. A resumed run takes all values from its
-    checkpoint, and the weights too, so another seed changes nothing then. Before the model is
-    built, `prepare` replaces dtype auto, seed -1 and val_tokens 0 by the values that the run uses,
-    and turns use_fp8 off where it cannot be used."""
+    default that you change here may change in `demo` too. A resumed run takes every setting from
+    its checkpoint, except those that its command line names. Its weights come from the checkpoint
+    as well, so naming another seed does not change them. Before the model is built, `prepare`
+    replaces dtype auto, seed -1 and val_tokens 0 by the values that the run uses, and turns use_fp8
+    off where it cannot be used."""
     # The run
     name: str = flag("speedrun_2026", "letters, digits, ._- for the log's name", pattern=r"[\w.-]+")
     records: str = flag("records", "folder for the log and the checkpoints")
@@ -96,9 +97,9 @@ class Hyperparameters:
     # Data. A step trains on micro_batches * train_seq_len tokens, whatever the number of processes.
     # To fit a smaller memory, lower train_seq_len and raise micro_batches. The data, train_step and
     # the head's FP8 factor all rely on a number of micro-batches that stays the same in a run.
-    # Compare losses only between equal val_seq_len and val_tokens: longer sequences cut fewer
-    # documents. The token vocab_size - 1 must begin each document; only its presence in validation
-    # data is checked.
+    # Compare losses only between equal val_seq_len and val_tokens: a sequence may begin in the
+    # middle of a document, and the more often it does, the higher is the loss. The token
+    # vocab_size - 1 must begin each document; only its presence in validation data is checked.
     train_files: str = flag("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
     val_files: str = flag("data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
     vocab_size: int = flag(50257, "vocabulary; its last token begins a document", min=2, max=65536)
@@ -216,7 +217,7 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
                   0              p . . .     the diagonal is always partial, because it is causal
                   1              p p . .     block 0 is visible to the first document's tokens only
                   2              . p p .     block 0 is within the window, but of another document
-                  3              . p f p     block 2 lies in the same document as all of block 3
+                  3              . p f p     blocks 2 and 3 lie wholly in the second document
     """
     document_T = (tokens_T == end_of_text).cumsum(0, dtype=torch.int32)
 
@@ -236,7 +237,7 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     first_doc_N = document_T[::BLOCK]  # that of each block's first token
     last_doc_N = document_T[BLOCK - 1::BLOCK]
     earlier_NN = distance_NN > 0  # the key block comes before the query block
-    some_visible_NN = (distance_NN == 0) | earlier_NN & (first_doc_N[:, None] == last_doc_N)
+    some_visible_NN = (distance_NN == 0) | (earlier_NN & (first_doc_N[:, None] == last_doc_N))
     all_visible_NN = earlier_NN & (last_doc_N[:, None] == first_doc_N)
 
     def ordered(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
@@ -265,6 +266,7 @@ def plain_mask(seen_NN: Tensor, sees) -> list[tuple[slice, Tensor]]:
     position_T = torch.arange(len(seen_NN) * BLOCK, device=seen_NN.device)
     mask = []
     for query, seen_N in zip(position_T.split(BLOCK), seen_NN):
+        # from the first block that the query block sees to the query block's own end
         key_range = slice(int(seen_N.nonzero()[0]) * BLOCK, int(query[-1]) + 1)
         key = position_T[key_range]
         visible = seen_N[key // BLOCK] & sees(None, None, query[:, None], key)
@@ -301,7 +303,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
 # for the target and p / T for any other token, where p is the token's probability. So its size is
 # at most 1 / T, and the softcap only makes it smaller. Times 2^19, that is at most 11 at T = 49152,
 # far below 57344. But most gradients are much smaller than 1 / T, and a smaller factor would round
-# more of them to zero.
+# more of them to zero. (GPT multiplies this factor by micro_batches, because train_step divides the
+# loss by it.)
 # Choose other factors for another layer, for a head that is tied to the embedding (its weights
 # start larger), and if the head's input, the logits or the loss are scaled in another way.
 FP8_SCALES = (2.0, 2.0**9, 2.0**19)
@@ -407,10 +410,9 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.hp = hp
         self.rotary = rotary
-        # A stack of matrices of one shape, which Muon orthogonalizes one by one: those of the
-        # queries, then one for the keys and one for the values. Without shared heads there are
-        # three. If g query heads share a kv head, the queries have g matrices; query head h then
-        # uses kv head h // g, and stands in matrix h // kv_heads.
+        # A stack of matrices of one shape, which Muon orthogonalizes one by one. Each has the rows
+        # of kv_heads heads. The queries' matrices come first, then one for the keys and one for the
+        # values. So without shared heads there are three.
         parts = hp.num_heads // hp.kv_heads + 2
         self.qkv = nn.Parameter(torch.empty(parts, hp.kv_heads * hp.head_dim, hp.model_dim))
         self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim, zero=True)
@@ -445,7 +447,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, hp: Hyperparameters, layer: int, rotary: Rotary):
         super().__init__()
-        self.attn = CausalSelfAttention(hp, rotary) if hp.attention[layer] == "x" else None
+        self.attn = CausalSelfAttention(hp, rotary) if hp.attention[layer] != "." else None
         self.mlp = MLP(hp.model_dim)
         self.residual_mix = nn.Parameter(torch.tensor([1.0, 0.0]))  # weights of the stream and x0
 
@@ -634,8 +636,6 @@ class GPT(nn.Module):
         rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len), hp.rope_base)
         self.blocks = nn.ModuleList(Block(hp, layer, rotary) for layer in range(len(hp.windows)))
         self.skip_weights = nn.Parameter(torch.ones(len(self.blocks) // 2))
-        # The gradient's factor in FP8_SCALES is for the mean loss of one sequence. train_step
-        # divides that loss by micro_batches, so here the factor is multiplied by micro_batches.
         scales = (*FP8_SCALES[:2], FP8_SCALES[2] * hp.micro_batches) if hp.use_fp8 else None
         self.lm_head = CastedLinear(hp.model_dim, padded_vocab, zero=True, fp8_scales=scales)
         draw_weights(self, hp.seed)  # after all modules and parameters are there
@@ -838,9 +838,10 @@ class Optimizer:
         summed gradient  its own rows, in update()
         parameter        all rows; Adam changes its own in update(), and gets others' in finish()
         state            tensors for all rows, of which only its own are up to date
-    In Muon, what is divided is a stack of parameters, so "rows" are whole parameters there. But in
-    Adam, a number for a whole matrix, such as its sum of squares, must be summed over the processes
-    if world.is_divided(p), by world.all_reduce(x).result().
+    In Muon, what is divided is a stack of parameters, so "rows" are whole parameters there. In
+    Adam, a process has only some rows of each divided matrix. To get a number x for the whole
+    matrix there, such as its sum of squares, sum it over the processes:
+    world.all_reduce(x).result().
 
     What an optimizer remembers from step to step belongs in `state`, under a name, and is created
     in the constructor. Anything kept elsewhere is neither saved nor reset after the warmup.
@@ -892,9 +893,9 @@ class Adam(Optimizer):
         means = [self.world.rows(mean) for mean in self.state["mean"]]
         mean_squares = [self.world.rows(square) for square in self.state["mean_square"]]
         # This is the kernel of AdamW, which is Adam if the weight decay is 0. (A decay here would
-        # also shrink vectors and scalars.) `steps` has the number of this update, counted from 1,
-        # for each tensor. If you let Adam skip steps, compute from `step` how many it has made.
-        # (The empty list is for AMSGrad alone.)
+        # also shrink vectors and scalars.) `steps` has, for each tensor, the number of updates that
+        # Adam has made, this one included. If it does not update at every step, compute that number
+        # from `step`.
         steps = [torch.full((), step + 1.0, device=self.world.device)] * len(local)
         torch._fused_adamw_(local, gradients, means, mean_squares, [], steps,
                             lr=self.lr(step), beta1=self.hp.adam_beta1, beta2=self.hp.adam_beta2,
@@ -989,10 +990,10 @@ def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> lis
     place in a row's pattern. A new vector or scalar does not: those that fit no row are trained by
     Adam with scalar_lr.
 
-    A parameter belongs to the first row whose pattern fits its whole name. The last row takes every
-    layer of a block that is called proj or fc, so also a new one. (To Muon, a parameter of three
-    dimensions is a stack of matrices, which a convolution's weight is not.) Those of one row, shape
-    and dtype share an optimizer. Frozen parameters, which need no gradient, are left out."""
+    A parameter belongs to the first row whose pattern fits its whole name. Parameters of one row,
+    shape and dtype share an optimizer. Frozen parameters, which need no gradient, are left out. The
+    last row also takes new layers of a block, if they are called proj or fc. Muon takes a parameter
+    of three dimensions for a stack of matrices, so give it no convolution."""
     # Shapes in `speedrun`: head and embeddings [50304, 768]; qkv [3, 768, 768], attention's proj
     # [768, 768], the MLP's fc [3072, 768] and its proj [768, 3072].
     table = [
@@ -1047,7 +1048,8 @@ def find_shards(pattern: str) -> list[Shard]:
 
 def read_tokens(path: str, start: int, count: int, vocab_size: int) -> Tensor:
     """Tokens [count] in uint16 from a shard, from token `start` on. Where there is a GPU, they lie
-    in pinned memory, from which they can be copied to it asynchronously."""
+    in pinned memory, from which they can be copied to it asynchronously. So each call needs a
+    tensor of its own."""
     tokens = torch.empty(count, dtype=torch.uint16, pin_memory=torch.cuda.is_available())
     with open(path, "rb") as f:
         f.seek(SHARD_HEADER_BYTES + 2 * start)
@@ -1107,14 +1109,9 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
     """One step on this process's micro-batches. Returns the mean loss over all processes. On GPUs
     it only launches work: the host waits neither for the device nor for other processes.
 
-    To clip gradients by their norm, add a phase between begin() and update(). Before begin(), a
-    gradient covers only this process's micro-batches. After it, take x.result() of each x in
-    Adam.pending_sums, and of Muon.pending_sum: it is the sum over all processes. If the tensor is
-    divided, it has only this process's rows, so sum its squares over the processes. If it is not,
-    every process has all of it, so count it once.
-
-    An optimizer that skips a step must skip all three phases, because begin() sums some gradients
-    in place. If its gradients are not cleared then, the next step adds to them."""
+    Gradients are summed over the processes between begin() and update(), so clip them there. Of a
+    divided tensor, a process then has only its own rows. An optimizer that acts on some steps only
+    must skip all three phases of the others, because begin() sums some gradients in place."""
     window = window_tensor(step, hp, world.device)
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
     for inputs_T, targets_T in batches:
@@ -1159,9 +1156,10 @@ def gather_training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict
     {parameter: tensor}, ...}, whole on every process. All processes take part. These are the
     tensors that training uses, not copies, because load_training_state copies into them what the
     first process has saved. Add what else changes during training, such as averages of the weights.
-    What the model's forward changes must be a persistent buffer, and equal on all processes. The
-    state of a random generator cannot be kept here: for dropout, seed the generator of each process
-    from hp.seed, the step and the rank."""
+    What the model's forward changes in training must be a persistent buffer, and equal on all
+    processes; in validation, forward must change nothing. The state of a random generator cannot be
+    kept here: for dropout, seed the generator of each process from hp.seed, the step and the rank.
+    """
     state = {"model": dict(model.state_dict())}
     for optimizer in optimizers:
         optimizer.gather_state()
@@ -1175,7 +1173,8 @@ def gather_training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict
 def load_training_state(saved: dict | None, model: nn.Module, optimizers: list, world: World):
     """Copies what the first process has in `saved`, in the form of gather_training_state, to the
     model and the optimizers of every process. All take part; the others may pass None."""
-    # gather_training_state only names the tensors here: the saved values are copied into them.
+    # This call is here for its references to the tensors. The values that it gathers are
+    # overwritten below.
     state = gather_training_state(model, optimizers)
     if world.rank == 0:
         here = {(kind, name, *x.shape) for kind in state for name, x in state[kind].items()}
@@ -1203,8 +1202,7 @@ def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: Worl
         # As in a batch, the targets begin at an aligned address. tokens[1:] itself does not, and
         # would compile to another program.
         return tokens[:-1].int(), tokens[1:].clone()
-    # This backward pass has two purposes. Its gradients can be checked, while train_step clears
-    # those of its own. And train_step finds gradients to add to, as at a second micro-batch.
+    # train_step clears its gradients, so the check below needs a backward pass of its own.
     model(*random_sequence(hp.train_seq_len), window_tensor(0, hp, world.device)).backward()
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     require(not unused, f"no gradient reaches {', '.join(unused)}: use, freeze or remove it")
@@ -1229,8 +1227,8 @@ def world_of_this_process() -> World:
     if not torch.cuda.is_available():
         return World(rank, size, torch.device("cpu"))
     require(local_rank < torch.cuda.device_count(), "start at most one process per GPU")
-    # torch reads PYTORCH_CUDA_ALLOC_CONF when it first allocates memory on a GPU. In newer versions
-    # that name still works, but it overrides PYTORCH_ALLOC_CONF, so it is not set beside that.
+    # PYTORCH_ALLOC_CONF is the new name of PYTORCH_CUDA_ALLOC_CONF. Where torch knows both, the old
+    # name wins. So if the user has set the new one, the old one is left alone.
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     torch.cuda.set_device(local_rank)
@@ -1287,7 +1285,7 @@ def parse_flags(argv: list[str]) -> tuple[Hyperparameters, argparse.Namespace]:
         values = ", ".join(f"{name}: {getattr(hp, f.name)}" for name, hp in PRESETS.items())
         parser.add_argument(f"--{f.name}", type=kind, metavar=kind.__name__,
                             default=argparse.SUPPRESS, help=f"{f.metadata['help']} ({values})")
-    command = parser.parse_args(argv)
+    command = parser.parse_args(argv)  # without the settings that were not typed (SUPPRESS)
     hp = PRESETS[command.preset]
     command.named = {name: value for name, value in vars(command).items() if name in asdict(hp)}
     return replace(hp, **command.named), command
@@ -1439,9 +1437,10 @@ class RunLog:
     def write_loss(self, kind: str, step: int, loss: float, seconds: float):
         """Writes the line of a loss after `step` updates and `seconds` of training. A loss that is
         not finite ends the run, so all processes call this."""
-        # The line ends with the rate's factor and the window that belong to the loss. A val_loss at
-        # step n is measured after n updates, with the schedules of n. A train_loss at step n comes
-        # from train_step(step=n - 1), with the schedules of n - 1.
+        # records/logs.py reads these lines. The rate's factor and the window are computed here: if
+        # an optimizer or a validation uses others, change this too. A val_loss at step n is measured
+        # after n updates, with the schedules of n. A train_loss at step n comes from
+        # train_step(step=n - 1), with the schedules of n - 1.
         scheduled = step - 1 if kind == "train_loss" else step
         average = f"{1000 * seconds / step:.2f}" if step else "nan"
         self.write(f"step:{step}/{self.hp.num_iterations} {kind}:{loss:.4f} "
@@ -1574,13 +1573,14 @@ def main(argv: list[str]):
     elif world.size > 1:
         plan = connect(plan, script, world)
     # The log and the checkpoints have these settings. To compute a setting from others, do so in
-    # `prepare`; a resumed run goes through it again, with the settings that were saved.
+    # `prepare`. A resumed run computes it again from the saved result, so make sure that doing it
+    # twice gives the same as doing it once.
     hp = plan.hp
     cuda = world.device.type == "cuda"
 
     # What to train
-    # draw_weights seeds each reset_parameters. This seed is for what is drawn elsewhere, such as by
-    # torch.randn in a constructor; all processes draw the same.
+    # draw_weights seeds each reset_parameters. This seed is for constructors that draw by
+    # themselves, such as by torch.randn; all processes draw the same.
     torch.manual_seed(hp.seed)
     # To debug on a GPU without the compiler, set TORCH_COMPILE_DISABLE=1. Attention is then that of
     # a CPU, because FlexAttention would ignore the lists of blocks.
