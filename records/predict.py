@@ -104,7 +104,8 @@ class Rates:
     unseen: float = 1.041  # factor on the time of all launches; January: the means
 
 # How wrong each may be, as a factor, and by what else two predictions differ by chance. The last is
-# the root mean square error of the ratios in records/techniques/README.md.
+# the root mean square error of the ratios of the five steps from 2025-02-01 to 2025-05-30 in
+# records/techniques/predicted.csv.
 DOUBT = dict(bf16=0.05, fp8=0.1, memory=0.05, special=0.3, launch=0.3, link=0.3, latency=0.5,
              flex_forward=0.2, flex_backward=0.2)
 RATIO_ERROR = 0.01

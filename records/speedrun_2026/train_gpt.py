@@ -1438,8 +1438,8 @@ class RunLog:
         """Writes the line of a loss after `step` updates and `seconds` of training. A loss that is
         not finite ends the run, so all processes call this."""
         # records/logs.py reads these lines. The rate's factor and the window are computed here: if
-        # an optimizer or a validation uses others, change this too. A val_loss at step n is measured
-        # after n updates, with the schedules of n. A train_loss at step n comes from
+        # an optimizer or a validation uses others, change this too. A val_loss at step n is
+        # measured after n updates, with the schedules of n. A train_loss at step n comes from
         # train_step(step=n - 1), with the schedules of n - 1.
         scheduled = step - 1 if kind == "train_loss" else step
         average = f"{1000 * seconds / step:.2f}" if step else "nan"
