@@ -164,9 +164,9 @@ def tokens_seen(step: int, hp: Hyperparameters) -> int:
 def window_tokens(step: int, hp: Hyperparameters) -> int:
     """The long window in tokens. It grows linearly from zero, but is never below window_start. If
     you change the schedule, return whole blocks: the masks would round anything else down."""
-    # `grown` rises from 0 to half a block below window_end, as in the record, and is then rounded
-    # up to whole blocks. So in `speedrun` the last window, of 14 blocks, is used for only 4 % of
-    # the steps, and each smaller one for 7 %.
+    # As in the record, `grown` ends half a block below window_end, at 13.5 blocks in `speedrun`,
+    # and is rounded up to whole blocks. So the windows of 1 to 13 blocks last for 1 / 13.5 = 7 % of
+    # the steps each, and the window of 14 blocks for 4 %.
     grown = (hp.window_end - BLOCK / 2) * step / max(1, hp.num_iterations)
     return max(hp.window_start, math.ceil(grown / BLOCK) * BLOCK)
 
@@ -224,9 +224,9 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     distance_NN = block_N[:, None] - block_N
     first_doc_N = document_T[::BLOCK]  # that of each block's first token
     last_doc_N = document_T[BLOCK - 1::BLOCK]
-    earlier_NN = distance_NN > 0  # the key block comes before the query block
-    some_visible_NN = (distance_NN == 0) | (earlier_NN & (first_doc_N[:, None] == last_doc_N))
-    all_visible_NN = earlier_NN & (last_doc_N[:, None] == first_doc_N)
+    earlier_NN = distance_NN > 0  # the key block comes before the query block, which is [:, None]
+    some_visible_NN = (distance_NN == 0) | (earlier_NN & (last_doc_N == first_doc_N[:, None]))
+    all_visible_NN = earlier_NN & (first_doc_N == last_doc_N[:, None])
 
     def ordered(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
         """For each row, the number of chosen blocks, and a list of all blocks in which the chosen
@@ -294,7 +294,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
 # more of them to zero. (GPT multiplies this factor by micro_batches, because train_step divides the
 # loss by it.)
 # Choose other factors for another layer, for a head that is tied to the embedding (its weights
-# start larger), and if the head's input, the logits or the loss are scaled in another way.
+# start larger), for much longer sequences, and if the head's input, the logits or the loss are
+# scaled in another way.
 FP8_SCALES = (2.0, 2.0**9, 2.0**19)
 
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -326,6 +327,8 @@ class FP8Linear(torch.autograd.Function):
     def backward(ctx, grad_TV: Tensor):
         x_scale, w_scale, grad_scale = ctx.scales
         x8_TD, w8_VD = ctx.saved_tensors
+        # This computes grad_x = g @ w and grad_w = g.T @ x. fp8_matmul transposes its second
+        # matrix, so it gets w and x already transposed.
         g8_TV = to_fp8(grad_TV, grad_scale, torch.float8_e5m2).contiguous()
         g8_VT, x8_DT, w8_DV = (x.T.contiguous() for x in (g8_TV, x8_TD, w8_VD))
         grad_x_TD = fp8_matmul(g8_TV, w8_DV, grad_scale * w_scale, grad_TV.dtype, fast=False)
@@ -532,12 +535,12 @@ def draw_weights(model: nn.Module, seed: int):
     modules share a weight, as with a tied head, the first of them draws it."""
     drawn = set()
     for name, module in model.named_modules():
-        own = set(module.parameters(recurse=False))
-        if own - drawn and hasattr(module, "reset_parameters"):
+        undrawn = set(module.parameters(recurse=False)) - drawn
+        if undrawn and hasattr(module, "reset_parameters"):
             # torch takes seeds of 64 bits; these are the first 60 bits of the hash.
             torch.manual_seed(int(sha256(f"{seed} {name}".encode()).hexdigest()[:15], 16))
             module.reset_parameters()
-            drawn |= own
+            drawn |= undrawn
 
 # ---- 6. Processes -------------------------------------------------------------------------------
 
@@ -888,7 +891,7 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
 
     Gradients are summed over the processes between begin() and update(), so clip them there. Of a
     divided tensor, a process then has only its own rows. An optimizer that acts on some steps only
-    must skip all three phases of the others, because begin() sums some gradients in place."""
+    must skip all three phases at the other steps, because begin() sums some gradients in place."""
     window = window_tensor(step, hp, world.device)
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
     for inputs_T, targets_T in batches:
@@ -971,8 +974,8 @@ def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: Worl
 
     def random_sequence(length: int) -> tuple[Tensor, Tensor]:
         tokens = torch.randint(hp.vocab_size, (length + 1,), device=world.device)
-        # As in a batch, the targets begin at an aligned address. tokens[1:] itself does not, and
-        # would compile to another program.
+        # tokens[1:] begins at an unaligned address, for which the compiler makes another program.
+        # clone() makes an aligned copy, as the cast to int64 does in train_batches.
         return tokens[:-1].int(), tokens[1:].clone()
     # train_step clears its gradients, so the check below needs a backward pass of its own.
     model(*random_sequence(hp.train_seq_len), window_tensor(0, hp, world.device)).backward()
@@ -1122,7 +1125,7 @@ def prepare(hp: Hyperparameters, command, script: str, world: World, saved: dict
     if saved:
         # Every setting of this script must be in the checkpoint or on the command line. If one were
         # missing, today's default would silently replace what the run began with.
-        own = asdict(hp).keys()
+        own = {f.name for f in fields(hp)}  # of hp, a resumed run uses nothing else
         given = saved["settings"].keys() | command.named.keys()
         require(own == given, f"--resume: {sorted(own ^ given)} are settings of only the script or "
                 "only the checkpoint: name new ones as flags, or take the script in the run's log")
@@ -1294,8 +1297,8 @@ def save_checkpoint(step: int, seconds: float, model, optimizers, plan: Plan, lo
     """Saves all that a run needs to continue, on any number of processes, and returns whether that
     worked. If the disk fails, the run goes on; if `warn` is true, a line says why.
 
-    The file is written as `unfinished` and then gets a checkpoint's name, so that what has such a
-    name is whole. (If the power fails, it may not be, but then a checksum is wrong.) The two
+    The file is written under the name `unfinished` and renamed when it is complete. So a file with
+    a checkpoint's name is complete, or, after a power failure, has a wrong checksum. The two
     newest are kept. If a run is killed while it saves, `unfinished` stays; you may delete it. All
     processes take part; the first one writes, while the others wait for it in the next step (see
     TIMEOUT)."""
@@ -1332,12 +1335,12 @@ def main(argv: list[str]):
     # What to do. The first process makes a plan, with every check that needs no training, and sends
     # it to the others. With --check the processes do not connect, and each makes its own.
     script = Path(__file__).read_text(encoding="utf-8")  # now, before anyone edits it
-    hp, command = parse_flags(argv)
+    asked, command = parse_flags(argv)
     world = world_of_this_process()
     saved = plan = None
     if world.rank == 0 or command.check:
         saved = read_checkpoint(command.resume) if command.resume else None
-        plan = prepare(hp, command, script, world, saved)
+        plan = prepare(asked, command, script, world, saved)
     if command.check:
         world = World(0, 1, world.device)  # this process goes on as if it were alone
     elif world.size > 1:
