@@ -920,8 +920,9 @@ def evaluate(model, sequences: list, step: int, hp: Hyperparameters, world: Worl
     model.eval()
     window = window_tensor(step, hp, world.device)
     total = torch.zeros((), dtype=torch.float64, device=world.device)
-    for inputs_T, targets_T in sequences:  # not equally many on all processes
+    for inputs_T, targets_T in sequences:
         # The model returns a sum divided by T, padding included. Times T, it is the sum again.
+        # (Processes may have unequally many sequences, so they cannot exchange anything here.)
         total += model(inputs_T, targets_T, window).double() * len(inputs_T)
     model.train()
     return float(world.all_reduce(total).result()) / hp.val_tokens
