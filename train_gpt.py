@@ -96,9 +96,8 @@ class Hyperparameters:
     # Data. A step trains on micro_batches * train_seq_len tokens, whatever the number of processes.
     # To fit a smaller memory, lower train_seq_len and raise micro_batches. The data, train_step and
     # the head's FP8 factor all rely on a number of micro-batches that stays the same in a run.
-    # Compare losses only between equal val_seq_len and val_tokens: a sequence may begin in the
-    # middle of a document, and the more often it does, the higher is the loss. The token
-    # vocab_size - 1 must begin each document; only its presence in validation data is checked.
+    # Compare losses only between equal val_seq_len and val_tokens. The token vocab_size - 1 must
+    # begin each document; only its presence in validation data is checked.
     train_files: str = flag("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
     val_files: str = flag("data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
     vocab_size: int = flag(50257, "vocabulary; its last token begins a document", min=2, max=65536)
@@ -137,7 +136,7 @@ class Hyperparameters:
     scalar_lr: float = flag(0.04, "learning rate of vectors and scalars (Adam)")
     adam_beta1: float = flag(0.8, "decay of Adam's mean gradient", max=1 - 1e-9)
     adam_beta2: float = flag(0.95, "decay of Adam's mean square", max=1 - 1e-9)
-    adam_eps: float = flag(1e-10, "Adam's epsilon", min=1e-30)
+    adam_eps: float = flag(1e-10, "Adam's epsilon; best above gradients' rounding noise", min=1e-30)
 
     @property
     def kv_heads(self) -> int:
@@ -151,8 +150,6 @@ PRESETS = {
         val_tokens=131072, micro_batches=4, windows="SSSL", attention="xx.x", value_embeds="0..0",
         model_dim=128, num_heads=2, head_dim=64, attention_scale=0.2, window_start=256,
         window_end=256, num_iterations=550, muon_lr=0.045, muon_momentum_end=0.75,
-        # (adam_eps: with 1e-10, Adam would take full steps on rare bytes, whose gradients are
-        # rounding noise.)
         muon_momentum_steps=0, adam_beta1=0.3, embed_lr=0.3, adam_eps=1e-7)}
 
 # ---- 2. Schedules: pure functions of the step ---------------------------------------------------
@@ -164,9 +161,8 @@ def tokens_seen(step: int, hp: Hyperparameters) -> int:
 def window_tokens(step: int, hp: Hyperparameters) -> int:
     """The long window in tokens. It grows linearly from zero, but is never below window_start. If
     you change the schedule, return whole blocks: the masks would round anything else down."""
-    # As in the record, `grown` ends half a block below window_end, at 13.5 blocks in `speedrun`,
-    # and is rounded up to whole blocks. So the windows of 1 to 13 blocks last for 1 / 13.5 = 7 % of
-    # the steps each, and the window of 14 blocks for 4 %.
+    # As in the record, `grown` ends half a block below window_end, and is rounded up to whole
+    # blocks. So the last window holds for half as many steps as each of the others.
     grown = (hp.window_end - BLOCK / 2) * step / max(1, hp.num_iterations)
     return max(hp.window_start, math.ceil(grown / BLOCK) * BLOCK)
 
@@ -197,34 +193,34 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
 
     For each query block, FlexAttention takes two lists of key blocks: partial ones, in which it
     asks `sees` about every pair of tokens, and full ones, in which every pair is visible. The
-    window only keeps whole blocks out of the lists, so `sees` does not check it. Here are four
-    blocks where the second document begins inside block 1, in a window of three blocks (p: partial,
-    f: full):
+    window only keeps whole blocks out of the lists, so `sees` does not check it. Here are the lists
+    of four blocks (p: partial, f: full), where the second document begins inside block 1, and the
+    window keeps nothing out:
 
         query block   key blocks 0 1 2 3
                   0              p . . .     the diagonal is always partial, because it is causal
                   1              p p . .     block 0 is visible to the first document's tokens only
-                  2              . p p .     block 0 is within the window, but of another document
-                  3              . p f p     blocks 2 and 3 lie wholly in the second document
+                  2              . p p .     block 0 is wholly of the first document
+                  3              . p f p     block 1 is of both documents, block 2 of the second
     """
     document_T = (tokens_T == end_of_text).cumsum(0, dtype=torch.int32)
 
     def sees(batch, head, query, key):
         return (key <= query) & (document_T[query] == document_T[key])
 
-    # Two maps of [query block, key block], without the window yet. Document numbers never fall from
-    # one token to the next. So for a query block that comes after the key block:
-    #   some pair is visible   if the last key and the first query are in one document
-    #   all pairs are visible  if the first key and the last query are in one document
-    # If you change `sees`, change both maps, because FlexAttention asks `sees` about partial blocks
-    # only. (To see beyond the window, change seen_NN below too.) Test the change on a GPU: a CPU
-    # does not use all_visible_NN, and skips all keys after the query's block, even if `sees` allows
-    # them.
+    # If you change `sees`, change the two maps below, some_visible and all_visible, because
+    # FlexAttention asks `sees` about partial blocks only. (To see beyond the window, change seen_NN
+    # too.) Test the change on a GPU: a CPU does not use all_visible_NN, and skips all keys after
+    # the query's block, even if `sees` allows them.
     block_N = torch.arange(len(tokens_T) // BLOCK, dtype=torch.int32, device=tokens_T.device)
     distance_NN = block_N[:, None] - block_N
     first_doc_N = document_T[::BLOCK]  # that of each block's first token
     last_doc_N = document_T[BLOCK - 1::BLOCK]
-    earlier_NN = distance_NN > 0  # the key block comes before the query block, which is [:, None]
+    # The maps are [query block, key block], without the window yet. Document numbers never fall
+    # from one token to the next. So for a query block that comes after the key block:
+    #   some pair is visible   if the last key and the first query are in one document
+    #   all pairs are visible  if the first key and the last query are in one document
+    earlier_NN = distance_NN > 0  # the key block comes before the query block
     some_visible_NN = (distance_NN == 0) | (earlier_NN & (last_doc_N == first_doc_N[:, None]))
     all_visible_NN = earlier_NN & (first_doc_N == last_doc_N[:, None])
 
@@ -254,7 +250,6 @@ def plain_mask(seen_NN: Tensor, sees) -> list[tuple[slice, Tensor]]:
     position_T = torch.arange(len(seen_NN) * BLOCK, device=seen_NN.device)
     mask = []
     for query, seen_N in zip(position_T.split(BLOCK), seen_NN):
-        # from the first block that the query block sees to the query block's own end
         key_range = slice(int(seen_N.nonzero()[0]) * BLOCK, int(query[-1]) + 1)
         key = position_T[key_range]
         visible = seen_N[key // BLOCK] & sees(None, None, query[:, None], key)
@@ -289,10 +284,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
 # of 2^9, weights up to 0.875 fit. Training clamps larger ones; validation, which is not in FP8,
 # does not. The gradient of the mean loss of T tokens with respect to a capped logit is (p - 1) / T
 # for the target and p / T for any other token, where p is the token's probability. So its size is
-# at most 1 / T, and the softcap only makes it smaller. Times 2^19, that is at most 11 at T = 49152,
-# far below 57344. But most gradients are much smaller than 1 / T, and a smaller factor would round
-# more of them to zero. (GPT multiplies this factor by micro_batches, because train_step divides the
-# loss by it.)
+# at most 1 / T. The gradient with respect to the logit before the cap is no larger, because the
+# slope of the cap is at most 1. Times 2^19, that is at most 11 at T = 49152, far below 57344. But
+# most gradients are much smaller than 1 / T, and a smaller factor would round more of them to zero.
+# (train_step divides the loss by micro_batches. To make up for that, GPT multiplies this third
+# factor by micro_batches.)
 # Choose other factors for another layer, for a head that is tied to the embedding (its weights
 # start larger), for much longer sequences, and if the head's input, the logits or the loss are
 # scaled in another way.
@@ -311,9 +307,8 @@ def fp8_matmul(a: Tensor, b: Tensor, divisor: float, dtype: torch.dtype, fast: b
 
 class FP8Linear(torch.autograd.Function):
     """x_TD @ w_VD.T by products in FP8 (record 2025-01-13), with the factors of x, w and gradient.
-    An FP8 product needs both matrices contiguous along the dimension that it sums over. Since
-    fp8_matmul computes a @ b.T, that is the last dimension of a and of b. The backward pass sums
-    over V and over T, so it first makes transposed copies."""
+    An FP8 product needs both matrices contiguous along the dimension that it sums over. For
+    fp8_matmul, which computes a @ b.T, that is the last dimension of both."""
 
     @staticmethod
     def forward(ctx, x_TD: Tensor, w_VD: Tensor, scales: tuple[float, float, float]) -> Tensor:
@@ -327,8 +322,8 @@ class FP8Linear(torch.autograd.Function):
     def backward(ctx, grad_TV: Tensor):
         x_scale, w_scale, grad_scale = ctx.scales
         x8_TD, w8_VD = ctx.saved_tensors
-        # This computes grad_x = g @ w and grad_w = g.T @ x. fp8_matmul transposes its second
-        # matrix, so it gets w and x already transposed.
+        # The product for grad_x sums over V, so it needs w as [D, V]. That for grad_w sums over T,
+        # so it needs the gradient as [V, T], and x as [D, T].
         g8_TV = to_fp8(grad_TV, grad_scale, torch.float8_e5m2).contiguous()
         g8_VT, x8_DT, w8_DV = (x.T.contiguous() for x in (g8_TV, x8_TD, w8_VD))
         grad_x_TD = fp8_matmul(g8_TV, w8_DV, grad_scale * w_scale, grad_TV.dtype, fast=False)
@@ -401,9 +396,9 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.hp = hp
         self.rotary = rotary
-        # A stack of matrices of one shape, which Muon orthogonalizes one by one. Each has the rows
-        # of kv_heads heads. The queries' matrices come first, then one for the keys and one for the
-        # values. So without shared heads there are three.
+        # A stack of matrices of one shape; Muon orthogonalizes each by itself. Every matrix makes
+        # kv_heads heads. First come those for the queries, then one for the keys and one for the
+        # values. With 6 heads and 3 kv heads, these are q, q, k, v; with 6 and 6, q, k, v.
         parts = hp.num_heads // hp.kv_heads + 2
         self.qkv = nn.Parameter(torch.empty(parts, hp.kv_heads * hp.head_dim, hp.model_dim))
         self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim, zero=True)
@@ -416,7 +411,6 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x_TD: Tensor, value_embed: Tensor | None, mask) -> Tensor:
         T, heads, kv_heads = len(x_TD), self.hp.num_heads, self.hp.kv_heads
         qkv = F.linear(x_TD, self.qkv.flatten(0, 1).type_as(x_TD)).view(T, -1, self.hp.head_dim)
-        # Queries and keys are normed and rotated alike, so both at once.
         qk, v = qkv.split((heads + kv_heads, kv_heads), dim=1)
         q, k = self.rotary(norm(qk)).split((heads, kv_heads), dim=1)
         v = self.value_mix[0] * v
@@ -453,10 +447,10 @@ class GPT(nn.Module):
     mean loss per token in nats. With `flex`, attention is by FlexAttention, which is for GPUs.
     Unless it is compiled, FlexAttention ignores the lists of blocks, and so the window.
 
-    Embeddings are kept in `dtype`, and the residual stream stays in it, as `features` checks after
-    each layer. All other parameters are float32. A bfloat16 stream times a float32 tensor without
-    dimensions, such as residual_mix[0], stays bfloat16. But a float32 vector or matrix would turn
-    the product into float32, so cast vectors and matrices with type_as."""
+    Embeddings are kept in `dtype`. The residual stream has the same dtype in all layers, which
+    `features` checks after each layer. All other parameters are float32. A bfloat16 stream times a
+    float32 tensor without dimensions, such as residual_mix[0], stays bfloat16. But a float32 vector
+    or matrix would turn the product into float32, so cast vectors and matrices with type_as."""
 
     # Logits are computed for at most this many tokens at a time, because those of a validation
     # sequence of 256K tokens would take 53 GB. (Training saves no memory by this, because the
@@ -532,12 +526,12 @@ def draw_weights(model: nn.Module, seed: int):
     This overwrites what a constructor drew. So initialize parameters in the reset_parameters of the
     module that owns them; what a parent sets in its children is lost, because they are drawn after
     it. Parameters that no reset_parameters sets keep the values of their constructors. If two
-    modules share a weight, as with a tied head, the first of them draws it."""
+    modules share a weight, as with a tied head, the first of them draws it, unless the second has
+    another parameter to draw."""
     drawn = set()
     for name, module in model.named_modules():
         undrawn = set(module.parameters(recurse=False)) - drawn
         if undrawn and hasattr(module, "reset_parameters"):
-            # torch takes seeds of 64 bits; these are the first 60 bits of the hash.
             torch.manual_seed(int(sha256(f"{seed} {name}".encode()).hexdigest()[:15], 16))
             module.reset_parameters()
             drawn |= undrawn
@@ -613,15 +607,14 @@ class Optimizer:
         update(step)  computes the update of this process's rows, and starts to send the result
         finish(step)  waits for the results of the others; Muon then applies all of them
 
-    Of a matrix, or a stack of matrices, that is divided among the processes, each process has:
+    When a matrix, or a stack of matrices, is divided among the processes, each process has:
         p.grad           all rows, but summed over its own micro-batches only
         summed gradient  its own rows, in update()
         parameter        all rows; Adam changes its own in update(), and gets others' in finish()
         state            tensors for all rows, of which only its own are up to date
     In Muon, what is divided is a stack of parameters, so "rows" are whole parameters there. In
-    Adam, a process has only some rows of each divided matrix. To get a number x for the whole
-    matrix there, such as its sum of squares, sum it over the processes:
-    world.all_reduce(x).result().
+    Adam, what is computed from a divided matrix, such as a sum of squares, is this process's part:
+    world.all_reduce(x).result() adds up the parts.
 
     What an optimizer remembers from step to step belongs in `state`, under a name, and is created
     in the constructor. Anything kept elsewhere is neither saved nor reset after the warmup.
@@ -668,7 +661,7 @@ class Adam(Optimizer):
 
     def update(self, step: int):
         gradients = [exchange.result() for exchange in self.pending_sums]
-        self.pending_sums = []  # so that the gradients are freed after this step
+        self.pending_sums = []  # or the sums would stay in memory until the next begin()
         local = [self.world.rows(p.detach()) for p in self.params.values()]
         means = [self.world.rows(mean) for mean in self.state["mean"]]
         mean_squares = [self.world.rows(square) for square in self.state["mean_square"]]
@@ -828,8 +821,8 @@ def find_shards(pattern: str) -> list[Shard]:
 
 def read_tokens(path: str, start: int, count: int, vocab_size: int) -> Tensor:
     """Tokens [count] in uint16 from a shard, from token `start` on. Where there is a GPU, they lie
-    in pinned memory, from which they can be copied to it asynchronously. So each call needs a
-    tensor of its own."""
+    in pinned memory, from which they can be copied to it asynchronously. Each call makes a new
+    tensor, because such a copy may still be reading the last one."""
     tokens = torch.empty(count, dtype=torch.uint16, pin_memory=torch.cuda.is_available())
     with open(path, "rb") as f:
         f.seek(SHARD_HEADER_BYTES + 2 * start)
@@ -889,9 +882,10 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
     """One step on this process's micro-batches. Returns the mean loss over all processes. On GPUs
     it only launches work: the host waits neither for the device nor for other processes.
 
-    Gradients are summed over the processes between begin() and update(), so clip them there. Of a
-    divided tensor, a process then has only its own rows. An optimizer that acts on some steps only
-    must skip all three phases at the other steps, because begin() sums some gradients in place."""
+    The sums of the gradients over the processes exist only in update(), as its variable
+    `gradients`. Clip them there, not before: Muon copies p.grad in begin(). An optimizer that acts
+    on some steps only must skip all three phases at the others. The gradients of these steps are
+    lost, because zero_grad clears them."""
     window = window_tensor(step, hp, world.device)
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
     for inputs_T, targets_T in batches:
@@ -930,12 +924,12 @@ def evaluate(model, sequences: list, step: int, hp: Hyperparameters, world: Worl
 def gather_training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict:
     """All that decides how training goes on: {"model": {parameter: tensor}, "Muon momentum":
     {parameter: tensor}, ...}, whole on every process. All processes take part. These are the
-    tensors that training uses, not copies, because load_training_state copies into them what the
-    first process has saved. Add what else changes during training, such as averages of the weights.
-    What the model's forward changes in training must be a persistent buffer, and equal on all
-    processes; in validation, forward must change nothing. The state of a random generator cannot be
-    kept here: for dropout, seed the generator of each process from hp.seed, the step and the rank.
-    """
+    tensors that training uses, not copies, because load_training_state writes into them. If
+    something else changes during training, such as an average of the weights, add it here. If
+    forward changes a tensor in training, such as a running mean, make it a persistent buffer,
+    and let every process change it in the same way. In validation, forward must change nothing. The
+    state of a random generator does not belong here, because every process would load that of the
+    first. For dropout, seed each process's generator from hp.seed, the step and the rank."""
     state = {"model": dict(model.state_dict())}
     for optimizer in optimizers:
         optimizer.gather_state()
@@ -949,14 +943,14 @@ def gather_training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict
 def load_training_state(saved: dict | None, model: nn.Module, optimizers: list, world: World):
     """Copies what the first process has in `saved`, in the form of gather_training_state, to the
     model and the optimizers of every process. All take part; the others may pass None."""
-    # This call is here for its references to the tensors. The values that it gathers are
-    # overwritten below.
+    # Only the references to the tensors are needed here. That this call also gathers their values
+    # does no harm.
     state = gather_training_state(model, optimizers)
     if world.rank == 0:
-        here = {(kind, name, *x.shape) for kind in state for name, x in state[kind].items()}
-        there = {(kind, name, *x.shape) for kind in saved for name, x in saved[kind].items()}
-        require(here == there, "the checkpoint does not fit the script: only the script has "
-                f"{sorted(here - there)[:1]}, only the checkpoint has {sorted(there - here)[:1]}")
+        ours = {(kind, name, *x.shape) for kind in state for name, x in state[kind].items()}
+        theirs = {(kind, name, *x.shape) for kind in saved for name, x in saved[kind].items()}
+        require(ours == theirs, "the checkpoint does not fit the script: only the script has "
+                f"{sorted(ours - theirs)[:1]}, only the checkpoint has {sorted(theirs - ours)[:1]}")
     for kind, tensors in state.items():
         for name, tensor in tensors.items():
             if world.rank == 0:
@@ -1044,8 +1038,9 @@ def true_or_false(text: str) -> bool:
     return bool(["false", "true"].index(text.lower()))  # another word is a ValueError
 
 def parse_flags(argv: list[str]) -> tuple[Hyperparameters, argparse.Namespace]:
-    """The settings that a command line asks for, and its .preset, .check, .resume (a path or None)
-    and .named (only the settings that it names). Raises UserError."""
+    """The settings that a command line asks for, and the parsed command line. That has .preset,
+    .check, .resume (a path or None) and .named, a dict of those settings alone that were typed.
+    Raises UserError."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.error = lambda message: require(False, f"{message}; --help lists the flags")
     parser.usage = "%(prog)s [--preset=NAME | --resume=CHECKPOINT] [--check] [--setting=value ...]"
@@ -1061,7 +1056,7 @@ def parse_flags(argv: list[str]) -> tuple[Hyperparameters, argparse.Namespace]:
         values = ", ".join(f"{name}: {getattr(hp, f.name)}" for name, hp in PRESETS.items())
         parser.add_argument(f"--{f.name}", type=kind, metavar=kind.__name__,
                             default=argparse.SUPPRESS, help=f"{f.metadata['help']} ({values})")
-    command = parser.parse_args(argv)  # without the settings that were not typed (SUPPRESS)
+    command = parser.parse_args(argv)  # only the settings that were typed (SUPPRESS)
     hp = PRESETS[command.preset]
     command.named = {name: value for name, value in vars(command).items() if name in asdict(hp)}
     return replace(hp, **command.named), command
@@ -1126,7 +1121,7 @@ def prepare(hp: Hyperparameters, command, script: str, world: World, saved: dict
     if saved:
         # Every setting of this script must be in the checkpoint or on the command line. If one were
         # missing, today's default would silently replace what the run began with.
-        own = {f.name for f in fields(hp)}  # of hp, a resumed run uses nothing else
+        own = {f.name for f in fields(Hyperparameters)}
         given = saved["settings"].keys() | command.named.keys()
         require(own == given, f"--resume: {sorted(own ^ given)} are settings of only the script or "
                 "only the checkpoint: name new ones as flags, or take the script in the run's log")
@@ -1211,8 +1206,8 @@ class RunLog:
     def write_loss(self, kind: str, step: int, loss: float, seconds: float):
         """Writes the line of a loss after `step` updates and `seconds` of training. A loss that is
         not finite ends the run, so all processes call this."""
-        # records/logs.py reads these lines. The rate's factor and the window are computed here: if
-        # an optimizer or a validation uses others, change this too. A val_loss at step n is
+        # records/logs.py reads these lines. The lr and the window of a line are computed here, from
+        # the schedules: if you change them elsewhere, do it here as well. A val_loss at step n is
         # measured after n updates, with the schedules of n. A train_loss at step n comes from
         # train_step(step=n - 1), with the schedules of n - 1.
         scheduled = step - 1 if kind == "train_loss" else step
@@ -1359,7 +1354,7 @@ def main(argv: list[str]):
     # To debug on a GPU without the compiler, set TORCH_COMPILE_DISABLE=1. Attention is then that of
     # a CPU, because FlexAttention would ignore the lists of blocks.
     switches = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
-    compiles = cuda and "1" not in map(os.environ.get, switches)
+    compiles = cuda and not any(os.environ.get(name) == "1" for name in switches)
     model = GPT(hp, getattr(torch, hp.dtype), flex=compiles).to(world.device)
     optimizers = build_optimizers(model, hp, world)
     if plan.checkpoint:  # which only the first process has read into `saved`
@@ -1392,7 +1387,7 @@ def main(argv: list[str]):
 
         # The clock runs for training steps alone: it stops to validate and to save.
         clock = StepClock(world.device, plan.seconds)
-        save_worked = True  # the newest one
+        save_worked = True  # whether the newest save worked
         clock.start()
         for step in range(plan.step, hp.num_iterations + 1):
             # To end a run early, make `last` true here. All processes must decide alike, so not by
