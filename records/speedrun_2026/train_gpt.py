@@ -95,16 +95,17 @@ class Hyperparameters:
     save_every: int = flag(500, "steps between checkpoints; 0 saves none, not even at the end")
     val_loss_every: int = flag(125, "steps between validations, besides those at saves and the end")
     # Data. A step trains on micro_batches * train_seq_len tokens, whatever the number of processes.
-    # To fit a smaller memory, lower train_seq_len and raise micro_batches. The data, train_step and
-    # the head's FP8 factor all rely on a number of micro-batches that stays the same in a run.
-    # Compare losses only between equal val_seq_len and val_tokens. The token vocab_size - 1 must
-    # begin each document; only its presence in validation data is checked.
+    # To fit a smaller memory, lower train_seq_len and raise micro_batches, so that their product
+    # stays the same. A resumed run may do that too. But from one step to the next neither may
+    # change, since the data, train_step and the head's FP8 factor rely on them. Compare losses only
+    # between equal val_seq_len and val_tokens. The token vocab_size - 1 must begin each document;
+    # only its presence in validation data is checked.
     train_files: str = flag("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
     val_files: str = flag("data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
     vocab_size: int = flag(50257, "vocabulary; its last token begins a document", min=2, max=65536)
     train_seq_len: int = flag(32 * 1024, "tokens per training sequence", min=1, unit=BLOCK)
     val_seq_len: int = flag(256 * 1024, "tokens per validation sequence", min=1, unit=BLOCK)
-    val_tokens: int = flag(10485760, "number of validation tokens; 0 takes all")
+    val_tokens: int = flag(10485760, "number of validation tokens; 0 takes all", max=10**12)
     micro_batches: int = flag(8, "sequences per step, on all processes together", min=1, max=10**5)
     epochs: int = flag(1, "at most this many passes over the training shards", min=1, max=10**5)
     # The layers: strings with one character per layer
@@ -145,7 +146,9 @@ class Hyperparameters:
     scalar_lr: float = flag(0.04, "learning rate of vectors and scalars (Adam)")
     adam_beta1: float = flag(0.5, "decay of Adam's mean gradient", max=1 - 1e-9)
     adam_beta2: float = flag(0.95, "decay of Adam's mean square", max=1 - 1e-9)
-    adam_eps: float = flag(1e-10, "Adam's epsilon; best above gradients' rounding noise", min=1e-30)
+    # Where a gradient is only rounding noise, Adam would blow it up to full steps. An epsilon above
+    # the noise prevents that.
+    adam_eps: float = flag(1e-10, "Adam's epsilon", min=1e-30)
 
     @property
     def kv_heads(self) -> int:
@@ -175,8 +178,8 @@ def tokens_seen(step: int, hp: Hyperparameters) -> int:
 def window_tokens(step: int, hp: Hyperparameters) -> int:
     """The long window in tokens. It grows linearly from zero, but is never below window_start. If
     you change the schedule, return whole blocks: the masks would round anything else down."""
-    # As in the record, `grown` ends half a block below window_end, and is rounded up to whole
-    # blocks. So the last window holds for half as many steps as each of the others.
+    # As in the record, `grown` ends half a block below window_end. While it grows by one block, the
+    # rounded window stays the same. For the last window, it grows by only half a block.
     grown = (hp.window_end - BLOCK / 2) * step / max(1, hp.num_iterations)
     return max(hp.window_start, math.ceil(grown / BLOCK) * BLOCK)
 
@@ -203,7 +206,7 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
 
     A token sees itself and the tokens before it in the same document and within the window. The
     window counts whole blocks, the query's own included; the short window has half as many, and at
-    least one. `window` is that of window_tensor.
+    least one. `window` is the long one, in tokens, as window_tensor makes it.
 
     For each query block, FlexAttention takes two lists of key blocks: partial ones, in which it
     asks `sees` about every pair of tokens, and full ones, in which every pair is visible. The
@@ -213,7 +216,7 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
 
         query block   key blocks 0 1 2 3
                   0              p . . .     the diagonal is always partial, because it is causal
-                  1              p p . .     block 0 is visible to the first document's tokens only
+                  1              p p . .     in block 1, only the first document's tokens see 0
                   2              . p p .     block 0 is wholly of the first document
                   3              . p f p     block 1 is of both documents, block 2 of the second
     """
@@ -259,8 +262,8 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
 
 def plain_mask(seen_NN: Tensor, sees) -> list[tuple[slice, Tensor]]:
     """The mask for plain_attention, from a map of the key blocks that each query block sees. For
-    each query block it has a range of keys, from the first block that it sees to its own end, and a
-    bias [128, keys]: 0 where a query sees a key, and -inf elsewhere."""
+    each query block it has a slice of the keys, from the start of the first block that it sees to
+    the end of the query block, and a bias [128, keys]: 0 where a query sees a key, else -inf."""
     position_T = torch.arange(len(seen_NN) * BLOCK, device=seen_NN.device)
     mask = []
     for query, seen_N in zip(position_T.split(BLOCK), seen_NN):
@@ -410,9 +413,9 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.hp = hp
         self.rotary = rotary
-        # A stack of matrices of one shape; Muon orthogonalizes each by itself. Every matrix makes
-        # kv_heads heads. First come those for the queries, then one for the keys and one for the
-        # values. With 6 heads and 3 kv heads, these are q, q, k, v; with 6 and 6, q, k, v.
+        # Muon orthogonalizes each matrix of this stack by itself. All must have one shape, so each
+        # makes kv_heads heads: the queries get num_heads / kv_heads matrices, keys and values one
+        # each. With 6 heads and 3 kv heads, these are q, q, k, v; with 6 and 6, q, k, v.
         parts = hp.num_heads // hp.kv_heads + 2
         self.qkv = nn.Parameter(torch.empty(parts, hp.kv_heads * hp.head_dim, hp.model_dim))
         self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim, zero=True)
@@ -595,8 +598,9 @@ class Memory(nn.Module):
 
 class GPT(nn.Module):
     """Call it with the tokens and targets of one sequence and the attention window; it returns the
-    mean loss per token in nats. With `flex`, attention is by FlexAttention, which is for GPUs.
-    Unless it is compiled, FlexAttention ignores the lists of blocks, and so the window.
+    mean loss per token in nats. With `flex`, attention is by FlexAttention, which is for GPUs. Then
+    the model must be compiled: without the compiler, FlexAttention asks `sees` about every pair of
+    tokens and never looks at the lists of blocks, so it ignores the window.
 
     Embeddings are kept in `dtype`. The residual stream has the same dtype in all layers, which
     `stream` checks after each layer. All other parameters are float32. A bfloat16 stream times a
@@ -751,8 +755,8 @@ def draw_weights(model: nn.Module, seed: int):
     This overwrites what a constructor drew. So initialize parameters in the reset_parameters of the
     module that owns them; what a parent sets in its children is lost, because they are drawn after
     it. Parameters that no reset_parameters sets keep the values of their constructors. If two
-    modules share a weight, as with a tied head, the first of them draws it, unless the second has
-    another parameter to draw."""
+    modules share a weight, as with a tied head, only the first of them draws it. (But if the second
+    also has a parameter of its own, it is reset too, and draws the shared weight again.)"""
     drawn = set()
     for name, module in model.named_modules():
         undrawn = set(module.parameters(recurse=False)) - drawn
@@ -809,8 +813,8 @@ class World:
         return Exchange(local, dist.reduce_scatter_single(local, whole, async_op=True))
 
     def all_gather(self, whole: Tensor) -> Exchange:
-        """Starts to fill in the rows of a tensor that other processes have computed. It works in
-        place: what this process sends are its own rows of the same tensor."""
+        """Starts to fetch the other processes' rows of a tensor. It works in place: what this
+        process sends are its own rows of the same tensor."""
         if not self.is_divided(whole):
             return Exchange(whole)
         return Exchange(whole, dist.all_gather_single(whole, self.rows(whole), async_op=True))
@@ -837,9 +841,10 @@ class Optimizer:
         summed gradient  its own rows, in update()
         parameter        all rows; Adam changes its own in update(), and gets others' in finish()
         state            tensors for all rows, of which only its own are up to date
-    In Muon, what is divided is a stack of parameters, so "rows" are whole parameters there. In
-    Adam, what is computed from a divided matrix, such as a sum of squares, is this process's part:
-    world.all_reduce(x).result() adds up the parts.
+    Muon divides a stack of parameters, so its "rows" are whole parameters. Adam divides a matrix,
+    so a sum of squares in update() covers only this process's rows. Add up these parts by
+    world.all_reduce(x).result(). Do not do that for a tensor that is not divided (see
+    World.is_divided), because every process has all of its sum already.
 
     What an optimizer remembers from step to step belongs in `state`, under a name, and is created
     in the constructor. Anything kept elsewhere is neither saved nor reset after the warmup.
@@ -891,9 +896,9 @@ class Adam(Optimizer):
         means = [self.world.rows(mean) for mean in self.state["mean"]]
         mean_squares = [self.world.rows(square) for square in self.state["mean_square"]]
         # This is the kernel of AdamW, which is Adam if the weight decay is 0. (A decay here would
-        # also shrink vectors and scalars.) `steps` has, for each tensor, the number of updates that
-        # Adam has made, this one included. If it does not update at every step, compute that number
-        # from `step`.
+        # also shrink vectors and scalars.) The kernel corrects the bias of its averages by the
+        # number of updates so far, this one included. An Adam that skips steps must pass a smaller
+        # number than step + 1.
         steps = [torch.full((), step + 1.0, device=self.world.device)] * len(local)
         torch._fused_adamw_(local, gradients, means, mean_squares, [], steps,
                             lr=self.lr(step), beta1=self.hp.adam_beta1, beta2=self.hp.adam_beta2,
@@ -1108,19 +1113,20 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
     it only launches work: the host waits neither for the device nor for other processes.
 
     The sums of the gradients over the processes exist only in update(), as its variable
-    `gradients`. Clip them there, not before: Muon copies p.grad in begin(). An optimizer that acts
-    on some steps only must skip all three phases at the others. The gradients of these steps are
-    lost, because zero_grad clears them."""
+    `gradients`. Clip them there, not before: Muon copies p.grad in begin(). (This clips each
+    optimizer by itself. A norm over all of them needs a phase of its own after begin().) An
+    optimizer that acts on some steps only must skip all three phases at the others. The gradients
+    of these steps are lost, because zero_grad clears them."""
     window = window_tensor(step, hp, world.device)
-    loss = torch.zeros((), dtype=torch.float64, device=world.device)
+    local_loss = torch.zeros((), dtype=torch.float64, device=world.device)
     for inputs_T, targets_T in batches:
         # The model returns the mean loss of a sequence. Divided by the number of sequences and
         # summed over them, it is the step's mean loss, and the gradients are those of that mean.
-        # (A term that you add once per step, outside this loop, is added by every process: divide
-        # it by world.size.)
+        # (If you add a loss on the weights, with a backward pass outside this loop, every process
+        # adds its gradient. So divide that loss by world.size.)
         micro_loss = model(inputs_T, targets_T, window) / hp.micro_batches
         micro_loss.backward()
-        loss += micro_loss.detach()
+        local_loss += micro_loss.detach()
     # Each process's memory reads the tokens of all, in the order of the text.
     tokens = torch.cat([inputs_T for inputs_T, _ in batches])
     text = tokens.new_zeros(world.size, len(tokens))
@@ -1134,7 +1140,7 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
         for optimizer in optimizers:
             optimizer.finish(step)
     model.zero_grad(set_to_none=True)
-    return world.all_reduce(loss).result()
+    return world.all_reduce(local_loss).result()
 
 @torch.no_grad()
 def evaluate(model, sequences: list, step: int, hp: Hyperparameters, world: World) -> float:
@@ -1227,8 +1233,8 @@ def world_of_this_process() -> World:
     if not torch.cuda.is_available():
         return World(rank, size, torch.device("cpu"))
     require(local_rank < torch.cuda.device_count(), "start at most one process per GPU")
-    # PYTORCH_ALLOC_CONF is the new name of PYTORCH_CUDA_ALLOC_CONF. Where torch knows both, the old
-    # name wins. So if the user has set the new one, the old one is left alone.
+    # PYTORCH_ALLOC_CONF is the new name of PYTORCH_CUDA_ALLOC_CONF. If both are set, torch takes
+    # the old one. So setting the old one here would override what the user set by the new name.
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     torch.cuda.set_device(local_rank)
@@ -1268,9 +1274,9 @@ def true_or_false(text: str) -> bool:
     return bool(["false", "true"].index(text.lower()))  # another word is a ValueError
 
 def parse_flags(argv: list[str]) -> tuple[Hyperparameters, argparse.Namespace]:
-    """The settings that a command line asks for, and the parsed command line. That has .preset,
-    .check, .resume (a path or None) and .named, a dict of those settings alone that were typed.
-    Raises UserError."""
+    """Returns the settings that a command line asks for, and what argparse made of it. The latter
+    has .preset, .check, .resume (a path or None) and .named, a dict of only those settings that
+    were typed. Raises UserError."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.error = lambda message: require(False, f"{message}; --help lists the flags")
     parser.usage = "%(prog)s [--preset=NAME | --resume=CHECKPOINT] [--check] [--setting=value ...]"
@@ -1286,7 +1292,7 @@ def parse_flags(argv: list[str]) -> tuple[Hyperparameters, argparse.Namespace]:
         values = ", ".join(f"{name}: {getattr(hp, f.name)}" for name, hp in PRESETS.items())
         parser.add_argument(f"--{f.name}", type=kind, metavar=kind.__name__,
                             default=argparse.SUPPRESS, help=f"{f.metadata['help']} ({values})")
-    command = parser.parse_args(argv)  # only the settings that were typed (SUPPRESS)
+    command = parser.parse_args(argv)
     hp = PRESETS[command.preset]
     command.named = {name: value for name, value in vars(command).items() if name in asdict(hp)}
     return replace(hp, **command.named), command
@@ -1380,8 +1386,8 @@ def prepare(hp: Hyperparameters, command, script: str, world: World, saved: dict
     if saved:
         plan = replace(plan, step=saved["step"], seconds=saved["seconds"])
         require(plan.step <= hp.num_iterations, f"the run has done {plan.step} steps already")
-        require(plan.data_read(plan.step) == saved["data_read"], "--resume: keep the steps' tokens "
-                "(micro_batches, train_seq_len) and the shards read; new shards may follow them")
+        require(plan.data_read(plan.step) == saved["data_read"], "--resume: keep the shards read "
+                "and micro_batches * train_seq_len; new shards may follow those that were read")
     return plan
 
 # ---- Log and clock
@@ -1531,7 +1537,7 @@ def save_checkpoint(step: int, seconds: float, model, optimizers, plan: Plan, lo
     processes take part; the first one writes, while the others wait for it in the next step (see
     TIMEOUT)."""
     state = gather_training_state(model, optimizers)
-    if log.file is None:  # only the first process saves, and only its return value is used
+    if log.file is None:  # only the first process saves; what the others return has no effect
         return True
     path = log.path.with_suffix("") / f"step{step:08}.pt"
     unfinished = path.with_name("unfinished")
@@ -1589,8 +1595,9 @@ def main(argv: list[str]):
     compiles = cuda and not any(os.environ.get(name) == "1" for name in switches)
     model = GPT(hp, getattr(torch, hp.dtype), flex=compiles).to(world.device)
     optimizers = build_optimizers(model, hp, world)
-    if plan.checkpoint:  # which only the first process has read into `saved`
-        load_training_state(saved and saved["state"], model, optimizers, world)
+    if plan.checkpoint:
+        # Only the first process has read it. load_training_state sends its content to the others.
+        load_training_state(saved["state"] if saved else None, model, optimizers, world)
     val_sequences = load_validation(plan.val_shards, hp, world)
     if command.check:
         print("checks passed")
