@@ -356,7 +356,8 @@ def figures(folder: Path) -> set[str]:
         found.add(f"{average([run.seconds for run in runs]):.1f}")
     targets = re.findall(r"--target[= ](\d\S*)", page)
     found |= {target for target in targets if max(losses) <= float(target)}
-    theirs = folder.with_name(re.sub("speedrun_2026$|without_memory$", "speedrun", folder.name))
+    theirs = folder.with_name(
+        re.sub("(speedrun_2026|(without|small)_memory)$", "speedrun", folder.name))
     if theirs != folder and theirs.is_dir():
         ours, theirs = (compare.Side(side.name, logs.read([side])[0], None)
                         for side in (folder, theirs))
