@@ -95,10 +95,10 @@ class Hyperparameters:
     val_loss_every: int = flag(125, "steps between validations, besides those at saves and the end")
     # Data. A step trains on micro_batches * train_seq_len tokens, whatever the number of processes.
     # To fit a smaller memory, lower train_seq_len and raise micro_batches, so that their product
-    # stays the same. A resumed run may do that too. But from one step to the next neither may
-    # change, since the data, train_step and the head's FP8 factor rely on them. Compare losses only
-    # between equal val_seq_len and val_tokens. The token vocab_size - 1 must begin each document;
-    # only its presence in validation data is checked.
+    # stays the same; a resumed run may do that too. But do not let either depend on the step:
+    # step_starts, train_step and the head's FP8 factor take both as constants of the run. Compare
+    # losses only between equal val_seq_len and val_tokens. The token vocab_size - 1 must begin each
+    # document; only its presence in validation data is checked.
     train_files: str = flag("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
     val_files: str = flag("data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
     vocab_size: int = flag(50257, "vocabulary; its last token begins a document", min=2, max=65536)
@@ -118,7 +118,7 @@ class Hyperparameters:
     head_dim: int = flag(128, "width of a head", min=16, max=2**10, unit=16)
     attention_scale: float = flag(0.12, "factor on q @ k, to be set with head_dim", min=0.001)
     rope_base: float = flag(1024.0, "base of the rotary frequencies", min=1)
-    lm_head_softcap: float = flag(15.0, "c: logits z become c * tanh(z / c)", min=0.1, max=1000)
+    lm_head_softcap: float = flag(15.0, "c: logits z become c + c * tanh(z / c)", min=0.1, max=1000)
     use_fp8: bool = flag(True, "train the head in FP8 where the GPU can, with dtype bfloat16")
     window_start: int = flag(128, "long window at first, in tokens", min=BLOCK, unit=BLOCK)
     window_end: int = flag(1792, "long window at the end, in tokens", min=BLOCK, unit=BLOCK)
@@ -164,8 +164,8 @@ def tokens_seen(step: int, hp: Hyperparameters) -> int:
 def window_tokens(step: int, hp: Hyperparameters) -> int:
     """The long window in tokens. It grows linearly from zero, but is never below window_start. If
     you change the schedule, return whole blocks: the masks would round anything else down."""
-    # As in the record, `grown` ends half a block below window_end. While it grows by one block, the
-    # rounded window stays the same. For the last window, it grows by only half a block.
+    # As in the record, `grown` ends half a block below window_end. So the last window is used for
+    # half as many steps as the one before it.
     grown = (hp.window_end - BLOCK / 2) * step / max(1, hp.num_iterations)
     return max(hp.window_start, math.ceil(grown / BLOCK) * BLOCK)
 
@@ -287,9 +287,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
 # of 2^9, weights up to 0.875 fit. Training clamps larger ones; validation, which is not in FP8,
 # does not. The gradient of the mean loss of T tokens with respect to a capped logit is (p - 1) / T
 # for the target and p / T for any other token, where p is the token's probability. So its size is
-# at most 1 / T. The gradient with respect to the logit before the cap is no larger, because the
-# slope of the cap is at most 1. Times 2^19, that is at most 11 at T = 49152, far below 57344. But
-# most gradients are much smaller than 1 / T, and a smaller factor would round more of them to zero.
+# at most 1 / T. The slope of the cap is at most 1, so the gradient with respect to the logit before
+# the cap is at most 1 / T too. Times 2^19, it is at most 11 at T = 49152, far below 57344. But most
+# gradients are much smaller than 1 / T, and a smaller factor would round more of them to zero.
 # (train_step divides the loss by micro_batches. To make up for that, GPT multiplies this third
 # factor by micro_batches.)
 # Choose other factors for another layer, for a head that is tied to the embedding (its weights
@@ -303,7 +303,7 @@ def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 def fp8_matmul(a: Tensor, b: Tensor, divisor: float, dtype: torch.dtype, fast: bool) -> Tensor:
     """a @ b.T / divisor in dtype, for contiguous FP8 matrices. `fast` sums with less precision."""
-    # _scaled_mm multiplies by a factor for each matrix: here by 1 for a, and 1 / divisor for b.
+    # _scaled_mm takes a factor for each matrix. Only the product of the two matters, so a gets 1.
     one = torch.full((), 1.0, device=a.device)
     inverse = torch.full((), 1 / divisor, device=a.device)
     return torch._scaled_mm(a, b.T, one, inverse, out_dtype=dtype, use_fast_accum=fast)
@@ -399,9 +399,10 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.hp = hp
         self.rotary = rotary
-        # Muon orthogonalizes each matrix of this stack by itself. All must have one shape, so each
-        # makes kv_heads heads: the queries get num_heads / kv_heads matrices, keys and values one
-        # each. With 6 heads and 3 kv heads, these are q, q, k, v; with 6 and 6, q, k, v.
+        # One stack holds the matrices of queries, keys and values, and Muon orthogonalizes each of
+        # them by itself. All have the shape of the key matrix, which makes kv_heads heads, so the
+        # queries take num_heads / kv_heads matrices. With 6 heads and 3 kv heads, the stack is
+        # q, q, k, v; with 6 and 6, it is q, k, v.
         parts = hp.num_heads // hp.kv_heads + 2
         self.qkv = nn.Parameter(torch.empty(parts, hp.kv_heads * hp.head_dim, hp.model_dim))
         self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim, zero=True)
@@ -530,8 +531,9 @@ def draw_weights(model: nn.Module, seed: int):
     This overwrites what a constructor drew. So initialize parameters in the reset_parameters of the
     module that owns them; what a parent sets in its children is lost, because they are drawn after
     it. Parameters that no reset_parameters sets keep the values of their constructors. If two
-    modules share a weight, as with a tied head, only the first of them draws it. (But if the second
-    also has a parameter of its own, it is reset too, and draws the shared weight again.)"""
+    modules share a weight, as with a tied head, only the first of them draws it. (If the second
+    also owns a weight that is not shared, its reset_parameters runs as well, and overwrites the
+    shared weight.)"""
     drawn = set()
     for name, module in model.named_modules():
         undrawn = set(module.parameters(recurse=False)) - drawn
@@ -616,10 +618,10 @@ class Optimizer:
         summed gradient  its own rows, in update()
         parameter        all rows; Adam changes its own in update(), and gets others' in finish()
         state            tensors for all rows, of which only its own are up to date
-    Muon divides a stack of parameters, so its "rows" are whole parameters. Adam divides a matrix,
-    so a sum of squares in update() covers only this process's rows. Add up these parts by
-    world.all_reduce(x).result(). Do not do that for a tensor that is not divided (see
-    World.is_divided), because every process has all of its sum already.
+    Muon divides a stack of parameters, so in the table its rows are whole parameters. Adam divides
+    each matrix. So if Adam's update() needs a sum over a whole matrix, such as a sum of squares,
+    sum the process's own rows, then add up the processes by world.all_reduce(x).result(). Do this
+    only if world.is_divided(p). Otherwise every process has the whole sum already.
 
     What an optimizer remembers from step to step belongs in `state`, under a name, and is created
     in the constructor. Anything kept elsewhere is neither saved nor reset after the warmup.
@@ -674,6 +676,7 @@ class Adam(Optimizer):
         # also shrink vectors and scalars.) The kernel corrects the bias of its averages by the
         # number of updates so far, this one included. An Adam that skips steps must pass a smaller
         # number than step + 1.
+        # The kernel only reads the number, so one tensor serves all parameters.
         steps = [torch.full((), step + 1.0, device=self.world.device)] * len(local)
         torch._fused_adamw_(local, gradients, means, mean_squares, [], steps,
                             lr=self.lr(step), beta1=self.hp.adam_beta1, beta2=self.hp.adam_beta2,
@@ -839,9 +842,9 @@ def read_tokens(path: str, start: int, count: int, vocab_size: int) -> Tensor:
 
 def step_starts(shards: list[Shard], hp: Hyperparameters) -> Iterator[tuple[Shard, int]]:
     """Yields (shard, start) for each step, as long as the data last: the step reads the shard from
-    token `start` on. What is too short for a step at a shard's end is left out. Each further pass
-    over the shards begins one block later than the pass before it, so that it cuts the text at
-    other places. When these shifts add up to a whole sequence, the next pass begins at 0 again.
+    token `start` on. What is too short for a step at a shard's end is left out. In each further
+    pass, every shard is read from one block later on than in the pass before, so that the text is
+    cut at other places. When the shift reaches a whole sequence, it starts at 0 again.
 
     Every process runs this by itself, and a resumed run repeats it from the start. So an order of
     your own must depend on the arguments alone: shuffle a copy, by a generator that hp.seed seeds.
@@ -870,7 +873,7 @@ def train_batches(shards: list[Shard], hp: Hyperparameters, world: World, first_
 
 def load_validation(shards: list[Shard], hp: Hyperparameters, world: World) -> list:
     """This process's validation sequences, (inputs_T int32, targets_T int64) each. Together, the
-    processes predict val_tokens tokens once each, from the second token of the data on. The last
+    processes predict val_tokens tokens, every token once, from the second of the data on. The last
     sequence is filled up with targets of -1, which no loss counts."""
     stream = torch.cat([read_tokens(s.path, 0, s.tokens, hp.vocab_size) for s in shards]).int()
     require((stream == hp.vocab_size - 1).any(), f"no text in --val_files begins with the token "
@@ -888,10 +891,13 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
     it only launches work: the host waits neither for the device nor for other processes.
 
     The sums of the gradients over the processes exist only in update(), as its variable
-    `gradients`. Clip them there, not before: Muon copies p.grad in begin(). (This clips each
-    optimizer by itself. A norm over all of them needs a phase of its own after begin().) An
-    optimizer that acts on some steps only must skip all three phases at the others. The gradients
-    of these steps are lost, because zero_grad clears them."""
+    `gradients`, so clip them there. Before begin(), p.grad holds the sum over this process's
+    micro-batches only. After begin(), it is too late to change p.grad, because Muon has copied it.
+    (Clipping in update() treats each optimizer by itself. A norm over all optimizers needs a phase
+    of its own after begin().)
+
+    An optimizer that acts on some steps only must skip all three phases at the others. The
+    gradients of these steps are lost, because zero_grad clears them."""
     window = window_tensor(step, hp, world.device)
     local_loss = torch.zeros((), dtype=torch.float64, device=world.device)
     for inputs_T, targets_T in batches:
@@ -1262,7 +1268,7 @@ class StepClock:
 
     def start(self):
         self.synchronize()
-        self.started = time.perf_counter() - self.seconds
+        self.started = time.perf_counter() - self.seconds  # as if there had been no pauses
 
     def stop(self):
         self.synchronize()
@@ -1348,14 +1354,13 @@ def main(argv: list[str]):
     elif world.size > 1:
         plan = connect(plan, script, world)
     # The log and the checkpoints have these settings. To compute a setting from others, do so in
-    # `prepare`. A resumed run computes it again from the saved result, so make sure that doing it
-    # twice gives the same as doing it once.
+    # `prepare`. A resumed run calls `prepare` on the settings that were saved, so the computation
+    # must be idempotent.
     hp = plan.hp
     cuda = world.device.type == "cuda"
 
-    # What to train
-    # draw_weights seeds each reset_parameters. This seed is for constructors that draw by
-    # themselves, such as by torch.randn; all processes draw the same.
+    # What to train. All processes draw the same weights. draw_weights seeds each reset_parameters
+    # by itself; the seed below is for constructors that draw, such as by torch.randn.
     torch.manual_seed(hp.seed)
     # To debug on a GPU without the compiler, set TORCH_COMPILE_DISABLE=1. Attention is then that of
     # a CPU, because FlexAttention would ignore the lists of blocks.
@@ -1443,8 +1448,8 @@ if __name__ == "__main__":
         main(sys.argv[1:])
     except Exception as e:
         if os.environ.get("RANK", "0") != "0":
-            # If the first process has failed too, torchrun ends this one meanwhile, so that one
-            # error is shown in place of eight.
+            # Usually the first process fails with the same error. While this one sleeps, torchrun
+            # then ends it, so that the console shows the error once instead of eight times.
             time.sleep(3)
         if not isinstance(e, UserError):
             sys.excepthook(*sys.exc_info())
