@@ -95,10 +95,10 @@ class Hyperparameters:
     val_loss_every: int = flag(125, "steps between validations, besides those at saves and the end")
     # Data. A step trains on micro_batches * train_seq_len tokens, whatever the number of processes.
     # To fit a smaller memory, lower train_seq_len and raise micro_batches, so that their product
-    # stays the same; a resumed run may do that too. But do not let either depend on the step:
-    # step_starts, train_step and the head's FP8 factor take both as constants of the run. Compare
-    # losses only between equal val_seq_len and val_tokens. The token vocab_size - 1 must begin each
-    # document; only its presence in validation data is checked.
+    # stays the same. But do not let either depend on the step: step_starts, train_step and the
+    # head's FP8 factor use one value for all steps. Compare losses only between equal val_seq_len
+    # and val_tokens. The token vocab_size - 1 must begin each document; only its presence in
+    # validation data is checked.
     train_files: str = flag("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
     val_files: str = flag("data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
     vocab_size: int = flag(50257, "vocabulary; its last token begins a document", min=2, max=65536)
@@ -116,7 +116,7 @@ class Hyperparameters:
     num_heads: int = flag(6, "query heads; any number, whatever model_dim", min=1, max=2**10)
     num_kv_heads: int = flag(0, "number of key and value heads; 0 stands for num_heads")
     head_dim: int = flag(128, "width of a head", min=16, max=2**10, unit=16)
-    attention_scale: float = flag(0.12, "factor on q @ k, to be set with head_dim", min=0.001)
+    attention_scale: float = flag(0.12, "factor on q @ k; a new head_dim needs another", min=0.001)
     rope_base: float = flag(1024.0, "base of the rotary frequencies", min=1)
     lm_head_softcap: float = flag(15.0, "c: logits z become c + c * tanh(z / c)", min=0.1, max=1000)
     use_fp8: bool = flag(True, "train the head in FP8 where the GPU can, with dtype bfloat16")
@@ -202,7 +202,7 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
 
         query block   key blocks 0 1 2 3
                   0              p . . .     the diagonal is always partial, because it is causal
-                  1              p p . .     in block 1, only the first document's tokens see 0
+                  1              p p . .     only its tokens of the first document see block 0
                   2              . p p .     block 0 is wholly of the first document
                   3              . p f p     block 1 is of both documents, block 2 of the second
     """
@@ -217,7 +217,7 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     # the query's block, even if `sees` allows them.
     block_N = torch.arange(len(tokens_T) // BLOCK, dtype=torch.int32, device=tokens_T.device)
     distance_NN = block_N[:, None] - block_N
-    first_doc_N = document_T[::BLOCK]  # that of each block's first token
+    first_doc_N = document_T[::BLOCK]  # the document number of each block's first token
     last_doc_N = document_T[BLOCK - 1::BLOCK]
     # The maps are [query block, key block], without the window yet. Document numbers never fall
     # from one token to the next. So for a query block that comes after the key block:
@@ -531,9 +531,7 @@ def draw_weights(model: nn.Module, seed: int):
     This overwrites what a constructor drew. So initialize parameters in the reset_parameters of the
     module that owns them; what a parent sets in its children is lost, because they are drawn after
     it. Parameters that no reset_parameters sets keep the values of their constructors. If two
-    modules share a weight, as with a tied head, only the first of them draws it. (If the second
-    also owns a weight that is not shared, its reset_parameters runs as well, and overwrites the
-    shared weight.)"""
+    modules share a weight, as with a tied head, only the first of them draws it."""
     drawn = set()
     for name, module in model.named_modules():
         undrawn = set(module.parameters(recurse=False)) - drawn
@@ -551,8 +549,8 @@ if not hasattr(dist, "all_gather_single"):
     dist.reduce_scatter_single = dist.reduce_scatter_tensor
 
 class Exchange(NamedTuple):
-    """A tensor that is on its way between processes, until `result` has waited for it. On GPUs only
-    the GPU's stream waits, and the host goes on."""
+    """A tensor that is still being sent or received. Call `result` before you use it. On GPUs, this
+    makes the GPU's stream wait, not the host."""
     tensor: Tensor
     work: "dist.Work | None" = None  # None where there is nothing to wait for
 
@@ -618,8 +616,8 @@ class Optimizer:
         summed gradient  its own rows, in update()
         parameter        all rows; Adam changes its own in update(), and gets others' in finish()
         state            tensors for all rows, of which only its own are up to date
-    Muon divides a stack of parameters, so in the table its rows are whole parameters. Adam divides
-    each matrix. So if Adam's update() needs a sum over a whole matrix, such as a sum of squares,
+    For Muon, read "row" in this table as one whole parameter, because it divides a stack of them.
+    Adam divides each matrix. So if Adam's update() needs a sum over a whole matrix, as for a norm,
     sum the process's own rows, then add up the processes by world.all_reduce(x).result(). Do this
     only if world.is_divided(p). Otherwise every process has the whole sum already.
 
@@ -842,9 +840,9 @@ def read_tokens(path: str, start: int, count: int, vocab_size: int) -> Tensor:
 
 def step_starts(shards: list[Shard], hp: Hyperparameters) -> Iterator[tuple[Shard, int]]:
     """Yields (shard, start) for each step, as long as the data last: the step reads the shard from
-    token `start` on. What is too short for a step at a shard's end is left out. In each further
-    pass, every shard is read from one block later on than in the pass before, so that the text is
-    cut at other places. When the shift reaches a whole sequence, it starts at 0 again.
+    token `start` on. What is too short for a step at a shard's end is left out. Each further pass
+    begins every shard one block later than the pass before, so that the text is cut at other
+    places. When the shift reaches a whole sequence, it starts at 0 again.
 
     Every process runs this by itself, and a resumed run repeats it from the start. So an order of
     your own must depend on the arguments alone: shuffle a copy, by a generator that hp.seed seeds.
@@ -1160,8 +1158,8 @@ def prepare(hp: Hyperparameters, command, script: str, world: World, saved: dict
     if saved:
         plan = replace(plan, step=saved["step"], seconds=saved["seconds"])
         require(plan.step <= hp.num_iterations, f"the run has done {plan.step} steps already")
-        require(plan.data_read(plan.step) == saved["data_read"], "--resume: keep the shards read "
-                "and micro_batches * train_seq_len; new shards may follow those that were read")
+        require(plan.data_read(plan.step) == saved["data_read"], "--resume: keep the steps' tokens "
+                "(micro_batches, train_seq_len) and the shards read; new shards may follow them")
     return plan
 
 # ---- Log and clock
@@ -1305,8 +1303,8 @@ def save_checkpoint(step: int, seconds: float, model, optimizers, plan: Plan, lo
     """Saves all that a run needs to continue, on any number of processes, and returns whether that
     worked. If the disk fails, the run goes on; if `warn` is true, a line says why.
 
-    The file is written under the name `unfinished` and renamed when it is complete. So a file with
-    a checkpoint's name is complete, or, after a power failure, has a wrong checksum. The two
+    The file is written under the name `unfinished` and renamed when it is complete. A power failure
+    can still damage it. Then its checksum is wrong, and read_checkpoint refuses it. The two
     newest are kept. If a run is killed while it saves, `unfinished` stays; you may delete it. All
     processes take part; the first one writes, while the others wait for it in the next step (see
     TIMEOUT)."""

@@ -340,7 +340,7 @@ def test_data_may_be_added_but_what_was_read_must_stay(tmp_path, shards):
 
     def is_refused(*flags):
         before = contents(tmp_path)
-        with refused("keep the shards read"):
+        with refused("keep the steps' tokens"):
             train(train_gpt, f"--resume={checkpoint}", *flags)
         assert contents(tmp_path) == before
 
