@@ -938,7 +938,7 @@ class Muon(Optimizer):
         self.gradients = torch.zeros(shape, dtype=getattr(torch, hp.dtype), device=world.device)
         self.updates = torch.zeros_like(self.gradients)
         self.state["momentum"] = torch.zeros(shape, device=world.device)
-        self.orthogonalize = newton_schulz if world.device.type == "cpu" else torch.compile(
+        self.orthogonalize = newton_schulz if world.device.type != "cuda" else torch.compile(
             newton_schulz, dynamic=False, fullgraph=True)
 
     def begin(self):
