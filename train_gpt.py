@@ -1406,8 +1406,7 @@ def main(argv: list[str]):
             save_due = step > 0 and hp.save_every > 0 and (last or step % hp.save_every == 0)
             val_due = hp.val_loss_every > 0 and step % hp.val_loss_every == 0
             # A save is preceded by a validation, which ends the run if the loss is not finite, so
-            # that such weights are never saved. With the same flags, a resumed run repeats the
-            # validation of the step that was saved.
+            # that such weights are never saved.
             if last or save_due or val_due:
                 for entry in clock.read_losses(keep=0):
                     log.write_loss("train_loss", *entry)
@@ -1415,8 +1414,6 @@ def main(argv: list[str]):
                 val_loss = evaluate(model, val_sequences, step, hp, world)
                 log.write_loss("val_loss", step, val_loss, clock.seconds)
                 if save_due and step > plan.step:  # the step that it resumed from is saved already
-                    # If saves keep failing, only the first failure and that at the last step are
-                    # reported.
                     save_worked = save_checkpoint(step, clock.seconds, model, optimizers, plan, log,
                                                   warn=save_worked or last)
                 clock.start()
