@@ -30,10 +30,6 @@ verdict of compare.py (verdict.txt), the same for programs (verdict.json), a pic
 what was changed (NAME.patch). race.html is a page for a browser, which is written after every run
 and reloads itself meanwhile. Each candidate gets a line in records/ideas.csv (see ideas.py).
 
-With --predict, the race ends with what it may be worth in a full run on eight H100: the steps that
-it saves, and the time of a step, which predict.py computes from the scripts as they are, without
-flags.
-
 Flags go to all sides as they are, those in --only_ours to the candidates alone, and those in one
 word with a script to that one. --seed=N makes N the first seed (default 1), --records=FOLDER moves
 the race, and --target=LOSS is a loss to reach, which the verdict then judges with the time to it.
@@ -47,10 +43,7 @@ No checkpoint is saved unless --save_every asks for it.
     95 % with --repeat), E or p (the other one is null), adjusted (p or 1 / E, by Holm's method for
     the number of candidates)
   steps_later (than the baseline to its loss, by its own curve; below 0 if earlier), steps_interval,
-    steps_error (standard error), baseline_steps
-  predicted (null without --predict): ms and baseline_ms (of a step on 8 H100), ratio, uncertainty
-    (of the ratio), time (of a full run, as a part of the baseline's), p (that it is not shorter,
-    or not longer, if both errors are normal); or error: why it cannot be predicted
+    baseline_steps
   seconds, tokens, parameters, and the baseline's: baseline_seconds and so on; null if it never ran
 Exit status: 0 if a candidate is to be kept, else 4 if one is undecided, else 3; 2 if none could be
 raced, or the command is wrong.
@@ -77,7 +70,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = ROOT / "records" / "launch.py"
 HONESTY = ROOT / "records" / "honesty.py"
 sys.path.insert(0, str(ROOT))
-from records import compare, ideas, logs, predict, stats
+from records import compare, ideas, logs, stats
 
 with logs.installed():
     from tqdm import tqdm
@@ -113,7 +106,6 @@ class Race:
     target: float | None
     allow_dishonest: bool
     as_json: bool
-    predict: bool
 
     @property
     def racers(self):
@@ -156,7 +148,6 @@ def parse(arguments) -> Race:
     parser.add_argument("--target", type=number, help="a validation loss to reach")
     parser.add_argument("--dishonest", action="store_true", help="race a script that fails the "
                         "check of its honesty all the same")
-    parser.add_argument("--predict", action="store_true", help="say what a full run may gain")
     parser.add_argument("--json", action="store_true", help="print verdict.json alone")
     options, words = parser.parse_known_args(arguments)
     scripts = [word for word in words if re.match(r"[^-]\S*\.py(\s|$)", word)]
@@ -187,8 +178,7 @@ def parse(arguments) -> Race:
     require(not twice, f"two candidates are called {twice[:1]}: give their files other names")
     folder = Path(options.records, f"race_{options.name or names[0]}")
     return Race(folder, candidates, baseline, options.seed, options.repeat, options.most,
-                options.level, options.worth, options.target, options.dishonest, options.json,
-                options.predict)
+                options.level, options.worth, options.target, options.dishonest, options.json)
 
 def split(text, what):
     try:
@@ -484,10 +474,8 @@ def verdict_of(race: Race, one: Racer, side, baseline, found) -> dict:
             known = [getattr(run, key) for run in runs.used] if runs else []
             values[prefix + key] = mean(known) if known and None not in known else None
     steps = found["paired"]["steps"] if found else {}
-    pairs = len(found["paired"]["seeds"]) if found else 0
-    error = steps["sd"] / math.sqrt(pairs) if steps.get("sd") is not None else None
     values |= {"steps_later": steps.get("difference"), "steps_interval": steps.get("interval"),
-               "steps_error": error, "baseline_steps": baseline.used[0].steps if found else None}
+               "baseline_steps": baseline.used[0].steps if found else None}
     decision = found["decision"] if found else "undecided"
     if one.problem:
         decision = "dishonest" if one.dishonest and not race.allow_dishonest else "broken"
@@ -496,24 +484,7 @@ def verdict_of(race: Race, one: Racer, side, baseline, found) -> dict:
             "keep": decision == "better" and not one.dishonest and equal,
             "honest": not one.dishonest, "pairs": len(pairs_of(race, one)),
             "why": one.problem or one.dishonest or (found["verdict"] if found else "no pair"),
-            "patch": hashlib.sha256(patch_of(race, one).encode()).hexdigest(),
-            "predicted": None, **values}
-
-def predict_full_runs(race: Race, rows: list[dict]) -> list[str]:
-    """Adds to each candidate's object what is predicted for a full run; the sentences about it."""
-    say("predicting a step on 8 H100, about a minute for each script")
-    scripts = list(dict.fromkeys(racer.script for racer in [race.baseline, *race.candidates]))
-    try:
-        notes = dict(zip(scripts, predict.notes_of(scripts)))
-    except UserError as error:
-        for row in rows:
-            row["predicted"] = {"error": str(error)}
-        return [f"No full run is predicted: {error}."]
-    sentences = []
-    for one, row in zip(race.candidates, rows):
-        row["predicted"] = predict.full_run(notes[one.script], notes[race.baseline.script], row)
-        sentences.append(f"{one.name}: {predict.about_full_run(row)}")
-    return sentences
+            "patch": hashlib.sha256(patch_of(race, one).encode()).hexdigest(), **values}
 
 def conclude(race: Race):
     """Write the verdicts for programs."""
@@ -523,11 +494,9 @@ def conclude(race: Race):
         i = compared.index(one) if one in compared else None
         parts = (None, None) if i is None else (sides[i], found[i])
         rows.append(verdict_of(race, one, parts[0], baseline, parts[1]))
-    write_verdicts(race, rows)
+    path = race.folder / "verdict.json"
+    path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     return rows, sides, baseline, found
-
-def write_verdicts(race: Race, rows: list[dict]):
-    (race.folder / "verdict.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
 def show(race: Race, sides, baseline, comparisons, alive: bool):
     """Write race.html, from the first pair on. With --repeat it has no p-value before the end."""
@@ -548,9 +517,6 @@ def finish(race: Race) -> int:
             compare.report(sides, [baseline], found, race.target)
         notes = [racer.problem or racer.dishonest for racer in race.racers]
         verdict = "".join(f"{note}\n" for note in notes if note) + out.getvalue()
-        if race.predict:
-            verdict += "".join(f"{line}\n" for line in predict_full_runs(race, rows))
-            write_verdicts(race, rows)
         print(f"\n{verdict}", end="", flush=True)
         (race.folder / "verdict.txt").write_text(verdict, encoding="utf-8")
         pairs = compare.pairs_of(sides[0], baseline) if len(sides) == 1 else ()
@@ -577,8 +543,6 @@ def main(arguments=None) -> int:
     return status
 
 def hold(race: Race) -> int:
-    if race.predict:
-        predict.require_compiler()
     names = ", ".join(one.name for one in race.candidates)
     pairs = f"{race.repeat} pairs" if race.repeat else f"at most {race.most} pairs"
     say(f"{names} against {race.baseline.name}: {pairs} of runs, from seed {race.first_seed} on, "

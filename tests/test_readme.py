@@ -24,7 +24,7 @@ from test_data_vocab import write_vocabulary
 
 import train_gpt
 from data import vocab
-from records import ablate, launch, logs, predict, race, results_table
+from records import ablate, launch, logs, race, results_table
 
 FOLDERS = sorted(path.parent for path in ROOT.glob("records/*/README.md"))
 PAGES = [ROOT / "README.md", *sorted(path for pattern in ("*/*.md", "records/*/README.md")
@@ -224,8 +224,8 @@ def test_a_new_optimizer(copy, text):
 def started(script: str) -> list[list[str]]:
     """The words of each program that a shell script starts, as the shell sees them."""
     shell = "set -fu\n"  # f: patterns stay as they are
-    for name in ("./run.sh", "python", "torchrun", "tests/gpu_lease.sh",
-                 "tests/torch_versions.sh", "cp", "cd", "git", "diff", "patch"):
+    for name in ("./run.sh", "python", "torchrun", "tests/torch_versions.sh", "cp", "cd", "git",
+                 "diff", "patch"):
         shell += f"{name}() {{ printf '%s\\n' '{name}' \"$@\" ''; }}\n"
     done = subprocess.run(["bash", "-c", shell + script], capture_output=True, text=True,
                           check=True)
@@ -255,9 +255,6 @@ def training(words: list[str]) -> tuple[str, list[str]] | None:
         there = next(filter(Path.exists, [ROOT / script, ROOT / "train_gpt.py"]))
         racer = race.parse([str(there), *flags]).candidates[0]
         return os.path.relpath(racer.script, ROOT), launch.split_words(racer.flags)[1]
-    if words[:2] == ["./run.sh", "predict"]:
-        options, flags = predict.parse(words[2:])
-        return options.script, flags
     if words[0] == "./run.sh" and words[1:2] not in (["test"], ["ideas"]):
         own = ("--repeat=", "--text=", "--help")
         return launch.split_words([word for word in words[1:] if not word.startswith(own)])
@@ -310,7 +307,7 @@ def test_links_and_files_exist(page):
         target = (folder / path).resolve() if path else ROOT / page
         assert target.exists(), link
         assert not anchor or anchor in headings(target.read_text(encoding="utf-8")), link
-    made = {"record.txt", "my_record.py", "my_optimizer.py", "neither.py",
+    made = {"my_record.py", "my_optimizer.py", "neither.py",
             "<topic>", "race_my_record", "fineweb10B", "my_text"}
     for path in re.findall(r"`([\w./<>-]+(?:\.py|\.sh|\.md|\.txt|/))`", TEXTS[page]):
         found = any((where / path).exists() for where in (ROOT, ROOT / "records", folder))
@@ -324,7 +321,7 @@ def test_the_machines_that_are_named_train():
     for hardware, command, _ in rows:
         _, flags = training(started(command.strip("`"))[0])
         hp, _ = train_gpt.parse_flags(flags or ["--preset=speedrun"])
-        for ranks in re.findall(r"\d+(?= or| GPUs| H100)", hardware) or ["1"]:
+        for ranks in re.findall(r"\d+(?= or| GPUs)", hardware) or ["1"]:
             train_gpt.check_settings(hp, int(ranks))
 
 

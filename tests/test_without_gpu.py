@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import run_helper, write_shard
-from records.fake_mode import mode_of
+from helpers.fake_mode import mode_of
 from test_interpreted import why_not
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._functorch._aot_autograd.autograd_cache import check_cacheable

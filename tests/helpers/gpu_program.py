@@ -16,8 +16,8 @@ os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # whose keys cannot tell
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # so that kernels are compiled in this process
 import torch
 from functorch.compile import make_boxed_func
-from records.fake_gpu import GPUS, compile_as_cuda, gpu_program, pretend, sources
-from records.memory_plan import estimated_peaks, kept_bytes
+from helpers.fake_gpu import GPUS, compile_as_cuda, gpu_program, pretend, sources
+from helpers.memory_plan import estimated_peaks, kept_bytes
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._subclasses.fake_tensor import FakeTensorMode
 

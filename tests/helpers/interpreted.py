@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from records.fake_gpu import gpu_program, graphs, pretend, sources
+from helpers.fake_gpu import gpu_program, graphs, pretend, sources
 from torch._inductor.runtime import triton_helpers
 from torch._inductor.runtime.hints import TRITON_MAX_BLOCK
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner

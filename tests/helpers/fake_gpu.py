@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import torch
 import triton
-from records.fake_mode import mode_of
+from helpers.fake_mode import mode_of
 from torch._dynamo.device_interface import CudaInterface
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.runtime import triton_helpers
