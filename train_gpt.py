@@ -561,7 +561,7 @@ class Adam(Optimizer):
     def __init__(self, params, hp, world, lr, betas=None, eps=None, weight_decay=0.0):
         super().__init__(params, hp, world, lr, weight_decay)
         self.betas = betas or (hp.adam_beta1, hp.adam_beta2)
-        self.eps = eps or hp.adam_eps
+        self.eps = hp.adam_eps if eps is None else eps
         self.state["mean"] = [torch.zeros_like(p) for p in params.values()]
         self.state["mean_square"] = [torch.zeros_like(p) for p in params.values()]
 

@@ -106,7 +106,7 @@ def test_adam_is_torchs(dtype, monkeypatch):
     theirs = [nn.Parameter(value.clone()) for value in values]
     hp = dataclasses.replace(HP, dtype=str(dtype).removeprefix("torch."), adam_beta1=0.8,
                              adam_beta2=0.95, adam_eps=1e-7)
-    own = dict(betas=(0.5, 0.9), eps=0.01, weight_decay=0.5)
+    own = dict(betas=(0.5, 0.9), eps=0.0, weight_decay=0.5)
     table = [Adam({"0": ours[0]}, hp, ALONE, lr=0.1),
              Adam({"1": ours[1], "2": ours[2]}, hp, ALONE, lr=0.02, **own)]
     groups = [dict(params=theirs[:1], lr=0.1, betas=(0.8, 0.95), eps=1e-7, weight_decay=0.0),
