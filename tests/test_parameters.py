@@ -1,5 +1,5 @@
-"""The table PARAMETERS: what each parameter starts from, which optimizer trains it and how fast, and
-what is refused."""
+"""The table PARAMETERS: what each parameter starts from, which optimizer trains it and how fast,
+and what is refused."""
 
 import dataclasses
 
@@ -223,7 +223,7 @@ def tweaked(folder, row, own, use="", frozen=()):
     freeze = "".join(f"    model.get_parameter({name!r}).requires_grad_(False)\n"
                      for name in frozen)
     for place, new in (
-            ("        self.skip_weights = ", f"        self.own = {own}\n        self.skip_weights = "),
+            ("        self.skip_weights", f"        self.own = {own}\n        self.skip_weights"),
             ("norm(self.embed(tokens_T))\n", f"norm(self.embed(tokens_T)) * ({use or 1})\n"),
             ("    optimizers = build_optimizers(", f"{freeze}    optimizers = build_optimizers("),
             ("PARAMETERS = [\n", f"PARAMETERS = [\n    {row},\n" if row else "PARAMETERS = [\n")):
