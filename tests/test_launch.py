@@ -1,4 +1,4 @@
-"""records/launch.py by its functions, and run.sh in real starts."""
+"""records/tools/launch.py by its functions, and run.sh in real starts."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ from conftest import ROOT, TINY, log_path, losses, train
 import train_gpt
 from data import tokenize_text
 from data.common import UserError
-from records import launch
+from records.tools import launch
 
 ENVIRONMENT = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
@@ -220,7 +220,7 @@ def test_what_cannot_be_used_is_passed_over_in_a_line_each(bare, tmp_path):
         "run.sh: passed over .venv/bin/python: torch 2.8.0+cu128 is older than 2.9.1",
         "run.sh: passed over python3: ImportError: libcudart.so: not there",
         f"run.sh: using {tmp_path}/bin/python (Python 3.10.1, torch 2.10.0a0+git1)",
-        f"{tmp_path}/bin/python -W ignore records/launch.py --seed=1 demo"], done.stderr
+        f"{tmp_path}/bin/python -W ignore records/tools/launch.py --seed=1 demo"], done.stderr
 
 
 def test_an_interpreter_that_is_asked_for_is_never_replaced(tmp_path):
@@ -282,7 +282,7 @@ def test_a_copy_is_checked_trained_on_two_processes_and_sampled_from(tmp_path, s
     assert lines[1] == "run.sh: preset demo: 2 rank(s)"
     assert f"python '{copy}' --check --preset=demo" in lines[2]
     assert f"-m torch.distributed.run --standalone --nproc_per_node=2 '{copy}' --pre" in lines[3]
-    assert (f"records/sample.py {log} '--script={copy}' --tokens=300 --temperature=0.9"
+    assert (f"records/tools/sample.py {log} '--script={copy}' --tokens=300 --temperature=0.9"
             in lines[4])
     trained, sample = done.stdout.split(lines[4])
     assert len(losses(trained)) == 2 and len(sample) > 2

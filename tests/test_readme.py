@@ -24,7 +24,7 @@ from test_data_vocab import write_vocabulary
 
 import train_gpt
 from data import vocab
-from records import ablate, launch, logs, race, results_table
+from records.tools import ablate, launch, logs, race
 
 FOLDERS = sorted(path.parent for path in ROOT.glob("records/*/README.md"))
 PAGES = [ROOT / "README.md", *sorted(path for pattern in ("*/*.md", "records/*/README.md")
@@ -285,7 +285,7 @@ def test_flags_of_the_tools_exist():
              and not words[1].endswith("train_gpt.py")]
     assert len({words[1] for words in tools}) >= 10
     for words in tools:
-        source = (ROOT / words[1]).read_text() + (ROOT / "records" / "sample.py").read_text()
+        source = (ROOT / words[1]).read_text() + (ROOT / "records" / "tools" / "sample.py").read_text()
         for flag in re.findall(r"--(\w[\w-]*)", " ".join(words)):
             known = f'"--{flag}"' in source or words[1].startswith("tests/") and flag in FIELDS
             assert known, f"{words[1]} has no --{flag}"
@@ -418,7 +418,7 @@ def test_the_verdict_that_is_shown_is_that_of_the_logs(page, name):
     sides = sorted({path.parent for path in folder.glob("*/*.log")})
     assert len(sides) == 2
     ours, theirs = sides if sides[0].name != "train_gpt" else sides[::-1]
-    command = [sys.executable, "records/compare.py", str(ours.relative_to(ROOT)), "--vs",
+    command = [sys.executable, "records/tools/compare.py", str(ours.relative_to(ROOT)), "--vs",
                str(theirs.relative_to(ROOT)), "--until_decided=0.01"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert shown.startswith("verdict") and f"{shown}\n" in done.stdout
