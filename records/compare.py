@@ -1,3 +1,4 @@
 import sys
 
-sys.exit(print("error: records/compare.py is now ./run.sh compare", file=sys.stderr) or 2)
+print("error: records/compare.py is now ./run.sh compare", file=sys.stderr)
+sys.exit(2)

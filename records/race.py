@@ -1,3 +1,4 @@
 import sys
 
-sys.exit(print("error: records/race.py is now ./run.sh race", file=sys.stderr) or 2)
+print("error: records/race.py is now ./run.sh race", file=sys.stderr)
+sys.exit(2)

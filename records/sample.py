@@ -1,3 +1,4 @@
 import sys
 
-sys.exit(print("error: records/sample.py is now ./run.sh sample", file=sys.stderr) or 2)
+print("error: records/sample.py is now ./run.sh sample", file=sys.stderr)
+sys.exit(2)

@@ -85,12 +85,12 @@ def ideas_e(differences):
 def test_the_table(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ledger, "ROOT", tmp_path)
     (tmp_path / "records" / "2026-11-25_x").mkdir(parents=True)
-    ledger.main()
+    ledger.main([])
     assert "no idea yet" in capsys.readouterr().out
     ledger.add(tmp_path / "records", "race_x", [row("good", keep=True, decision="better", E=5000.0),
                                                row("bad\x1b", E=0.25)])
     ledger.add(tmp_path / "records" / "2026-11-25_x", "race_y", [row("old", "3", E=None, p=0.5)])
-    ledger.main()
+    ledger.main([])
     header, *rows, _, last = capsys.readouterr().out.splitlines()
     assert header.split() == ledger.SHOWN
     assert {line.split()[2]: line.endswith("yes") for line in rows} == {

@@ -1,7 +1,7 @@
 """Starts training, as run.sh hands it over: makes or fetches the data, chooses the number of
 processes, checks everything, and starts torchrun.
 
-    ./run.sh [SCRIPT.py] [speedrun|demo] [--repeat=N] [--text=PATH] [flags]
+    ./run.sh [train] [SCRIPT.py] [speedrun|demo] [--repeat=N] [--text=PATH] [flags]
 
 Each command that it starts is printed first, and can be given by hand as well. What --check finds
 is one line and status 2. A run that fails later shows what torchrun shows.
@@ -194,8 +194,13 @@ def main(argv=None):
     parser = ArgumentParser(add_help=False)
     parser.add_argument("--repeat", type=int)
     parser.add_argument("--text")
+    parser.add_argument("-h", "--help", action="store_true")
     own, words = parser.parse_known_args(argv)
     path, flags = split_words(words)
+    if own.help:
+        require(os.path.isfile(path), f"{path}: there is no such script")
+        start(path, "--help")
+        return
     if own.text is not None and "--preset=demo" not in flags:
         flags.insert(0, "--preset=demo")
     script = load_script(path)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from records.tools import logs
-from records.tools.load import ROOT, installed, require, run
+from records.tools.load import ROOT, ArgumentParser, installed, require, run
 
 with installed():
     from scipy import stats
@@ -76,7 +76,8 @@ def mark_survivors(rows: list[dict]):
             if value <= RATE / len(kinds) and row["keep"] == "True":
                 row["survives"] = "yes"
 
-def main():
+def main(arguments=None):
+    ArgumentParser(description=__doc__, prog="./run.sh ideas").parse_args(arguments)
     paths = [*sorted(ROOT.glob("records/*/ideas.csv")), ROOT / "records" / "ideas.csv"]
     rows = sorted([row for path in paths for row in read(path)], key=lambda row: row["date"])
     if not rows:
