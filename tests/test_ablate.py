@@ -1,4 +1,4 @@
-"""records/tools/ablate.py: the parts of a change, the copies without them, and the table. The races here
+"""tools/ablate.py: the parts of a change, the copies without them, and the table. The races here
 are of test_race.py's stand-in for the script."""
 
 import json

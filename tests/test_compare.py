@@ -1,4 +1,4 @@
-"""records/tools/compare.py: which runs count, the verdict and its p-value, what is printed, errors."""
+"""tools/compare.py: which runs count, the verdict and its p-value, what is printed, errors."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""records/tools/hellaswag.py: batched scores against one example a forward, the file's format, the
+"""tools/hellaswag.py: batched scores against one example a forward, the file's format, the
 figures, the command line."""
 
 import json

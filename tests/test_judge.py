@@ -1,4 +1,4 @@
-"""records/tools/judge.py: p-values and intervals against closed forms, tables and SciPy, power and
+"""tools/judge.py: p-values and intervals against closed forms, tables and SciPy, power and
 e-values against simulation, and the rules of the field against their own examples."""
 
 import math

@@ -1,4 +1,4 @@
-"""records/tools/launch.py by its functions, and run.sh in real starts."""
+"""tools/launch.py by its functions, and run.sh in real starts."""
 
 import ast
 import graphlib

@@ -1,4 +1,4 @@
-"""records/tools/ledger.py: the ledger of what was raced, and what survives that so much was tried; and
+"""tools/ledger.py: the ledger of what was raced, and what survives that so much was tried; and
 that git takes a race that was moved to a topic."""
 
 import subprocess
@@ -19,7 +19,7 @@ def row(candidate="a", patch="1", **more):
     return usual | more
 
 
-def ledger(folder):
+def rows_in(folder):
     return [(r["race"], r["candidate"], r["patch"], r["pairs"])
             for r in ledger.read(folder / "ideas.csv")]
 
@@ -28,7 +28,7 @@ def test_an_idea_that_goes_on_is_still_one_idea(tmp_path):
     ledger.add(tmp_path, "race_x", [row("a"), row("b, \"c\"\n", interval=[-1.0, 2.5])])
     ledger.add(tmp_path, "race_y", [row("a", pairs=0, E=None, decision="broken", difference=None)])
     ledger.add(tmp_path, "race_x", [row("a", pairs=7), row("a", "2")])
-    assert ledger(tmp_path) == [("race_x", "b, \"c\"\n", "1", "3"), ("race_y", "a", "1", "0"),
+    assert rows_in(tmp_path) == [("race_x", "b, \"c\"\n", "1", "3"), ("race_y", "a", "1", "0"),
                                 ("race_x", "a", "1", "7"), ("race_x", "a", "2", "3")]
     second = ledger.read(tmp_path / "ideas.csv")[0]
     assert (second["low"], second["high"], second["p"]) == ("-1.0", "2.5", "")

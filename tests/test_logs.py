@@ -1,4 +1,4 @@
-"""records/tools/logs.py: log formats, text that is no result, chains of resumed runs."""
+"""tools/logs.py: log formats, text that is no result, chains of resumed runs."""
 
 import hashlib
 import os
@@ -392,7 +392,8 @@ def test_the_script_that_a_log_ran(tmp_path):
         assert done.stdout == source.encode()
     for arguments, words in ((["--source", LOGS / "console_only.log"], "holds no source"),
                              (["--source", tmp_path / "absent.log"], "cannot be read"),
-                             ([tmp_path / "0.log"], "usage: python records/tools/logs.py --source LOG")):
+                             ([tmp_path / "0.log"],
+                              "usage: python records/tools/logs.py --source LOG")):
         done = subprocess.run([sys.executable, ROOT / "records" / "tools" / "logs.py", *arguments],
                               capture_output=True, text=True, check=False)
         assert done.returncode == 1 and words in done.stderr and done.stdout == ""
@@ -405,8 +406,9 @@ def test_the_script_that_a_log_ran(tmp_path):
 def test_a_missing_package_is_one_line(program, package):
     code = ("import runpy, sys; sys.modules[sys.argv[1]] = None; "
             "runpy.run_path(sys.argv[2], run_name='__main__')")
-    done = subprocess.run([sys.executable, "-c", code, package, ROOT / "records" / "tools" / f"{program}.py"],
-                          capture_output=True, text=True, check=False)
+    path = ROOT / "records" / "tools" / f"{program}.py"
+    done = subprocess.run([sys.executable, "-c", code, package, path], capture_output=True,
+                          text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (f"error: {package} is not installed here: start the program by "
                            "./run.sh, or install the packages of requirements.txt\n")

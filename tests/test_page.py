@@ -1,4 +1,4 @@
-"""records/tools/page.py: its figures are those of --json, hostile logs, and what it does in a browser."""
+"""tools/page.py: its figures are those of --json, hostile logs, and what it does in a browser."""
 
 import base64
 import gzip

@@ -1,4 +1,4 @@
-"""records/tools/plot.py: what the curves are, read back from matplotlib's own objects."""
+"""tools/plot.py: what the curves are, read back from matplotlib's own objects."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""records/tools/race.py: what it starts, in which order, what it counts, and how it goes on. Most races
+"""tools/race.py: what it starts, in which order, what it counts, and how it goes on. Most races
 here are of a stand-in for the script, which writes logs of the same form in no time."""
 
 import json

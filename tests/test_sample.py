@@ -1,4 +1,4 @@
-"""records/tools/sample.py: text of saved runs as bytes, as GPT-2's tokens and as token numbers; which run
+"""tools/sample.py: text of saved runs as bytes, as GPT-2's tokens and as token numbers; which run
 and which script; the command line and its errors."""
 
 import dataclasses
