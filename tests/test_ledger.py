@@ -104,7 +104,7 @@ def test_git_takes_a_race_that_was_moved_and_ignores_one_that_was_not(tmp_path):
     kept = ["verdict.txt", "verdict.json", "race.json", "race.png", "a.patch", "README.md",
             "a/1.log", "train_gpt/2.log"]
     for folder in ("gelu", "race_gelu", "ablate_a"):
-        for name in [*kept, "a/1/step00000010.pt", "one_step/x"]:
+        for name in [*kept, "a/1/step00000010.pt", "race.html"]:
             path = tmp_path / "records" / folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()

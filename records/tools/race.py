@@ -506,7 +506,7 @@ def show(race: Race, sides, baseline, comparisons, alive: bool):
 
 def finish(race: Race) -> int:
     """The verdict, the picture and the changes; returns the exit status."""
-    rows, sides, baseline, found = judged(race)
+    rows, sides, baseline, found = conclude(race)
     for one in race.candidates:
         path = race.folder / f"{one.name}.patch"
         path.write_text(patch_of(race, one), encoding="utf-8")
@@ -553,8 +553,8 @@ def hold(race: Race) -> int:
         print()
         say(f"{sum(len(racer.runs) for racer in race.racers)} runs are done; the same command goes "
             "on from there")
-        rows, *judged = conclude(race)
-        show(race, *judged, alive=False)
+        rows, *shown = conclude(race)
+        show(race, *shown, alive=False)
         ledger.add(race.folder.parent, race.folder.name, rows)
         raise
     return finish(race)
