@@ -66,7 +66,7 @@ def run_sample(capsys, monkeypatch):
     def run(*args, program=sample):
         """stdout, stderr and status of the program with these arguments."""
         monkeypatch.setattr(sys, "argv", ["program", *map(str, args), "--device=cpu"])
-        monkeypatch.setattr(sample.common, "run", status_of)
+        monkeypatch.setattr(sample, "run", status_of)
         capsys.readouterr()
         status = sample.start(program.main)
         out, err = capsys.readouterr()
