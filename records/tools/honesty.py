@@ -1,6 +1,6 @@
 """Is a copy of train_gpt.py honest? Says so in seconds, on a CPU, with a tiny model in float32:
 
-    python records/honesty.py my_record.py [speedrun|demo] [--setting=value ...]
+    ./run.sh honest my_record.py [speedrun|demo] [--setting=value ...]
 
 Honest means that its validation loss is what the verdict of a race takes it for:
 
@@ -26,18 +26,17 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from records import logs
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from records.tools.load import ROOT, UserError, installed, require, run
 
-with logs.installed():
+with installed():
     import numpy as np
     import torch
     import torch.nn.functional as F
 
-    from data.common import UserError, require, run, shard_header
-    from records.launch import split_words
-    from records.sample import load_script, one_line
+    from data.common import shard_header
+    from records.tools.launch import split_words
+    from records.tools.sample import checked_script, one_line
 
 SEQ_LEN = 512
 STEPS = 16
@@ -85,7 +84,7 @@ class Trial:
             (folder / f"{name}.bin").write_bytes(data)
         self.path = path
         self.files = [f"--{name}_files={folder}/{name}.bin" for name in ("train", "val")]
-        self.script = load_script(path)
+        self.script = checked_script(path)
         self.flags = ["--preset=demo", *flags, *SIZES, *self.files]
         if hasattr(self.script.Hyperparameters, "adam_eps"):
             # With the 1e-10 of `speedrun`, a gradient that is a mere rounding error makes a
@@ -350,7 +349,7 @@ def main():
         print(__doc__)
         return
     path, flags = split_words(words)
-    require(path in words, "name the script first: python records/honesty.py my_record.py "
+    require(path in words, "name the script first: ./run.sh honest my_record.py "
             "[speedrun|demo] [--setting=value ...]")
     require(Path(path).is_file(), f"{path}: there is no such file")
     for name in os.environ.keys() - alone().keys():
