@@ -260,7 +260,7 @@ def test_an_environment_is_made_once_and_a_torch_in_it_stays(bare, tmp_path):
     (tmp_path / "has_torch").touch()
     done = run("demo")
     assert "making .venv" in done.stderr
-    assert "run.sh: using .venv/bin/python (Python 3.10.1, torch 2.13.0)" in done.stderr
+    assert "run.sh: using .venv/bin/python (Python 3.10.1, torch 2.13.0)" in done.stdout
     assert (tmp_path / "installed").read_text().endswith("-version-check numpy\n")
 
 
@@ -328,13 +328,13 @@ def test_a_copy_is_checked_trained_on_two_processes_and_sampled_from(tmp_path, s
     assert done.returncode == 0, done.stdout + done.stderr
     log = log_path(tmp_path / "r")
     lines = [line for line in done.stdout.splitlines() if line.startswith("run.sh: ")]
-    assert len(lines) == 4 and f"run.sh: using {sys.executable} (Python 3." in done.stderr
-    assert lines[0] == "run.sh: preset demo: 2 rank(s)"
-    assert f"python '{copy}' --check --preset=demo" in lines[1]
-    assert f"-m torch.distributed.run --standalone --nproc_per_node=2 '{copy}' --pre" in lines[2]
+    assert len(lines) == 5 and lines[0].startswith(f"run.sh: using {sys.executable} (Python 3.")
+    assert lines[1] == "run.sh: preset demo: 2 rank(s)"
+    assert f"python '{copy}' --check --preset=demo" in lines[2]
+    assert f"-m torch.distributed.run --standalone --nproc_per_node=2 '{copy}' --pre" in lines[3]
     assert (f"records/tools/sample.py {log} '--script={copy}' --tokens=300 --temperature=0.9"
-            in lines[3])
-    trained, sample = done.stdout.split(lines[3])
+            in lines[4])
+    trained, sample = done.stdout.split(lines[4])
     assert len(losses(trained)) == 2 and len(sample) > 2
     assert len(sample) > 200 or "note: end of text after" in done.stderr
     assert "F.silu" in log.read_text() and "ranks: 2" in log.read_text()
