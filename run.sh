@@ -86,7 +86,7 @@ if [ -z "$python" ]; then
   $python -m pip install --disable-pip-version-check "${packages[@]}" >&2
   versions=$(works $python "$needed") || die ".venv cannot be used: $versions; remove it"
 fi
-[ "${program:-}" != launch ] || note "using $(command -v "$python") ($versions)"
+[ "${program:-}" != launch ] || echo "run.sh: using $(command -v "$python") ($versions)"
 case "${1:-train}" in
   # Until pytest has read tests/conftest.py, it would take the word after --script for a test.
   test) [ "${2:-}" != --script ] || set -- test "--script=${3:-}" "${@:4}"
