@@ -7,9 +7,8 @@
 
 The preset `speedrun` is the record of 2025-01-26: 2.93 minutes on eight H100. To try an idea, copy
 this file and change the copy. Each start writes a log into records/: settings, machine, this source
-and a line per step. A run may be killed at any time. Needs torch 2.9.1 or newer.
-
-Sections 1 to 8 are the method. Section 9 has what a run needs besides, section 10 the run's story.
+and a line per step. A run may be killed at any time. Needs torch 2.9.1 or newer. Sections 1 to 8
+are the method. Section 9 has what a run needs besides, section 10 the run's story.
 
 Shapes are in the names: x_TD is [T, D]. T tokens, D model width, H heads, K head width, V
 vocabulary, N blocks of 128 tokens. There is no batch dimension: the model takes one long sequence
@@ -53,7 +52,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils._pytree import tree_map
 
 class UserError(Exception):
-    """What the user can fix, in one line: what is wrong, and what to do."""
+    """What the user can fix, in one line."""
 
 def require(condition, message: str):
     if not condition:
@@ -77,8 +76,8 @@ class Hyperparameters:
     dtype: str = flag("auto", "bfloat16, float32 or auto", pattern="auto|bfloat16|float32")
     save_every: int = flag(500, "steps between checkpoints; 0 saves none, not even at the end")
     val_loss_every: int = flag(125, "steps between validations, besides those at saves and the end")
-    # Data. A step is micro_batches sequences, on all ranks together. (A batch that grows changes
-    # tokens_per_step, tokens_seen, step_starts, train_batches and train_step.)
+    # Data. A step is micro_batches sequences, on all ranks together. A batch that grows changes
+    # tokens_per_step, tokens_seen, step_starts, train_batches and train_step.
     train_files: str = flag("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
     val_files: str = flag("data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
     vocab_size: int = flag(50257, "vocabulary; its last token begins a document", min=2, max=65536)
@@ -140,7 +139,6 @@ PRESETS = {
         muon_momentum_steps=0, adam_beta1=0.3, embed_lr=0.3, adam_eps=1e-7)}
 
 def tokens_seen(step: int, hp: Hyperparameters) -> int:
-    """Training tokens in all steps before this one."""
     return step * hp.tokens_per_step
 
 def window_tokens(step: int, hp: Hyperparameters) -> int:
@@ -213,12 +211,10 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
         full = ordered(seen_NN & all_NN)
         return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=sees)
 
-    long = window // BLOCK
-    return [make_mask(long), make_mask((long // 2).clamp(min=1))]
+    return [make_mask(window // BLOCK), make_mask((window // BLOCK // 2).clamp(min=1))]
 
 def plain_mask(seen_NN: Tensor, sees) -> list[tuple[slice, Tensor]]:
-    """For each query block a slice of the keys up to its end, and a bias [128, keys]: 0 where a
-    query sees a key, else -inf."""
+    """For each query block a slice of keys, and a bias [128, keys]: 0 where one is seen or -inf."""
     position_T = torch.arange(len(seen_NN) * BLOCK, device=seen_NN.device)
     mask = []
     for query, seen_N in zip(position_T.split(BLOCK), seen_NN):
@@ -230,7 +226,8 @@ def plain_mask(seen_NN: Tensor, sees) -> list[tuple[slice, Tensor]]:
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: list, scale: float) -> Tensor:
     """What FlexAttention computes, for CPUs, where that has no gradient."""
-    k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))  # grouped queries
+    if k.size(1) < q.size(1):  # grouped queries
+        k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
     outputs = []
     for q_block, (key_range, bias) in zip(q.split(BLOCK, dim=2), mask):
         scores = (scale * q_block) @ k[:, :, key_range].mT + bias.to(q.dtype)
@@ -238,7 +235,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: list, scale: float) -
     return torch.cat(outputs, dim=2)
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
-    """Attention of q [1, H, T, K] to k and v [1, kv heads, T, K]."""
+    """q is [1, H, T, K], k and v [1, kv heads, T, K]."""
     if isinstance(mask, BlockMask):
         return flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)
     return plain_attention(q, k, v, mask, scale)
@@ -246,15 +243,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
 # ---- 3. The head: FP8 and the loss --------------------------------------------------------------
 
 # Scales before a cast to FP8. e4m3 reaches 448: the head's input is normed, so at most sqrt(768) =
-# 28, and weights may reach 0.875 (training clamps larger ones, validation does not). e5m2 reaches
-# 57344: a logit's gradient, at most 1 / tokens_per_step, is multiplied by that and by this scale.
-# (It is the record's 2^19 for a mean over 48K tokens.) Another layer, a tied head, or a scaled
+# 28, and weights may reach 0.875 (training clamps larger ones, validation does not). A logit's
+# gradient is at most 1 / tokens_per_step, so at most 10.7 if scaled by that and this (the record's
+# 2^19 for a mean over 48K tokens); e5m2 reaches 57344. Another layer, a tied head, or a scaled
 # input, logit or loss needs other scales.
 INPUT_SCALE, WEIGHT_SCALE, GRADIENT_SCALE = 2.0, 2.0**9, 2.0**19 / (48 * 1024)
 
-def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    limit = torch.finfo(dtype).max  # beyond it a cast may give NaN
-    return (x.float() * scale).clamp(-limit, limit).to(dtype)
+def to_e4m3(x: Tensor, scale: float) -> Tensor:
+    return (x.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 def fp8_matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast: bool) -> Tensor:
     """a @ b.T / scale. FP8 units need both contiguous along the dimension that is summed over.
@@ -267,8 +263,8 @@ class FP8Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x_TD: Tensor, w_VD: Tensor, gradient_scale: float) -> Tensor:
-        x8_TD = to_fp8(x_TD, INPUT_SCALE, torch.float8_e4m3fn)
-        w8_VD = to_fp8(w_VD, WEIGHT_SCALE, torch.float8_e4m3fn)
+        x8_TD = to_e4m3(x_TD, INPUT_SCALE)
+        w8_VD = to_e4m3(w_VD, WEIGHT_SCALE)
         ctx.gradient_scale = gradient_scale
         ctx.save_for_backward(x8_TD, w8_VD)
         return fp8_matmul(x8_TD, w8_VD, INPUT_SCALE * WEIGHT_SCALE, x_TD.dtype, fast=True)
@@ -277,34 +273,35 @@ class FP8Linear(torch.autograd.Function):
     def backward(ctx, grad_TV: Tensor):
         x8_TD, w8_VD = ctx.saved_tensors
         scale, dtype = ctx.gradient_scale, grad_TV.dtype
-        g8_TV = to_fp8(grad_TV, scale, torch.float8_e5m2).contiguous()
+        g8_TV = (grad_TV.float() * scale).to(torch.float8_e5m2).contiguous()  # at most 10.7
         g8_VT, x8_DT, w8_DV = (x.T.contiguous() for x in (g8_TV, x8_TD, w8_VD))
         grad_x_TD = fp8_matmul(g8_TV, w8_DV, scale * WEIGHT_SCALE, dtype, fast=False)
         grad_w_VD = fp8_matmul(g8_VT, x8_DT, scale * INPUT_SCALE, torch.float32, fast=False)
         return grad_x_TD, grad_w_VD, None
 
 class CrossEntropy(torch.autograd.Function):
-    """The sum of -log softmax(logits_TV)[target] over the tokens whose target is not -1, as
-    F.cross_entropy computes it, but for logits of at most 76, whose exponentials cannot overflow.
+    """The sum of -log softmax(logits_TV)[target] over the tokens whose target is not -1, for logits
+    of at most 76, whose exponentials cannot overflow.
 
-    The gradient of F.cross_entropy contains a sum over the vocabulary. With it the compiler fuses
-    the cast to FP8 and its transposed copy into one slow kernel: 12.0 ms of a micro-batch's 88.8 on
-    an H200. Written out, the gradient is softmax - target, without a sum: 7.4 ms."""
+    F.cross_entropy computes the same. But its gradient contains a sum over the vocabulary, with
+    which the compiler fuses the cast to FP8 and its transposed copy into one kernel: 12.0 of the
+    88.8 ms of a micro-batch on an H200. Written out, softmax - target needs no sum: 7.4 ms. exp2
+    takes a GPU fewer instructions than exp; a CPU likes operators in place."""
 
     @staticmethod
     def forward(ctx, logits_TV: Tensor, target_T: Tensor) -> Tensor:
-        lse_T = logits_TV.exp().sum(-1).log()
+        exp_TV = (logits_TV * math.log2(math.e)).exp2_()
+        sum_T = exp_TV.sum(-1)
         own_T = logits_TV.gather(-1, target_T.clamp(min=0)[:, None])[:, 0]
-        ctx.save_for_backward(logits_TV, target_T, lse_T)
-        return torch.where(target_T < 0, 0.0, lse_T - own_T).sum()
+        ctx.save_for_backward(exp_TV, sum_T, target_T)
+        return torch.where(target_T < 0, 0.0, sum_T.log() - own_T).sum()
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        logits_TV, target_T, lse_T = ctx.saved_tensors
-        p_TV = (logits_TV - lse_T[:, None]).exp()
-        is_target_TV = torch.arange(logits_TV.size(-1), device=grad.device) == target_T[:, None]
-        grad_T = torch.where(target_T < 0, 0.0, grad)
-        return (p_TV - is_target_TV.float()) * grad_T[:, None], None
+        exp_TV, sum_T, target_T = ctx.saved_tensors
+        grad_TV = torch.zeros_like(exp_TV).scatter_(-1, target_T.clamp(min=0)[:, None], -1.0)
+        grad_TV.addcmul_(exp_TV, (1 / sum_T)[:, None])  # softmax - target
+        return grad_TV.mul_(torch.where(target_T < 0, 0.0, grad)[:, None]), None
 
 # ---- 4. Model -----------------------------------------------------------------------------------
 
@@ -342,21 +339,24 @@ class Embedding(nn.Module):
         return F.embedding(tokens_T, self.weight.float()).type_as(self.weight)
 
 class Rotary(nn.Module):
-    """Rotary positions (arXiv:2104.09864) on half of each head's channels; the other half matches
-    content at any distance (record 2024-12-17)."""
+    """Rotary positions (arXiv:2104.09864) on half of each head's channels, of which i turns with
+    i + K / 4; the other half matches content at any distance (record 2024-12-17)."""
 
     def __init__(self, head_dim: int, max_seq_len: int, base: float):
         super().__init__()
         frequencies = base ** -torch.linspace(0, 1, head_dim // 4, dtype=torch.float64)
         # Angles [T, 1, K / 4]; float32 would be inexact at late positions.
         angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float64), frequencies)[:, None]
-        self.register_buffer("cos", angles.cos().float(), persistent=False)
-        self.register_buffer("sin", angles.sin().float(), persistent=False)
+        c, s = angles.cos().float(), angles.sin().float()
+        still = torch.ones_like(c).repeat(1, 1, 2)
+        self.register_buffer("cos", torch.cat((c, c, still), dim=-1), persistent=False)
+        self.register_buffer("sin", torch.cat((s, -s, 0 * still), dim=-1), persistent=False)
 
     def forward(self, x_THK: Tensor) -> Tensor:
-        cos, sin = self.cos[:len(x_THK)], self.sin[:len(x_THK)]
-        a, b, *content = x_THK.float().chunk(4, dim=-1)
-        return torch.cat((a * cos + b * sin, b * cos - a * sin, *content), dim=-1).type_as(x_THK)
+        x = x_THK.float()
+        # By swapped quarters: to put turned ones together by torch.cat writes a copy in float32.
+        swapped = x.unflatten(-1, (2, 2, -1)).flip(-2).flatten(-3)
+        return (x * self.cos[:len(x)] + swapped * self.sin[:len(x)]).type_as(x_THK)
 
 class CausalSelfAttention(nn.Module):
     """Attention with normed queries and keys (arXiv:2010.04245). Values are mixed with an embedding
@@ -376,8 +376,8 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x_TD: Tensor, value_embed: Tensor | None, mask) -> Tensor:
         T, heads, kv_heads = len(x_TD), self.hp.num_heads, self.hp.kv_heads
         qkv = F.linear(x_TD, self.qkv.flatten(0, 1).type_as(x_TD)).view(T, -1, self.hp.head_dim)
-        qk, v = qkv.split((heads + kv_heads, kv_heads), dim=1)
-        q, k = self.rotary(norm(qk)).split((heads, kv_heads), dim=1)
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        q, k = self.rotary(norm(q)), self.rotary(norm(k))
         v = self.value_mix[0] * v  # halved also where nothing is mixed in (record 2024-12-17)
         if value_embed is not None:
             v = v + self.value_mix[1] * value_embed.view_as(v)
@@ -397,10 +397,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, hp: Hyperparameters, layer: int, rotary: Rotary):
         super().__init__()
-        # One layer does without attention, which saves time (record 2024-12-17).
+        # One layer does without attention, which saves time (record 2024-12-17). The mix is of the
+        # stream and of x0, which keeps the token itself in reach (record 2024-11-06).
         self.attn = CausalSelfAttention(hp, rotary) if hp.attention[layer] == "x" else None
         self.mlp = MLP(hp.model_dim)
-        # Of the stream and x0, which keeps the token itself in reach (record 2024-11-06)
         self.residual_mix = nn.Parameter(torch.tensor([1.0, 0.0]))
 
     def forward(self, x_TD: Tensor, x0_TD: Tensor, value_embed: Tensor | None, mask) -> Tensor:
@@ -416,9 +416,7 @@ class GPT(nn.Module):
     Embeddings and the residual stream are in `dtype`, all else is float32: cast a vector or matrix
     by type_as before the stream is multiplied by it."""
 
-    # Logits are made for this many tokens at a time: few enough for validation's memory, and for
-    # indices [24576, 50304] of 32 bits.
-    LOGITS_TOKENS = 24576
+    LOGITS_TOKENS = 24576  # at a time: they fit validation's memory, and 32-bit indices
 
     def __init__(self, hp: Hyperparameters, dtype: torch.dtype, flex: bool):
         super().__init__()
@@ -429,8 +427,8 @@ class GPT(nn.Module):
         self.embed = Embedding(rows, hp.model_dim, dtype)
         # Layers with the same digit share a value embedding (record 2024-12-08).
         digits = sorted(set(hp.value_embeds) - {"."})
-        kv_dim = hp.kv_heads * hp.head_dim
-        self.value_embeds = nn.ModuleDict({d: Embedding(rows, kv_dim, dtype) for d in digits})
+        width = hp.kv_heads * hp.head_dim
+        self.value_embeds = nn.ModuleDict({d: Embedding(rows, width, dtype) for d in digits})
         rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len), hp.rope_base)
         self.blocks = nn.ModuleList(Block(hp, layer, rotary) for layer in range(len(hp.windows)))
         self.skip_weights = nn.Parameter(torch.ones(len(self.blocks) // 2))
@@ -463,8 +461,7 @@ class GPT(nn.Module):
         return norm(x_TD)
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """Smoothly capped: a logit z becomes c + c tanh(z / c), between 0 and 2c. The constant c
-        cancels in a softmax."""
+        """Smoothly capped: z becomes c + c tanh(z / c). A softmax cancels the first c."""
         c = self.hp.lm_head_softcap
         return 2 * c * torch.sigmoid(self.lm_head(x_TD).float() * (2 / c))
 
@@ -475,8 +472,7 @@ if not hasattr(dist, "all_gather_single"):  # new names in torch 2.13
     dist.reduce_scatter_single = dist.reduce_scatter_tensor
 
 class Exchange(NamedTuple):
-    """A tensor that is still being sent or received. result() makes a GPU's stream wait for it, not
-    the host."""
+    """A tensor that is being sent. result() makes a GPU's stream wait for it, not the host."""
     tensor: Tensor
     work: "dist.Work | None" = None
 
@@ -516,8 +512,7 @@ class World:
 
     def all_reduce(self, whole: Tensor) -> Exchange:
         """Sums over the ranks, in place."""
-        work = dist.all_reduce(whole, async_op=True) if self.size > 1 else None
-        return Exchange(whole, work)
+        return Exchange(whole, dist.all_reduce(whole, async_op=True) if self.size > 1 else None)
 
 # ---- 6. Optimizers and parameters ---------------------------------------------------------------
 
@@ -547,7 +542,6 @@ class Optimizer:
         return self.peak_lr * lr_scale(step, self.hp)
 
     def gather_state(self):
-        """Fetches the other ranks' rows of the state."""
         for tensors in self.state.values():
             for x, p in zip(tensors, self.params.values(), strict=True):
                 assert (x.ndim, x.shape[:1]) == (p.ndim, p.shape[:1]), f"{x.shape} for {p.shape}"
@@ -561,7 +555,7 @@ class Adam(Optimizer):
     def __init__(self, params, hp, world, lr, betas=None, eps=None, weight_decay=0.0):
         super().__init__(params, hp, world, lr, weight_decay)
         self.betas = betas or (hp.adam_beta1, hp.adam_beta2)
-        self.eps = eps or hp.adam_eps
+        self.eps = hp.adam_eps if eps is None else eps
         self.state["mean"] = [torch.zeros_like(p) for p in params.values()]
         self.state["mean_square"] = [torch.zeros_like(p) for p in params.values()]
 
@@ -573,9 +567,9 @@ class Adam(Optimizer):
         self.sums = []  # frees their memory
         local = [self.world.shard(p.detach()) for p in self.params.values()]
         means = [self.world.shard(mean) for mean in self.state["mean"]]
-        mean_squares = [self.world.shard(square) for square in self.state["mean_square"]]
-        updates = torch.full((), step + 1.0, device=self.world.device)  # for the bias correction
-        torch._fused_adamw_(local, gradients, means, mean_squares, [], [updates] * len(local),
+        squares = [self.world.shard(square) for square in self.state["mean_square"]]
+        count = torch.full((), step + 1.0, device=self.world.device)  # for the bias correction
+        torch._fused_adamw_(local, gradients, means, squares, [], [count] * len(local),
                             lr=self.lr(step), beta1=self.betas[0], beta2=self.betas[1],
                             eps=self.eps, weight_decay=self.weight_decay, amsgrad=False,
                             maximize=False)
@@ -640,9 +634,8 @@ class Muon(Optimizer):
             self.world.all_gather(stack).result()
 
 def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
-    """Approximates U V^T for each matrix U S V^T of x [n, rows, cols] by a quintic iteration that
-    is steep at zero: singular values end between 0.7 and 1.2, except for those that are almost zero
-    (record 2024-10-10)."""
+    """About U V^T for each matrix U S V^T of x [n, rows, cols], by a quintic iteration, steep at
+    zero: singular values end between 0.7 and 1.2, but for those almost zero (record 2024-10-10)."""
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = x.size(1) > x.size(2)
     x = x.mT if tall else x
@@ -664,9 +657,9 @@ def uniform(x: Tensor, generator):
     bound = 0.5 * math.sqrt(3 / x.size(-1))
     x.uniform_(-bound, bound, generator=generator)
 
-# How each parameter starts, who trains it, and how fast: it belongs to the first row whose pattern
-# fits its whole name. Options are arguments of the optimizer; a text names a setting. With None,
-# vectors and scalars start as their module made them. Three dimensions are a stack of matrices.
+# How each parameter starts, who trains it, and how fast, by the first row that fits its whole name.
+# Options are arguments of the optimizer; a text names a setting. With None, vectors and scalars
+# start as their module made them. Muon takes three dimensions for a stack of matrices.
 PARAMETERS = [
     # names                                  initial  optimizer  options         shapes in speedrun
     (r"lm_head\.weight",                     zero,    Adam, dict(lr="head_lr")),    # [50304, 768]
@@ -677,7 +670,7 @@ PARAMETERS = [
 ]
 
 def rows_of(model: nn.Module) -> dict[str, int]:
-    """{name of a parameter: the index of its row in PARAMETERS}"""
+    """{name of a parameter: index of its row}"""
     rows = {}
     for name, p in model.named_parameters():
         fitting = [i for i, row in enumerate(PARAMETERS) if re.fullmatch(row[0], name)]
@@ -689,17 +682,16 @@ def rows_of(model: nn.Module) -> dict[str, int]:
 
 @torch.no_grad()
 def draw_weights(model: nn.Module, seed: int):
-    """Fills every parameter by its row of PARAMETERS. Its random numbers depend on the seed and its
-    name alone. So two scripts start with equal weights where names and shapes agree, and their runs
-    compare in pairs."""
+    """Fills every parameter by its row. Random numbers depend on seed and name alone: two scripts
+    start with equal weights where names and shapes agree, so that their runs compare in pairs."""
     for name, row in rows_of(model).items():
         p = model.get_parameter(name)
         initial = PARAMETERS[row][1]
         if initial is None:
             require(p.ndim < 2 and not p.isnan().any(), f"PARAMETERS: {name} lacks initial values")
             continue
-        require(p.isnan().all(), f"{name} has values already, which its row of PARAMETERS would "
-                "replace: make it by parameter(...), and let the row say how it starts")
+        require(p.isnan().all(), f"{name} has values, which its row of PARAMETERS would replace: "
+                "make it by parameter(...), and let the row say how it starts")
         values = torch.empty(p.shape)  # in float32 on the CPU: what torch draws depends on both
         number = int(sha256(f"{seed} {name}".encode()).hexdigest()[:15], 16)
         initial(values, torch.Generator().manual_seed(number))
@@ -729,11 +721,11 @@ SHARD_HEADER_BYTES = 4 * 256
 
 class Shard(NamedTuple):
     path: str
-    tokens: int  # how many it has
+    tokens: int
     fingerprint: str  # a hash of 65 places in it, to notice other data
 
 def find_shards(pattern: str) -> list[Shard]:
-    """The shards that a glob matches, in the order of their paths."""
+    """The shards that a glob matches, by path."""
     shards = []
     for path in sorted(glob.glob(os.path.expanduser(pattern), recursive=True)):
         problem = f"{path} is not a whole token shard: data/inspect_shards.py says what is wrong"
@@ -783,7 +775,7 @@ def train_batches(shards: list[Shard], hp: Hyperparameters, world: World, first_
     count = hp.micro_batches // world.size
     for shard, start in islice(step_starts(shards, hp), first_step, None):
         start += world.rank * count * T
-        # uint16 has no arithmetic, so bits travel as int16; & 0xFFFF makes them unsigned again.
+        # uint16 has no arithmetic: the bits travel as int16, and & 0xFFFF undoes the sign.
         tokens = read_tokens(shard.path, start, count * T + 1, hp.vocab_size).view(torch.int16)
         tokens = tokens.to(world.device, non_blocking=True).to(torch.int32) & 0xFFFF
         inputs = tokens[:-1].view(count, T)
@@ -793,13 +785,10 @@ def train_batches(shards: list[Shard], hp: Hyperparameters, world: World, first_
 def load_validation(shards: list[Shard], hp: Hyperparameters, world: World) -> list:
     """This rank's validation sequences. All ranks' predict val_tokens tokens, from the second on.
     The last one is filled up with targets of -1, which no loss counts."""
-    parts = []
-    missing = hp.val_tokens + 1
+    stream = torch.empty(0, dtype=torch.int32)
     for shard in shards:
-        count = min(missing, shard.tokens)
-        parts.append(read_tokens(shard.path, 0, count, hp.vocab_size).int())
-        missing -= count
-    stream = torch.cat(parts)
+        count = min(shard.tokens, hp.val_tokens + 1 - len(stream))
+        stream = torch.cat((stream, read_tokens(shard.path, 0, count, hp.vocab_size).int()))
     require((stream == hp.vocab_size - 1).any(), f"no text in --val_files begins with the token "
             f"{hp.vocab_size - 1}, the last one of --vocab_size={hp.vocab_size}: lower that")
     padding = -hp.val_tokens % hp.val_seq_len
@@ -843,9 +832,8 @@ def evaluate(model, sequences: list, step: int, hp: Hyperparameters, world: Worl
     return loss / targets
 
 def gather_training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict:
-    """All that decides how training goes on, whole on every rank: {"model": {name: tensor}, "Muon
-    momentum": ...}; training's own tensors, not copies. What else changes from step to step, such
-    as averaged weights, belongs here too."""
+    """What decides how training goes on, whole on every rank, not copied: {"model": {name: tensor},
+    "Muon momentum": ...}. What else changes from step to step, as averages do, belongs here."""
     state = {"model": dict(model.state_dict())}
     for optimizer in optimizers:
         optimizer.gather_state()
@@ -871,10 +859,9 @@ def load_training_state(saved: dict | None, model: nn.Module, optimizers: list, 
                 dist.broadcast(tensor, src=0)
 
 def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: World):
-    """Compiles everything and allocates memory by a validation and a step on random tokens, in a
-    run's order, and undoes them. What compiles later on a GPU is an error, since it would be timed:
-    do here what a method does at some steps only."""
-    # Lets the compiler cache FP8Linear and CrossEntropy from run to run.
+    """Compiles everything and allocates memory by a validation and a step on random tokens, and
+    undoes them. What compiles later on a GPU is an error, since it would be timed: do here what a
+    method does at some steps only."""
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     before = tree_map(lambda x: x.to("cpu", copy=True), gather_training_state(model, optimizers))
 
@@ -882,7 +869,6 @@ def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: Worl
         tokens = torch.randint(hp.vocab_size, (length + 1,), device=world.device)
         return tokens[:-1].int(), tokens[1:].clone()  # aligned, as in train_batches
     evaluate(model, [random_sequence(hp.val_seq_len)], 0, hp, world)
-    # train_step clears its gradients, so this check needs a backward pass of its own.
     model(*random_sequence(hp.train_seq_len), window_tensor(0, hp, world.device)).backward()
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     require(not unused, f"no gradient reaches {', '.join(unused)}: use, freeze or remove it")
@@ -891,9 +877,8 @@ def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: Worl
     if world.device.type == "cuda":
         torch.compiler.set_stance("fail_on_recompile")
         torch.cuda.reset_peak_memory_stats()
-        # The compiler leaves many objects, among which Python would search for garbage in a step.
         gc.collect()
-        gc.freeze()
+        gc.freeze()  # or Python would search the compiler's many objects for garbage in a step
 
 # ---- 9. What a run needs besides the method (skip it to read for the algorithm) -----------------
 
@@ -915,7 +900,7 @@ def world_of_this_process() -> World:
 TIMEOUT = timedelta(minutes=10)  # how long a rank waits for another, also while rank 0 saves
 
 def connect(plan: "Plan | None", script: str, world: World) -> "Plan":
-    """Joins the other ranks, and returns rank 0's plan. Raises UserError."""
+    """Joins the other ranks, and returns rank 0's plan."""
     gpu = world.device if world.device.type == "cuda" else None
     try:
         dist.init_process_group("nccl" if gpu else "gloo", timeout=TIMEOUT, device_id=gpu)
@@ -932,7 +917,6 @@ def connect(plan: "Plan | None", script: str, world: World) -> "Plan":
     return plans[0]
 
 def cpu_info() -> dict[str, str]:
-    """What Linux says of the processor; elsewhere nothing."""
     info = Path("/proc/cpuinfo")  # lines "key\t: value", and an empty one after each processor
     text = info.read_text(errors="replace") if info.exists() else ""
     return dict(re.findall(r"(?m)^([^\t]+)\t+: (.*)$", text.partition("\n\n")[0]))
@@ -943,8 +927,8 @@ def true_or_false(text: str) -> bool:
     return bool(["false", "true"].index(text.lower()))  # another word is a ValueError
 
 def parse_flags(argv: list[str]) -> tuple[Hyperparameters, argparse.Namespace]:
-    """The settings that a command line asks for, and .preset, .check, .resume (a path or None) and
-    .named, a dict of the settings that were typed. Raises UserError."""
+    """The settings that a command line asks for, and argparse's result with .named, a dict of those
+    that were typed. Raises UserError."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.error = lambda message: require(False, f"{message}; --help lists the flags")
     parser.usage = "%(prog)s [--preset=NAME | --resume=CHECKPOINT] [--check] [--setting=value ...]"
@@ -985,7 +969,7 @@ def check_settings(hp: Hyperparameters, world_size: int):
             f"{hp.micro_batches} micro-batches equally: start a number that divides it")
 
 def resolve(hp: Hyperparameters, device: torch.device) -> Hyperparameters:
-    """Decides dtype auto, seed -1 and FP8. A resumed run keeps what was decided."""
+    """Decides dtype auto, seed -1 and FP8; a resumed run keeps that."""
     cuda = device.type == "cuda"
     has_fp8 = cuda and torch.cuda.get_device_capability(device) >= (8, 9)
     fast_bf16 = (torch.cuda.is_bf16_supported(including_emulation=False) if cuda else
@@ -998,7 +982,7 @@ def resolve(hp: Hyperparameters, device: torch.device) -> Hyperparameters:
 
 @dataclass
 class Plan:
-    """What a run will do, decided and checked by rank 0."""
+    """What a run will do, as rank 0 has checked."""
     hp: Hyperparameters
     script: str  # the text of this file
     train_shards: list[Shard]
@@ -1014,8 +998,8 @@ class Plan:
         return sha256(f"{starts} {tokens_seen(step, self.hp)}".encode()).hexdigest()
 
 def prepare(hp: Hyperparameters, command, script: str, world: World, saved: dict | None) -> Plan:
-    """Finds the data, and makes every check that needs no training. A resumed run has its
-    checkpoint's settings, but for those that the command line names. Raises UserError."""
+    """Makes every check that needs no training. A resumed run has its checkpoint's settings, except
+    those that the command line names. Raises UserError."""
     if saved:
         # A setting that is in neither would silently get today's default.
         own = {f.name for f in fields(Hyperparameters)}
@@ -1053,7 +1037,7 @@ def prepare(hp: Hyperparameters, command, script: str, world: World, saved: dict
     return plan
 
 def changes(hp: Hyperparameters, script: str, saved: dict) -> Iterator[str]:
-    """Lines for the log that say what a resumed run has changed."""
+    """Lines of the log on what a resumed run has changed."""
     for name, value in asdict(hp).items():
         if value != (old := saved["settings"].get(name)):
             yield f"changed: {name} = {value!r}, was {old!r}"
@@ -1065,7 +1049,7 @@ def changes(hp: Hyperparameters, script: str, saved: dict) -> Iterator[str]:
 # ---- Log and clock
 
 def say(text: str):
-    """Prints on the console, as long as there is one."""
+    """Prints, as long as there is a console."""
     try:
         print(text, flush=True)
     except (OSError, ValueError):  # it is closed, full, or cannot show a letter
@@ -1092,13 +1076,12 @@ class RunLog:
         except OSError as e:
             raise UserError(f"--records={plan.hp.records} takes no log: {e.strerror}") from None
         settings = [f"{name} = {value!r}" for name, value in asdict(plan.hp).items()]
-        script = plan.script.removesuffix("\n").split("\n")
-        for part in (settings, environment(plan, world), script):
+        script = plan.script.removesuffix("\n")
+        for part in (settings, environment(plan, world), [script]):
             self.write("\n".join([*part, "=" * 100]), console=False)
 
     def write(self, text: str, console: bool = True):
-        """Writes a line. If the disk or the console is full or gone, training goes on; half a line
-        ends with "..."."""
+        """Training goes on if disk or console is full or gone. Half a line then ends with "..."."""
         if self.file is None:
             return
         if console:
@@ -1112,8 +1095,7 @@ class RunLog:
         self.failed = not complete
 
     def write_loss(self, kind: str, step: int, hp: Hyperparameters, loss: float, seconds: float):
-        """The loss after `step` updates and `seconds` of training. One that is not finite ends the
-        run, on all ranks."""
+        """After `step` updates and `seconds` of training. One that is not finite ends the run."""
         at = step - 1 if kind == "train_loss" else step  # the step whose schedules it was made with
         average = f"{1000 * seconds / step:.2f}" if step else "nan"
         self.write(f"step:{step}/{hp.num_iterations} {kind}:{loss:.4f} "
@@ -1149,11 +1131,11 @@ def environment(plan: Plan, world: World) -> list[str]:
         lines.append(f"resumed: {plan.checkpoint.absolute()} at step {plan.step}")
     count = plan.script.count("\n")
     lines.append(f"script: sha256 {sha256(plan.script.encode()).hexdigest()} {count} lines")
-    return [" ".join(line.split()) for line in lines]  # a name with a line break stays one line
+    return [" ".join(line.split()) for line in lines]  # also of a name with a line break
 
 class StepClock:
-    """Measures training time in seconds, and holds steps' losses until they are read. On a GPU both
-    come by events, so that the GPU never waits for the host."""
+    """Measures training time in seconds. On a GPU times and losses come by events, so that it never
+    waits for the host."""
 
     def __init__(self, device: torch.device, seconds: float):
         self.cuda = device.type == "cuda"
@@ -1161,7 +1143,7 @@ class StepClock:
         self.pending = []  # (step, loss, mark of its end), the oldest first
 
     def mark(self):
-        """A CPU's time, or an event that gets its time when the GPU has done what is queued."""
+        """A CPU's time, or an event in a GPU's queue."""
         if self.cuda:
             return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
         return time.perf_counter()
@@ -1184,7 +1166,7 @@ class StepClock:
         self.pending.append((step, loss.to("cpu", non_blocking=True), self.mark()))
 
     def read_losses(self, keep: int) -> Iterator[tuple[int, float, float]]:
-        """(step, loss, seconds) of all but the `keep` newest, on every rank of the same steps."""
+        """(step, loss, seconds) of all but the `keep` newest, the same steps on every rank."""
         while len(self.pending) > keep:
             step, loss, mark = self.pending.pop(0)
             seconds = self.seconds_at(mark)
@@ -1205,9 +1187,8 @@ def read_checkpoint(path: Path) -> dict:
                         "step<n>.pt; if it is damaged, the one before it") from None
 
 def save_checkpoint(step: int, seconds: float, model, optimizers, plan: Plan, log, warn) -> bool:
-    """Saves all that a run needs to continue, on any number of ranks, and returns whether that
-    worked: if the disk fails, the run goes on. The file gets its name when it is whole; the two
-    newest are kept."""
+    """Saves what a run needs to continue, on any number of ranks, and returns whether that worked:
+    if not, the run goes on. The file gets its name when it is whole; the two newest are kept."""
     began = time.perf_counter()
     state = gather_training_state(model, optimizers)
     if log.file is None:  # only rank 0 saves
@@ -1238,8 +1219,7 @@ def save_checkpoint(step: int, seconds: float, model, optimizers, plan: Plan, lo
 # ---- 10. The run --------------------------------------------------------------------------------
 
 def main(argv: list[str]):
-    # What to do. Rank 0 makes a plan and sends it to the others. With --check the ranks do not
-    # connect, and each makes its own.
+    # What to do: rank 0 makes a plan for all. With --check the ranks do not connect.
     script = Path(__file__).read_text(encoding="utf-8")  # now, before anyone edits it
     asked, command = parse_flags(argv)
     world = world_of_this_process()
@@ -1256,8 +1236,7 @@ def main(argv: list[str]):
 
     # What to train. TORCH_COMPILE_DISABLE=1 is for debugging on a GPU, with a CPU's attention.
     torch.manual_seed(hp.seed)
-    compiles = cuda and "1" not in map(os.environ.get, ("TORCH_COMPILE_DISABLE",
-                                                        "TORCHDYNAMO_DISABLE"))
+    compiles = cuda and os.environ.get("TORCH_COMPILE_DISABLE") != "1"
     model = GPT(hp, getattr(torch, hp.dtype), flex=compiles)
     draw_weights(model, hp.seed)
     model.to(world.device)
