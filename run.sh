@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# ./run.sh [SCRIPT.py] [speedrun|demo] [--repeat=N] [flags: train_gpt.py --help]
+# ./run.sh [SCRIPT.py] [speedrun|short|demo] [--repeat=N] [flags: train_gpt.py --help]
 # ./run.sh --text=FILE_OR_FOLDER [SCRIPT.py] [--repeat=N] [flags]
-# ./run.sh race my_record.py [more.py ...] [--vs=train_gpt.py] [speedrun|demo] [flags]
-# ./run.sh ablate my_record.py [--vs=train_gpt.py] [speedrun|demo] [flags]
+# ./run.sh race my_record.py [more.py ...] [--vs=train_gpt.py] [speedrun|short|demo] [flags]
+# ./run.sh ablate my_record.py [--vs=train_gpt.py] [speedrun|short|demo] [flags]
 # ./run.sh ideas
 # ./run.sh test [--script SCRIPT.py] [flags: pytest --help]
 #

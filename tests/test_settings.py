@@ -147,12 +147,13 @@ def test_a_plan_has_the_shards_and_the_settings(tiny):
 
 
 OUT_OF_RANGE = f"""
-    --adam_beta1=-0.1 --adam_beta1=nan --adam_beta2=1 --adam_eps=0 --adam_eps=1e-19 --attention_scale=inf
-    --cooldown_frac=1.5 --dtype=half --embed_lr=-0.1 --epochs=0 --epochs=1{'0' * 400} --head_dim=72
-    --lm_head_softcap=0 --lm_head_softcap=38.1 --lr_floor=1.1 --micro_batches=0 --model_dim=200 --muon_lr=1e308
-    --muon_momentum_end=1.5 --name=a/b --name={'a' * 101} --num_heads=0 --num_iterations=-1 --rope_base=0
-    --save_every=-1 --seed=-2 --seed={2**70} --train_seq_len=200 --val_loss_every=-1
-    --vocab_size=70000 --windows=LSLX --window_start=0""".split()
+    --adam_beta1=-0.1 --adam_beta1=nan --adam_beta2=1 --adam_eps=0 --adam_eps=1e-19
+    --attention_scale=inf --cooldown_frac=1.5 --dtype=half --embed_lr=-0.1 --epochs=0
+    --epochs=1{'0' * 400} --head_dim=72 --lm_head_softcap=0 --lm_head_softcap=38.1 --lr_floor=1.1
+    --micro_batches=0 --model_dim=200 --muon_lr=1e308 --muon_momentum_end=1.5 --name=a/b
+    --name={'a' * 101} --num_heads=0 --num_iterations=-1 --rope_base=0 --save_every=-1 --seed=-2
+    --seed={2**70} --train_seq_len=200 --val_loss_every=-1 --vocab_size=70000 --windows=LSLX
+    --window_start=0""".split()
 
 
 @pytest.mark.method

@@ -72,7 +72,7 @@ def test_training_step_and_validation_are_one_graph_each(changes):
             assert p.grad is not None and p.grad.shape == p.shape and p.grad.dtype == p.dtype, name
         nodes = nodes_of(graphs[0])
         assert number_of(nodes, "flex_attention") == hp.attention.count("x")
-        # These are in the head alone: for each part of the tokens one product forward, two backward.
+        # These are in the head alone: for each part one product forward, two backward.
         parts = math.ceil(hp.train_seq_len / GPT.LOGITS_TOKENS)
         assert parts > 1 and number_of(nodes, "_scaled_mm") == 3 * parts * hp.use_fp8
         model.eval()
