@@ -127,7 +127,7 @@ def test_the_presets_get_the_data_that_they_need(started, tmp_path, monkeypatch)
     Path("data/demo").mkdir(parents=True)
     Path("data/demo/demo_train_000001.bin").touch()
     launch.make_preset_data(train_gpt, demo)
-    assert len(started) == 3
+    assert len(started) == 4
 
 
 def test_a_text_is_tokenized_once_and_again_when_it_has_changed(tmp_path, monkeypatch, capsys):
