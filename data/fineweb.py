@@ -1,8 +1,8 @@
 """Fetches FineWeb, already in GPT-2 tokens, from the Hugging Face hub.
 
-    python data/fineweb.py                    # what the speedrun needs: 8 chunks and validation
-    python data/fineweb.py --num_chunks 103   # all of FineWeb10B: chunks of 100M tokens, 20 GB
-    python data/fineweb.py --verify           # check again what is there, without a network
+    ./run.sh fineweb                    # what the speedrun needs: 8 chunks and validation
+    ./run.sh fineweb --num_chunks 103   # all of FineWeb10B: chunks of 100M tokens, 20 GB
+    ./run.sh fineweb --verify           # check again what is there, without a network
 
 Safe to run again at any time: it keeps the sound files, fetches the missing and the damaged ones,
 and goes on with a download that was cut off. Every token of a new file is checked, and its SHA-256
@@ -121,7 +121,7 @@ def missing(folder: Path, names: list[str]) -> list[str]:
 
 
 def main(argv=None):
-    p = ArgumentParser(description=__doc__)
+    p = ArgumentParser(description=__doc__, prog="./run.sh fineweb")
     p.add_argument("--num_chunks", type=int, default=8, metavar="N",
                    help="training chunks to have (8)")
     p.add_argument("--dataset", choices=CHUNKS, default="fineweb10B", help="(fineweb10B)")

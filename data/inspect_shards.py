@@ -1,8 +1,8 @@
 """What token shards hold, and whether they are sound.
 
-    python data/inspect_shards.py data/fineweb10B/*.bin
-    python data/inspect_shards.py data/mine/*.bin --tokenizer bytes
-    python data/inspect_shards.py data/mine/mine_val_*.bin --seen_in data/mine/mine_train_*.bin
+    ./run.sh inspect data/fineweb10B/*.bin
+    ./run.sh inspect data/mine/*.bin --tokenizer bytes
+    ./run.sh inspect data/mine/mine_val_*.bin --seen_in data/mine/mine_train_*.bin
 
 Reads every token. Prints for each file: tokens, range of ids, documents and their lengths, and how
 the first document begins. The tokenizer is the one named by NAME.json next to the shards, else
@@ -106,7 +106,7 @@ def share_seen(path: Path, others: list[Path]) -> float:
 
 
 def main(argv=None):
-    p = ArgumentParser(description=__doc__)
+    p = ArgumentParser(description=__doc__, prog="./run.sh inspect")
     p.add_argument("files", nargs="+", type=Path, metavar="FILE", help="token shard")
     p.add_argument("--tokenizer", choices=TOKENIZERS, help="of the shards (see above)")
     p.add_argument("--vocab_dir", metavar="DIR",

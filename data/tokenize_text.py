@@ -1,8 +1,8 @@
 """Text in, token shards out.
 
-    python data/tokenize_text.py corpus.jsonl.xz --out data/mine --name mine --tokenizer gpt2
-    python data/tokenize_text.py book.txt --out data/book --name book --tokenizer bytes
-    python data/tokenize_text.py src/ --glob '**/*.py' --out data/code --name code --tokenizer bytes
+    ./run.sh tokenize corpus.jsonl.xz --out data/mine --name mine --tokenizer gpt2
+    ./run.sh tokenize book.txt --out data/book --name book --tokenizer bytes
+    ./run.sh tokenize src/ --glob '**/*.py' --out data/code --name code --tokenizer bytes
 
 Inputs are files and folders. A line of .jsonl (.ndjson) and a row of .parquet is a document; any
 other text file is one document. Each may be compressed (.gz, .xz, .bz2). Every document begins with
@@ -269,7 +269,7 @@ def split(encoded, train: ShardWriter, val: ShardWriter, args, end_of_text: int)
 
 
 def parse(argv):
-    p = ArgumentParser(description=__doc__)
+    p = ArgumentParser(description=__doc__, prog="./run.sh tokenize")
     add = p.add_argument
     add("inputs", nargs="+", metavar="INPUT", help="file or folder")
     add("--out", type=Path, required=True, metavar="DIR", help="folder for the shards")

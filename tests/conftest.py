@@ -5,7 +5,6 @@ Every test that imports `train_gpt` gets the script under test: the repository's
 EVERY_SCRIPT that are not marked `method`, which is for tests that pin what train_gpt.py trains.
 """
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -27,6 +26,7 @@ SCRIPT = ROOT / "train_gpt.py"  # the script under test; --script changes it
 EVERY_SCRIPT = ("test_training.py", "test_reliability.py", "test_processes.py", "test_settings.py",
                 "test_loader.py", "test_honesty.py")
 sys.path.insert(0, str(ROOT))
+from records.tools.load import load_script
 
 # The demo, made small, in settings that every script is expected to have. Layers, windows and
 # whatever else the script under test has of its own stay as its demo has them.
@@ -41,15 +41,6 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "GLOO_SOCKET_IFNAME": "lo",
 }
-
-
-def load_script(path: Path, name: str):
-    """Imports a script under this module name."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def pytest_addoption(parser):

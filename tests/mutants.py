@@ -1,8 +1,8 @@
 """The measure of the test suite: plants mistakes in train_gpt.py, one at a time, in a copy of the
 repository, and shows for each that a test finds it.
 
-    python tests/mutants.py                  # all of them, less than an hour on one core
-    python tests/mutants.py --only=window    # those with this word in section, mistake or test
+    ./run.sh test mutants                  # all of them, in less than an hour on one core
+    ./run.sh test mutants --only=window    # those with this word in section, mistake or test
 
 Prints a row of a Markdown table per mistake, with the first test that fails. Exit status 1 if a
 mistake survives, or if a text that it replaces does not stand exactly once in the script. The suite

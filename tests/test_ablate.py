@@ -1,4 +1,4 @@
-"""records/ablate.py: the parts of a change, the copies without them, and the table. The races here
+"""tools/ablate.py: the parts of a change, the copies without them, and the table. The races here
 are of test_race.py's stand-in for the script."""
 
 import json
@@ -11,7 +11,7 @@ from conftest import ROOT, refused
 from test_data_common import status_of
 from test_race import STAND_IN, place, starts  # noqa: F401, place is a fixture
 
-from records import ablate, logs
+from records.tools import ablate, logs
 
 
 def changed(text, *changes):

@@ -1,4 +1,4 @@
-"""records/compare.py: which runs count, the verdict and its p-value, what is printed, errors."""
+"""tools/compare.py: which runs count, the verdict and its p-value, what is printed, errors."""
 
 import contextlib
 import io
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from test_logs import HOSTILE, LOGS, STRANGE, log_text
 
-from records import compare, logs
+from records.tools import compare, logs
 
 GOOD = [3.2770, 3.2781, 3.2776, 3.2783]
 SAME = [3.2772, 3.2779, 3.2778, 3.2784]
@@ -262,7 +262,7 @@ def test_pairs_that_were_added_until_decided_have_an_e_value(tmp_path, capsys):
     base = write(tmp_path / "b", losses, ms=(100.0, 101.0))
     ours = [x - 0.01 - i % 2 / 1000 for i, x in enumerate(losses)]
     a = write(tmp_path / "a", ours, ms=(100.0, 102.0))
-    E = compare.stats.e_value(np.subtract(ours, losses))
+    E = compare.judge.e_value(np.subtract(ours, losses))
     assert E > 100
     out = run_main(capsys, a, "--vs", base, "--until_decided=0.01")[1]
     said = " ".join(out.split())
@@ -493,7 +493,7 @@ def test_wrong_usage_is_status_2(arguments, capsys):
 
 
 def test_as_a_program(tmp_path):
-    command = [sys.executable, str(ROOT / "records" / "compare.py")]
+    command = [sys.executable, str(ROOT / "records" / "tools" / "compare.py")]
     folder = str(write(tmp_path / "a", GOOD * 20))
     bad = subprocess.run([*command, "absent.log"], capture_output=True, text=True, check=False)
     assert bad.returncode == 1 and bad.stdout == "" and "Traceback" not in bad.stderr

@@ -25,7 +25,7 @@ from test_data_common import status_of
 
 from data import common, tokenize_text
 from data.common import SHARD_HEADER_BYTES, ShardWriter, UserError, check_shard, run
-from records import launch
+from records.tools import launch
 
 EOT = 256
 

@@ -1,4 +1,4 @@
-"""records/hellaswag.py: batched scores against one example a forward, the file's format, the
+"""tools/hellaswag.py: batched scores against one example a forward, the file's format, the
 figures, the command line."""
 
 import json
@@ -12,8 +12,8 @@ from test_sample import run_sample, save_random_model, trained
 import train_gpt
 from data.common import UserError
 from data.vocab import load_tokenizer
-from records import hellaswag
-from records.sample import load_model
+from records.tools import hellaswag
+from records.tools.sample import load_model
 from train_gpt import BLOCK
 
 __all__ = ["run_sample", "trained"]  # fixtures

@@ -1,4 +1,4 @@
-"""records/honesty.py: it finds each planted way to a loss that is too low, and no right idea."""
+"""tools/honesty.py: it finds each planted way to a loss that is too low, and no right idea."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ from conftest import ENVIRONMENT, ROOT
 from test_data_common import status_of
 
 import train_gpt
-from records import honesty, logs
+from records.tools import honesty, logs
 
 
 def test_the_script_is_honest():
@@ -228,7 +228,7 @@ def test_a_copy_of_a_former_script_passes_and_starts_from_other_weights(tmp_path
 
 
 def check(*arguments):
-    return subprocess.run([sys.executable, "-W", "ignore", ROOT / "records" / "honesty.py",
+    return subprocess.run([sys.executable, "-W", "ignore", ROOT / "records/tools/honesty.py",
                            *arguments], capture_output=True, text=True, env=ENVIRONMENT,
                           check=False)
 

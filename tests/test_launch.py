@@ -1,5 +1,7 @@
-"""records/launch.py by its functions, and run.sh in real starts."""
+"""tools/launch.py by its functions, and run.sh in real starts."""
 
+import ast
+import graphlib
 import os
 import shutil
 import signal
@@ -15,7 +17,7 @@ from conftest import ROOT, TINY, log_path, losses, train
 import train_gpt
 from data import tokenize_text
 from data.common import UserError
-from records import launch
+from records.tools import launch
 
 ENVIRONMENT = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
@@ -218,11 +220,11 @@ def test_what_cannot_be_used_is_passed_over_in_a_line_each(bare, tmp_path):
     program(tmp_path / "bin/python3", "echo 'ImportError: libcudart.so: not there' >&2; exit 1")
     program(tmp_path / "bin/python", has_torch("2.10.0a0+git1"))
     done = run("--seed=1", "demo")
-    assert done.returncode == 0 and done.stdout.splitlines() == [
+    assert done.returncode == 0 and (done.stderr + done.stdout).splitlines() == [
         "run.sh: passed over .venv/bin/python: torch 2.8.0+cu128 is older than 2.9.1",
         "run.sh: passed over python3: ImportError: libcudart.so: not there",
         f"run.sh: using {tmp_path}/bin/python (Python 3.10.1, torch 2.10.0a0+git1)",
-        f"{tmp_path}/bin/python -W ignore records/launch.py --seed=1 demo"], done.stderr
+        f"{tmp_path}/bin/python -W ignore records/tools/launch.py --seed=1 demo"], done.stderr
 
 
 def test_an_interpreter_that_is_asked_for_is_never_replaced(tmp_path):
@@ -241,7 +243,7 @@ def test_an_environment_is_made_once_and_a_torch_in_it_stays(bare, tmp_path):
     made = f"""echo "$1 $2 $3" >> {tmp_path}/calls
         case "$*" in
             "-m pip install"*) echo "$*" > {tmp_path}/installed; exit ;;
-            "-c import sys, torch, sys;"*) [ -f {tmp_path}/has_torch ] || exit 1 ;;
+            "-c import sys, torch"[!,]*) [ -f {tmp_path}/has_torch ] || exit 1 ;;
             *) [ -f {tmp_path}/installed ] || exit 1 ;;
         esac
         {has_torch("2.13.0")}"""
@@ -253,21 +255,69 @@ def test_an_environment_is_made_once_and_a_torch_in_it_stays(bare, tmp_path):
         done = run("test", "--script", "mine.py", "-k", "loss")
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.endswith("-m pytest --script=mine.py -k loss\n")
-        made_now = ("making .venv" in done.stdout, "source .venv/bin/activate" in done.stdout)
-        assert made_now == (times == 0, times == 0)
-        assert "run.sh: using .venv/bin/python (Python 3.10.1, torch 2.13.0)" in done.stdout
+        assert ("making .venv" in done.stderr) == (times == 0)
     assert (tmp_path / "calls").read_text().count("-m pip install") == 1
     assert (tmp_path / "installed").read_text().endswith(" -r requirements.txt\n")
     (tmp_path / "installed").unlink()
     (tmp_path / "has_torch").touch()
-    assert "making .venv" in run("demo").stdout
+    done = run("demo")
+    assert "making .venv" in done.stderr
+    assert "run.sh: using .venv/bin/python (Python 3.10.1, torch 2.13.0)" in done.stdout
     assert (tmp_path / "installed").read_text().endswith("-version-check numpy\n")
 
 
 def test_help_needs_no_python():
-    done = run_sh("demo", "--help", PYTHON="/no/such")
+    done = run_sh("help", PYTHON="/no/such")
     assert done.returncode == 0 and done.stderr == ""
-    assert done.stdout.startswith("./run.sh [SCRIPT.py] [speedrun|short|demo] [--repeat=N]")
+    assert done.stdout.startswith("./run.sh [train] [SCRIPT.py] [speedrun|short|demo] [--repeat=N]")
+    assert done.stdout.endswith("micro-batches).\n")
+    assert done.stdout == run_sh("--help", PYTHON="/no/such").stdout
+
+
+@pytest.mark.parametrize("word, nearest", [("rcae", "race"), ("comapre", "compare"),
+                                           ("honesty", "honest"), ("smaple", "sample")])
+def test_an_unknown_verb_names_the_nearest_and_all(word, nearest):
+    done = run_sh(word, PYTHON="/no/such")
+    assert (done.returncode, done.stdout) == (2, "") and len(done.stderr.splitlines()) == 1
+    assert f"{word} is no verb; the nearest is {nearest}, and there are: train" in done.stderr
+
+
+@pytest.mark.parametrize("verb", ["race", "ablate", "honest", "compare", "sample", "hellaswag",
+                                  "tokenize", "inspect", "fineweb", "ideas"])
+def test_each_verb_explains_itself(verb):
+    done = run_sh(verb, "--help")
+    assert done.returncode == 0 and f"./run.sh {verb}" in done.stdout and done.stderr == ""
+
+
+def test_logs_are_compared_without_torch(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('no torch here')\n")
+    assert "no torch here" in run_sh("demo", "--check", PYTHONPATH=str(tmp_path)).stderr
+    done = run_sh("compare", "records/demo", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0 and "3 runs" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("name", ["compare", "race", "sample"])
+def test_an_old_path_says_where_the_program_is_now(name):
+    done = subprocess.run([sys.executable, ROOT / "records" / f"{name}.py", "x", "--json"],
+                          capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: records/{name}.py is now ./run.sh {name}\n"
+
+
+def test_no_tool_imports_one_that_imports_it():
+    tools = {path.stem: path for path in (ROOT / "records" / "tools").glob("*.py")}
+    imports = {}
+    for name, path in tools.items():
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "records.tools":
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("records."):
+                found.add(node.module.removeprefix("records.tools."))
+        assert found <= set(tools), name
+        imports[name] = found
+    assert imports["ablate"] == {"load", "logs", "race"}  # so imports are found
+    graphlib.TopologicalSorter(imports).prepare()  # raises CycleError
 
 
 def test_a_copy_is_checked_trained_on_two_processes_and_sampled_from(tmp_path, shards):
@@ -284,7 +334,7 @@ def test_a_copy_is_checked_trained_on_two_processes_and_sampled_from(tmp_path, s
     assert lines[1] == "run.sh: preset demo: 2 rank(s)"
     assert f"python '{copy}' --check --preset=demo" in lines[2]
     assert f"-m torch.distributed.run --standalone --nproc_per_node=2 '{copy}' --pre" in lines[3]
-    assert (f"records/sample.py {log} '--script={copy}' --tokens=300 --temperature=0.9"
+    assert (f"records/tools/sample.py {log} '--script={copy}' --tokens=300 --temperature=0.9"
             in lines[4])
     trained, sample = done.stdout.split(lines[4])
     assert len(losses(trained)) == 2 and len(sample) > 2

@@ -1,4 +1,4 @@
-"""records/logs.py: log formats, text that is no result, chains of resumed runs."""
+"""tools/logs.py: log formats, text that is no result, chains of resumed runs."""
 
 import hashlib
 import os
@@ -11,7 +11,7 @@ from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from records import logs
+from records.tools import logs
 
 LOGS = Path(__file__).resolve().parent / "fixtures" / "logs"
 LINE = "=" * 100
@@ -397,26 +397,28 @@ def test_the_script_that_a_log_ran(tmp_path):
     """Byte for byte, with and without a last newline, whatever it holds."""
     for i, source in enumerate(("import torch\n\n", "x = '" + "=" * 100 + "'\nprint('é\u2028')")):
         (tmp_path / f"{i}.log").write_bytes(log_text((10.8, 3.3), source=source).encode())
-        done = subprocess.run([sys.executable, ROOT / "records" / "logs.py", "--source",
+        done = subprocess.run([sys.executable, ROOT / "records" / "tools" / "logs.py", "--source",
                                tmp_path / f"{i}.log"], capture_output=True, check=True)
         assert done.stdout == source.encode()
     for arguments, words in ((["--source", LOGS / "console_only.log"], "holds no source"),
                              (["--source", tmp_path / "absent.log"], "cannot be read"),
-                             ([tmp_path / "0.log"], "usage: python records/logs.py --source LOG")):
-        done = subprocess.run([sys.executable, ROOT / "records" / "logs.py", *arguments],
+                             ([tmp_path / "0.log"],
+                              "usage: python records/tools/logs.py --source LOG")):
+        done = subprocess.run([sys.executable, ROOT / "records" / "tools" / "logs.py", *arguments],
                               capture_output=True, text=True, check=False)
         assert done.returncode == 1 and words in done.stderr and done.stdout == ""
         assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("program, package", [
-    ("sample", "torch"), ("hellaswag", "torch"), ("export", "numpy"), ("compare", "scipy"),
+    ("sample", "torch"), ("hellaswag", "torch"), ("compare", "scipy"),
     ("race", "scipy")])
 def test_a_missing_package_is_one_line(program, package):
     code = ("import runpy, sys; sys.modules[sys.argv[1]] = None; "
             "runpy.run_path(sys.argv[2], run_name='__main__')")
-    done = subprocess.run([sys.executable, "-c", code, package, ROOT / "records" / f"{program}.py"],
-                          capture_output=True, text=True, check=False)
+    path = ROOT / "records" / "tools" / f"{program}.py"
+    done = subprocess.run([sys.executable, "-c", code, package, path], capture_output=True,
+                          text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (f"error: {package} is not installed here: activate .venv "
-                           "(source .venv/bin/activate), or use ./run.sh\n")
+    assert done.stderr == (f"error: {package} is not installed here: start the program by "
+                           "./run.sh, or install the packages of requirements.txt\n")

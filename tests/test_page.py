@@ -1,4 +1,4 @@
-"""records/page.py: its figures are those of --json, hostile logs, and what it does in a browser."""
+"""tools/page.py: its figures are those of --json, hostile logs, and what it does in a browser."""
 
 import base64
 import gzip
@@ -15,7 +15,7 @@ from test_compare import run_main, side_of, write
 from test_logs import log_text
 from test_plot import LONG
 
-from records import compare, logs, page
+from records.tools import compare, logs, page
 
 NAMES = ("ours", "theirs")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
@@ -239,9 +239,9 @@ def test_a_hostile_log_changes_nothing(hostile, tmp_path, capsys):
 
 def test_without_plotly_it_says_so_in_one_line(sides, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly", None)
-    for name in ("plotly.io", "records.page"):
+    for name in ("plotly.io", "records.tools.page"):
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr("records.page")
+    monkeypatch.delattr("records.tools.page")
     status, _, err = run_main(capsys, sides[0], "--html", tmp_path / "x.html")
     assert status == 2 and re.fullmatch(r"error: plotly\S* is not installed here: .*\n", err)
 

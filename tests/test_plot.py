@@ -1,4 +1,4 @@
-"""records/plot.py: what the curves are, read back from matplotlib's own objects."""
+"""tools/plot.py: what the curves are, read back from matplotlib's own objects."""
 
 import math
 import re
@@ -9,7 +9,7 @@ from scipy import stats
 from test_compare import GOOD, SAME, side_of, write
 from test_logs import LOGS, log_text, read_text
 
-from records import compare, logs, plot
+from records.tools import compare, logs, plot
 
 LONG = (10.8258, 4.0, 3.9, 3.8, 3.7, 3.6, 3.5, 3.4, 3.3)
 

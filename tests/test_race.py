@@ -1,4 +1,4 @@
-"""records/race.py: what it starts, in which order, what it counts, and how it goes on. Most races
+"""tools/race.py: what it starts, in which order, what it counts, and how it goes on. Most races
 here are of a stand-in for the script, which writes logs of the same form in no time."""
 
 import json
@@ -17,7 +17,7 @@ from test_data_common import status_of
 from test_logs import log_text
 
 from data.common import UserError
-from records import ideas, logs, race
+from records.tools import ledger, logs, race
 
 STAND_IN = '''
 import argparse, hashlib, os, sys, time
@@ -195,7 +195,7 @@ def test_an_undecided_race_goes_on_with_more_pairs_and_a_fixed_one_does_not(plac
     assert verdicts(place)["record"]["decision"] == "undecided"
     before = starts(place)
     assert run_race(place, "--most=3") == 4
-    (line,) = ideas.read(place / "records" / "ideas.csv")  # one idea, with its three pairs
+    (line,) = ledger.read(place / "records" / "ideas.csv")  # one idea, with its three pairs
     assert (line["race"], line["candidate"], line["pairs"]) == ("race_record", "record", "3")
     assert starts(place)[len(before):] == [("record", 3, None), ("base", 3, None)]
     out = " ".join(capsys.readouterr().out.split())
@@ -440,7 +440,7 @@ def test_wrong_usage_starts_nothing(flags, words, place, capsys):
 PROGRAM = """
 import sys
 sys.path.insert(0, {root!r})
-from records import race, logs
+from records.tools import race, logs
 from data import common
 race.LAUNCH = race.Path({launcher!r})
 race.HONESTY = race.LAUNCH.with_name("honesty.py")

@@ -24,7 +24,7 @@ from test_data_vocab import write_vocabulary
 
 import train_gpt
 from data import vocab
-from records import ablate, launch, logs, race, results_table
+from records.tools import ablate, compare, launch, logs, race
 
 FOLDERS = sorted(path.parent for path in ROOT.glob("records/*/README.md"))
 PAGES = [ROOT / "README.md", *sorted(path for pattern in ("*/*.md", "records/*/README.md")
@@ -33,6 +33,8 @@ TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for
 README = TEXTS["README.md"]
 SCRIPT = (ROOT / "train_gpt.py").read_text()
 SPEEDRUN = train_gpt.PRESETS["speedrun"]
+LOGS = sorted(subprocess.run(["git", "-C", ROOT / "records", "ls-files", "*.log"], text=True,
+                             capture_output=True, check=True).stdout.splitlines())
 FIELDS = {f.name for f in fields(train_gpt.Hyperparameters)}
 
 # In the copy of the repository in which the commands run, the demo is this small.
@@ -127,7 +129,7 @@ def test_copy_tweak_race_and_sample(copy, text):
     page = section(README, "Copy, tweak, race")
     copied, race = indented(page).splitlines()
     (two_settings,) = re.findall(r"`(\S+ race .*--only_ours=.*)`", page)
-    alone, sample = re.findall(r"`(\S+ my_record\.py --name=[^`]*|python records/sample[^`]*)`",
+    alone, sample = re.findall(r"`(\S+ my_record\.py --name=[^`]*|\./run\.sh sample [^`]*)`",
                                page)
     assert copied.startswith("cp ") and race == "./run.sh race my_record.py"
     # With another activation, which one might try, a run's loss is not that of the script.
@@ -239,6 +241,9 @@ def commands_of(text: str) -> list[list[str]]:
     return started(indented(text) + spans)
 
 
+TOOLS = {"honest": "records/tools/honesty.py", "tokenize": "data/tokenize_text.py",
+         "inspect": "data/inspect_shards.py", "fineweb": "data/fineweb.py",
+         **{verb: f"records/tools/{verb}.py" for verb in ("compare", "sample", "hellaswag")}}
 COMMANDS = [words for text in TEXTS.values() for words in commands_of(text)]
 
 
@@ -255,7 +260,11 @@ def training(words: list[str]) -> tuple[str, list[str]] | None:
         there = next(filter(Path.exists, [ROOT / script, ROOT / "train_gpt.py"]))
         racer = race.parse([str(there), *flags]).candidates[0]
         return os.path.relpath(racer.script, ROOT), launch.split_words(racer.flags)[1]
-    if words[0] == "./run.sh" and words[1:2] not in (["test"], ["ideas"]):
+    if words[0] == "./run.sh" and words[1:2] == ["train"]:
+        words = [words[0], *words[2:]]
+    if words[0] == "./run.sh" and words[1:2] and words[1] in TOOLS:
+        return None
+    if words[0] == "./run.sh" and words[1:2] not in (["test"], ["ideas"], ["help"], ["VERB"]):
         own = ("--repeat=", "--text=", "--help")
         return launch.split_words([word for word in words[1:] if not word.startswith(own)])
     scripts = [i for i, word in enumerate(words)
@@ -280,15 +289,14 @@ def test_flags_of_training_exist_and_keep_the_tokens_of_a_step(path, flags):
 
 
 def test_flags_of_the_tools_exist():
-    tools = [words for words in COMMANDS
-             if words[0] == "python" and re.match("(data|records|tests)/", words[1])
-             and not words[1].endswith("train_gpt.py")]
-    assert len({words[1] for words in tools}) >= 10
+    tools = [words for words in COMMANDS if words[0] == "./run.sh" and words[1:2]
+             and words[1] in TOOLS]
+    assert len({words[1] for words in tools}) >= 7
     for words in tools:
-        source = (ROOT / words[1]).read_text() + (ROOT / "records" / "sample.py").read_text()
+        source = (ROOT / TOOLS[words[1]]).read_text()
+        source += (ROOT / "records" / "tools" / "sample.py").read_text()
         for flag in re.findall(r"--(\w[\w-]*)", " ".join(words)):
-            known = f'"--{flag}"' in source or words[1].startswith("tests/") and flag in FIELDS
-            assert known, f"{words[1]} has no --{flag}"
+            assert f'"--{flag}"' in source or flag == "help", f"{words[1]} has no --{flag}"
 
 
 def headings(text: str) -> set[str]:
@@ -387,9 +395,9 @@ def test_every_number_in_a_marked_table_or_paragraph_is_that_of_the_logs(page, m
 
 
 def test_the_ablations_are_those_of_the_verdict():
-    verdict = json.loads((ROOT / "records" / "techniques" / "verdict.json").read_text())
+    verdict = json.loads((ROOT / "records" / "2026-11-25_parts" / "verdict.json").read_text())
     rows = {row["candidate"]: row for row in verdict}
-    (shown,) = blocks(TEXTS["records/techniques/README.md"], "ablation")
+    (shown,) = blocks(TEXTS["records/method.md"], "ablation")
     parts = []
     for line in shown.splitlines()[2:]:
         name, lines = line.strip("| ").split(" | ")[:2]
@@ -418,7 +426,7 @@ def test_the_verdict_that_is_shown_is_that_of_the_logs(page, name):
     sides = sorted({path.parent for path in folder.glob("*/*.log")})
     assert len(sides) == 2
     ours, theirs = sides if sides[0].name != "train_gpt" else sides[::-1]
-    command = [sys.executable, "records/compare.py", str(ours.relative_to(ROOT)), "--vs",
+    command = [sys.executable, "records/tools/compare.py", str(ours.relative_to(ROOT)), "--vs",
                str(theirs.relative_to(ROOT)), "--until_decided=0.01"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert shown.startswith("verdict") and f"{shown}\n" in done.stdout
@@ -428,9 +436,19 @@ def test_the_verdict_that_is_shown_is_that_of_the_logs(page, name):
 def test_the_table_of_results_is_that_of_the_logs():
     """On one machine and torch, as is said above it, or on those that a row names."""
     page = TEXTS["records/README.md"]
-    assert results_table.with_table(page, ROOT / "records") == page
+    rows = table(section(page, "Results"))
+    folders = {str(Path(name).parent) for name in LOGS} - {
+        name for name in {str(Path(name).parent) for name in LOGS} if name.startswith("tokens/")}
+    assert [row[0] for row in rows] == [f"[{name}]({name}/)" for name in sorted(folders)]
+    for name, count, loss, seconds, steps, tokens, _ in rows:
+        runs, _ = logs.read([ROOT / "records" / re.match(r"\[(.*?)\]", name)[1]])
+        losses, times = [run.loss for run in runs], [run.seconds for run in runs]
+        assert count == str(len(runs)) and {steps} == {str(run.steps) for run in runs}, name
+        assert loss == f"{statistics.mean(losses):.4f} ({statistics.stdev(losses):.4f})", name
+        assert seconds == f"{statistics.mean(times):.1f} s ({statistics.stdev(times):.1f})", name
+        assert {tokens} == {compare.tokens_text(run.tokens) for run in runs}, name
     assert "two cores of an AMD EPYC with AVX512-BF16, in torch 2.13, unless" in page
-    runs, _ = logs.read(results_table.tracked_logs(ROOT / "records"))
+    runs, _ = logs.read([ROOT / "records" / name for name in LOGS])
     for run in runs:
         usual = re.match("2x AMD EPYC.* avx512_bf16", run.hardware) and run.torch[:5] == "2.13."
         assert usual or f"{run.hardware}, torch {run.torch}" in page, run.name
@@ -472,10 +490,6 @@ def test_the_mistakes_of_the_page_are_those_that_are_planted():
 
 # --------------------------------------------------------------------------------------------------
 # Committed logs
-
-LOGS = sorted(path.relative_to(ROOT / "records").as_posix()
-              for path in results_table.tracked_logs(ROOT / "records"))
-
 
 def test_there_are_committed_logs_and_every_folder_has_a_page():
     assert len(LOGS) >= 10

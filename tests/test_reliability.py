@@ -29,7 +29,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import train_gpt
-from records.logs import read_run
+from records.tools.logs import read_run
 from train_gpt import UserError, read_checkpoint
 
 SAVES = [*TINY, "--val_loss_every=4", "--save_every=3", "--micro_batches=2"]

@@ -1,4 +1,4 @@
-"""records/sample.py: text of saved runs as bytes, as GPT-2's tokens and as token numbers; which run
+"""tools/sample.py: text of saved runs as bytes, as GPT-2's tokens and as token numbers; which run
 and which script; the command line and its errors."""
 
 import dataclasses
@@ -21,7 +21,7 @@ from test_logs import log_text
 import train_gpt
 from data import vocab
 from data.common import UserError
-from records import sample
+from records.tools import sample
 
 __all__ = ["vocab_dir"]  # a fixture
 
@@ -66,7 +66,7 @@ def run_sample(capsys, monkeypatch):
     def run(*args, program=sample):
         """stdout, stderr and status of the program with these arguments."""
         monkeypatch.setattr(sys, "argv", ["program", *map(str, args), "--device=cpu"])
-        monkeypatch.setattr(sample.common, "run", status_of)
+        monkeypatch.setattr(sample, "run", status_of)
         capsys.readouterr()
         status = sample.start(program.main)
         out, err = capsys.readouterr()
@@ -336,7 +336,7 @@ def test_a_device_that_is_not_there_is_one_line(trained):
 
 def test_the_command_itself(trained):
     """Started in another folder, and with a terminal that knows ASCII only."""
-    command = [sys.executable, ROOT / "records" / "sample.py", trained.name]
+    command = [sys.executable, ROOT / "records" / "tools" / "sample.py", trained.name]
     done = subprocess.run([*command, "--prompt=é", "--tokens=2", "--device=cpu"],
                           cwd=trained.parent, capture_output=True, timeout=200, check=True,
                           env={**os.environ, "PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1"})

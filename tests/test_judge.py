@@ -1,4 +1,4 @@
-"""records/stats.py: p-values and intervals against closed forms, tables and SciPy, power and
+"""tools/judge.py: p-values and intervals against closed forms, tables and SciPy, power and
 e-values against simulation, and the rules of the field against their own examples."""
 
 import math
@@ -8,29 +8,29 @@ import pytest
 from scipy import integrate, optimize
 from scipy import stats as scipy_stats
 
-from records import stats
+from records.tools import judge
 
 
 def test_p_value_of_a_mean_below_the_target_against_closed_forms():
     # Student's t has closed distribution functions for 1 and 2 degrees of freedom
     a = [3.277, 3.279]
     t = (np.mean(a) - 3.28) / (np.std(a, ddof=1) / math.sqrt(2))
-    assert stats.p_below(a, 3.28) == pytest.approx(0.5 + math.atan(t) / math.pi)
+    assert judge.p_below(a, 3.28) == pytest.approx(0.5 + math.atan(t) / math.pi)
     b = [3.277, 3.279, 3.2785]
     t = (np.mean(b) - 3.28) / (np.std(b, ddof=1) / math.sqrt(3))
-    assert stats.p_below(b, 3.28) == pytest.approx(0.5 + t / (2 * math.sqrt(2 + t * t)))
-    assert stats.p_below(b, 3.27) > 0.5
-    assert stats.p_below([3.2, 3.2], 3.28) is stats.p_below(b, None) is None
+    assert judge.p_below(b, 3.28) == pytest.approx(0.5 + t / (2 * math.sqrt(2 + t * t)))
+    assert judge.p_below(b, 3.27) > 0.5
+    assert judge.p_below([3.2, 3.2], 3.28) is judge.p_below(b, None) is None
 
 
 def test_spread_against_tables():
-    out = stats.spread([2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0])
+    out = judge.spread([2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0])
     # The first number is the 97.5 % point of t with 7 degrees of freedom, from tables.
     half = 2.364624 * 2.138090 / math.sqrt(8)
     assert (out["n"], out["mean"]) == (8, 5.0) and out["sd"] == pytest.approx(2.138090, abs=1e-6)
     assert out["interval"] == pytest.approx((5 - half, 5 + half), abs=1e-5)
-    assert stats.spread([3.28]) == {"n": 1, "mean": 3.28, "sd": None, "interval": None}
-    assert stats.spread([]) == {"n": 0, "mean": None, "sd": None, "interval": None}
+    assert judge.spread([3.28]) == {"n": 1, "mean": 3.28, "sd": None, "interval": None}
+    assert judge.spread([]) == {"n": 0, "mean": None, "sd": None, "interval": None}
 
 
 @pytest.mark.filterwarnings("error")
@@ -38,11 +38,11 @@ def test_p_value_of_two_sides_by_welch_and_in_pairs():
     """In pairs, the seeds' own spread hides no difference."""
     a = [3.10, 3.32, 3.51, 3.27]
     b = [3.12, 3.33, 3.54, 3.28]
-    welch = stats.welch(a, b)
+    welch = judge.welch(a, b)
     assert welch["p"] == pytest.approx(scipy_stats.ttest_ind(a, b, equal_var=False).pvalue)
     assert welch["p"] > 0.8 and welch["interval"][0] < -0.0175 < welch["interval"][1]
     test = scipy_stats.ttest_1samp(np.subtract(a, b), 0)
-    paired = stats.paired(a, b)
+    paired = judge.paired(a, b)
     assert paired["p"] == pytest.approx(test.pvalue) and paired["p"] < 0.05
     assert paired["interval"] == pytest.approx(tuple(test.confidence_interval(0.95)))
     assert paired["sd"] == pytest.approx(np.std([0.02, 0.01, 0.03, 0.01], ddof=1))
@@ -53,10 +53,10 @@ def test_p_value_of_two_sides_by_welch_and_in_pairs():
 @pytest.mark.parametrize("a, b, difference", [
     ([], [], None), ([], [1.0], None), ([1.0], [2.0], -1), ([1.0, 1.0], [2.0, 2.0], -1)])
 def test_where_there_is_no_spread_there_is_no_p_value(a, b, difference):
-    tests = [stats.welch(a, b), *([stats.paired(a, b)] if len(a) == len(b) else [])]
+    tests = [judge.welch(a, b), *([judge.paired(a, b)] if len(a) == len(b) else [])]
     for found in tests:
         assert (found["difference"], found["interval"], found["p"]) == (difference, None, None)
-    assert stats.paired([1.0, 2.0], [2.0, 3.0])["p"] is None  # pairs that all differ by as much
+    assert judge.paired([1.0, 2.0], [2.0, 3.0])["p"] is None  # pairs that all differ by as much
 
 
 def test_what_runs_could_have_shown_against_simulation():
@@ -65,35 +65,35 @@ def test_what_runs_could_have_shown_against_simulation():
     draw = np.random.default_rng(1).normal
     a = draw(0, 1.0, 6) + 0.5
     b = np.zeros(6)
-    found = stats.power(list(a), list(b), is_paired=True)
+    found = judge.power(list(a), list(b), is_paired=True)
     sd = np.std(a, ddof=1)
     for n, difference in ((6, found["detectable"]), (found["needed"], abs(np.mean(a)))):
         p = scipy_stats.ttest_1samp(draw(difference, sd, (4000, n)), 0, axis=1).pvalue
-        assert np.mean(p < stats.ALPHA) == pytest.approx(0.8, abs=0.03)
+        assert np.mean(p < judge.ALPHA) == pytest.approx(0.8, abs=0.03)
     a = draw(0, 1.0, 12)
     b = draw(0, 2.0, 9)
     a += np.mean(b) - np.mean(a) + 1.5
-    found = stats.power(list(a), list(b), is_paired=False)
+    found = judge.power(list(a), list(b), is_paired=False)
     for n, m, difference in ((12, 9, found["detectable"]), (*2 * [found["needed"]], 1.5)):
         x = draw(difference, np.std(a, ddof=1), (n, 4000))
         y = draw(0, np.std(b, ddof=1), (m, 4000))
         p = scipy_stats.ttest_ind(x, y, equal_var=False).pvalue
-        assert np.mean(p < stats.ALPHA) == pytest.approx(0.8, abs=0.03)
-    hopeless = stats.power([1.0, 2.0, 3.0], [1.1, 2.0, 2.9], is_paired=True)
+        assert np.mean(p < judge.ALPHA) == pytest.approx(0.8, abs=0.03)
+    hopeless = judge.power([1.0, 2.0, 3.0], [1.1, 2.0, 2.9], is_paired=True)
     assert hopeless["needed"] is None and hopeless["detectable"] > 0.1
-    assert stats.power([1.0, 2.0], [2.0, 3.0], is_paired=True)["detectable"] is None  # no spread
+    assert judge.power([1.0, 2.0], [2.0, 3.0], is_paired=True)["detectable"] is None  # no spread
 
 
 def test_the_rules_of_the_field():
     """Figures of the optimizer track's README: 3.276 for one run, 3.278 for four."""
     for n, mean in ((1, 3.276), (4, 3.278), (16, 3.279)):
-        row = stats.track_rule([mean] * n, 3.28)
+        row = judge.track_rule([mean] * n, 3.28)
         assert row["holds"] and row["value"] == pytest.approx(0.004) and row["runs_needed"] == n
-        assert not stats.track_rule([mean + 1e-5] * n, 3.28)["holds"]
-    assert stats.track_rule([3.281], 3.28)["runs_needed"] is None
+        assert not judge.track_rule([mean + 1e-5] * n, 3.28)["holds"]
+    assert judge.track_rule([3.281], 3.28)["runs_needed"] is None
     values = np.linspace(-1, 1, 12)
     losses = list(3.279 + values * 0.0013 / np.std(values, ddof=1))
-    row = stats.speedrun_rule(losses, 3.28)
+    row = judge.speedrun_rule(losses, 3.28)
     assert not row["holds"] and row["runs_needed"] == 13
     assert row["value"] == pytest.approx(
         scipy_stats.ttest_1samp(losses, 3.28, alternative="less").pvalue)
@@ -114,29 +114,29 @@ def test_an_e_value_is_the_bayes_factor_of_the_t_test(n, mean):
     t = mean / 0.01 * math.sqrt(n)
     def density(effect):
         noncentral = scipy_stats.nct.pdf(t, n - 1, math.sqrt(n) * effect)
-        return noncentral * scipy_stats.norm.pdf(effect, 0, math.sqrt(stats.PRIOR))
+        return noncentral * scipy_stats.norm.pdf(effect, 0, math.sqrt(judge.PRIOR))
 
     expected = integrate.quad(density, -20, 20, points=[0, mean / 0.01], limit=500)[0]
     expected /= scipy_stats.t.pdf(t, n - 1)
-    assert stats.e_value(found) == pytest.approx(expected, rel=1e-6)
-    assert stats.e_value([found, 7 * found]) == pytest.approx([expected] * 2)
+    assert judge.e_value(found) == pytest.approx(expected, rel=1e-6)
+    assert judge.e_value([found, 7 * found]) == pytest.approx([expected] * 2)
 
 
 def test_the_ends_of_an_e_value():
-    assert stats.e_value([0.3]) == pytest.approx(1) and stats.e_value([0.0] * 6) == 0.2
-    width = 1 + 5 * stats.PRIOR
-    assert stats.e_value([0.5] * 5) == pytest.approx(width**2)  # as surely as five pairs can say it
-    assert stats.e_value([0.5] * 4) < 100
+    assert judge.e_value([0.3]) == pytest.approx(1) and judge.e_value([0.0] * 6) == 0.2
+    width = 1 + 5 * judge.PRIOR
+    assert judge.e_value([0.5] * 5) == pytest.approx(width**2)  # as surely as five pairs can say it
+    assert judge.e_value([0.5] * 4) < 100
 
 
 @pytest.mark.parametrize("n", [5, 7, 30])
 def test_a_confidence_sequence_has_the_means_that_are_not_excluded(n):
     found = some_differences(n, 0.004)
-    low, high = stats.confidence_sequence(found, 0.01)
+    low, high = judge.confidence_sequence(found, 0.01)
     for start, bound in ((-100.0, low), (100.0, high)):
-        root = optimize.brentq(lambda mean: stats.e_value(found - mean) - 100, start, 0.004)
+        root = optimize.brentq(lambda mean: judge.e_value(found - mean) - 100, start, 0.004)
         assert bound == pytest.approx(root)
-    assert stats.confidence_sequence(found[:4], 0.01) is None
+    assert judge.confidence_sequence(found[:4], 0.01) is None
 
 
 def races_decided(effect, races, pairs=50):
@@ -145,7 +145,7 @@ def races_decided(effect, races, pairs=50):
     differences = np.random.RandomState(1).standard_normal((races, pairs)) + effect
     first = np.zeros(races, int)
     for n in range(2, pairs + 1):
-        decided = stats.e_value(differences[:, :n]) >= 100
+        decided = judge.e_value(differences[:, :n]) >= 100
         first[(first == 0) & decided] = n
     return first
 
@@ -161,17 +161,17 @@ def test_looking_after_each_pair_is_seldom_wrong_and_finds_effects():
 def test_the_pairs_that_would_decide_it():
     """If they repeat those that are there."""
     found = some_differences(4, 0.012)
-    needed = stats.until_decided(list(found), [0.0] * 4, 0.01)["needed"]
+    needed = judge.until_decided(list(found), [0.0] * 4, 0.01)["needed"]
     assert 4 < needed < 100
-    share = stats.share_of_mean(found)
-    assert stats.log_e(share, needed - 1) < math.log(100) <= stats.log_e(share, needed)
-    assert stats.until_decided([1.0, -1.0], [0.0, 0.0], 0.01)["needed"] is None
+    share = judge.share_of_mean(found)
+    assert judge.log_e(share, needed - 1) < math.log(100) <= judge.log_e(share, needed)
+    assert judge.until_decided([1.0, -1.0], [0.0, 0.0], 0.01)["needed"] is None
 
 
 def test_p_values_adjusted_for_their_number_against_an_example():
     """Of three, the smallest counts three times, the next twice, and none less than the next."""
-    assert stats.adjusted([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
-    assert stats.adjusted([0.9, 0.8]) == [1, 1] and stats.adjusted([]) == []
+    assert judge.adjusted([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
+    assert judge.adjusted([0.9, 0.8]) == [1, 1] and judge.adjusted([]) == []
     gain = {"difference": -1.0, "p": 0.006, "E": None, "adjusted": 0.018}
-    assert not stats.is_sure(gain) and stats.is_sure(gain | {"difference": 1.0})
-    assert stats.is_sure(gain | {"p": None, "E": 200.0, "adjusted": 0.01})
+    assert not judge.is_sure(gain) and judge.is_sure(gain | {"difference": 1.0})
+    assert judge.is_sure(gain | {"p": None, "E": 200.0, "adjusted": 0.01})

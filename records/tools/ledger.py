@@ -4,7 +4,7 @@
 
 Each race enters its candidates into records/ideas.csv, which git ignores: failed, broken and
 stopped ones too, since the more is tried, the more looks good by chance. The project's own races
-are in records/techniques/ideas.csv. This prints both, newest last. `survives` marks the ideas that
+are in the ideas.csv of a dated folder. This prints all, newest last. `survives` marks the ideas that
 are to be kept (better, honest, with the baseline's tokens) and are among what a false discovery
 rate of 5 % leaves of all that was tried: of the ideas marked so, at most 5 % are none, on average.
 
@@ -20,14 +20,12 @@ import sys
 from datetime import datetime, timezone
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from records import logs
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from records.tools import logs
+from records.tools.load import ROOT, ArgumentParser, installed, require, run
 
-with logs.installed():
+with installed():
     from scipy import stats
-
-    from data.common import require, run
 
 RATE = 0.05
 COLUMNS = ["date", "race", "candidate", "patch", "decision", "keep", "honest", "difference", "low",
@@ -78,8 +76,9 @@ def mark_survivors(rows: list[dict]):
             if value <= RATE / len(kinds) and row["keep"] == "True":
                 row["survives"] = "yes"
 
-def main():
-    paths = [ROOT / "records" / "techniques" / "ideas.csv", ROOT / "records" / "ideas.csv"]
+def main(arguments=None):
+    ArgumentParser(description=__doc__, prog="./run.sh ideas").parse_args(arguments)
+    paths = [*sorted(ROOT.glob("records/*/ideas.csv")), ROOT / "records" / "ideas.csv"]
     rows = sorted([row for path in paths for row in read(path)], key=lambda row: row["date"])
     if not rows:
         print("no idea yet: ./run.sh race my_record.py enters one")

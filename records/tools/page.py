@@ -10,6 +10,7 @@ the browser to load anything.
 
 import base64
 import gzip
+import hashlib
 import html
 import os
 import re
@@ -18,10 +19,11 @@ from itertools import cycle, groupby, pairwise
 from pathlib import Path
 from statistics import fmean
 
-from records import compare, logs, plot, stats
-from records.logs import short
+from records.tools import judge, logs, plot
+from records.tools.load import installed
+from records.tools.logs import short
 
-with logs.installed():
+with installed():
     import plotly.io
     from plotly.offline import get_plotlyjs
 
@@ -56,10 +58,10 @@ def label(value):
 def number(value, form, unit=""):
     """A cell with the value itself, by which the table sorts, and what is shown."""
     known = "" if value is None else repr(value)
-    return f'<td class="number" data-value="{known}">{compare.number(value, form, unit)}</td>'
+    return f'<td class="number" data-value="{known}">{logs.number(value, form, unit)}</td>'
 
 def interval(bounds, form):
-    return f'<td class="number">{compare.interval(bounds, form)}</td>'
+    return f'<td class="number">{logs.interval(bounds, form)}</td>'
 
 def words(value):
     return f"<td>{text(value)}</td>"
@@ -133,7 +135,7 @@ def reference_losses(baseline):
     used = baseline.used or baseline.runs
     by_seed = {run.seed: {line.step: line.loss for line in run.validations}
                for run in used if run.seed}
-    return by_seed, {step: fmean(losses) for step, losses in compare.losses_by_step(used).items()}
+    return by_seed, {step: fmean(losses) for step, losses in judge.losses_by_step(used).items()}
 
 def validation_in_words(run, line, by_seed, means):
     """With the difference to the baseline's run of the seed, or to the mean of its runs."""
@@ -196,14 +198,14 @@ def difference_figure(sides, comparisons):
     traces = []
     ranges = []
     for (side, colour, dash), comparison in zip(looks(sides[:-1]), comparisons):
-        pairs = compare.pairs_of(side, sides[-1])
-        found = stats.differences_by_step(pairs)
+        pairs = judge.pairs_of(side, sides[-1])
+        found = judge.differences_by_step(pairs)
         if not found:
             continue
         steps, rows = found
         level = level_of(comparison)
         means = rows.mean(axis=0).tolist()
-        bands = [stats.interval_of_pairs(column, level) for column in rows.T.tolist()]
+        bands = [judge.interval_of_pairs(column, level) for column in rows.T.tolist()]
         known = [(step, *band) for step, band in zip(steps, bands) if band]
         name = label(side.name)
         group = {"legendgroup": side.label}
@@ -219,7 +221,7 @@ def difference_figure(sides, comparisons):
         traces.append(thin(colour, dash, x=x, y=y, hovertext=texts, **group))
         count = f"{len(pairs)} pair{'s' * (len(pairs) > 1)}"
         said = [f"<b>{name}</b>, mean of {count}<br>step {step:,}: {mean:+.4f}, interval "
-                f"{compare.interval(band, '+.4f')}"
+                f"{logs.interval(band, '+.4f')}"
                 for step, mean, band in zip(steps, means, bands)]
         traces.append(bold(colour, dash, x=steps, y=means, hovertext=said, **group,
                            name=f"{name}: mean of {count}, {means[-1]:+.4f} at the end"))
@@ -236,12 +238,12 @@ def race_figure(sides, comparisons):
     traces = []
     for (side, colour, dash), comparison in zip(looks(sides[:-1]), comparisons):
         level = level_of(comparison)
-        pairs = compare.pairs_of(side, sides[-1])
+        pairs = judge.pairs_of(side, sides[-1])
         if not level or not pairs:
             continue
         losses = [[run.loss for run in runs] for runs in zip(*pairs)]
         counts = list(range(1, len(pairs) + 1))
-        tests = [stats.until_decided(losses[0][:n], losses[1][:n], level) for n in counts]
+        tests = [judge.until_decided(losses[0][:n], losses[1][:n], level) for n in counts]
         means = [test["difference"] for test in tests]
         ends = [test["interval"] or (test["difference"],) * 2 for test in tests]
         error = {"type": "data", "symmetric": False, "thickness": 1.2, "width": 3,
@@ -249,7 +251,7 @@ def race_figure(sides, comparisons):
                  "arrayminus": [mean - low for (low, _), mean in zip(ends, means)]}
         said = [f"<b>{label(side.name)}</b>, pairs: {n}, the last with seed "
                 f"{label(pairs[n - 1][0].seed)}<br>mean difference {test['difference']:+.4f}, "
-                f"interval {compare.interval(test['interval'], '+.4f')}<br>E = {test['E']:.3g}"
+                f"interval {logs.interval(test['interval'], '+.4f')}<br>E = {test['E']:.3g}"
                 for n, test in zip(counts, tests)]
         marker = {"color": colour, "opacity": 1, "line": {"width": 0},
                   "size": [7] * (len(pairs) - 1) + [14],
@@ -292,7 +294,7 @@ def time_figure(sides):
 def verdict_table(sides, comparisons):
     rows = []
     for side, found in zip(sides, comparisons):
-        loss, seconds = (compare.test_that_speaks(found, key) for key in ("loss", "seconds"))
+        loss, seconds = (judge.test_that_speaks(found, key) for key in ("loss", "seconds"))
         rows.append([words(side.name), words(found["decision"]),
                      number(len(found["paired"]["seeds"]), "d"),
                      number(loss["difference"], "+.4f"), interval(loss["interval"], "+.4f"),
@@ -358,7 +360,7 @@ class Downloads:
     def source(self, run):
         if not run.source:
             return "-"
-        sha256 = compare.as_json(run)["source"]
+        sha256 = hashlib.sha256(run.source.encode()).hexdigest()
         return self.link(sha256, f"{sha256[:8]}.py", sha256[:8], run.source.encode())
 
     def log(self, path):
@@ -423,7 +425,7 @@ def page(sides, comparisons, target, notes=(), alive=False) -> str:
     parts.append(section(f"Time of each step: {names}", OVERLAPPED if overlapped else TIME_WORDS,
                          time_figure(sides)))
     lines = [f"<p>{text(side.name)}: {text(line)}</p>" for side in sides if target is not None
-             for line in compare.rule_lines(side, target)]
+             for line in judge.rule_lines(side, target)]
     lines += [f'<p class="note">{text(line, 1000)}</p>' for side in sides
               for line in side.warnings]
     parts.append(section("Runs", side_table(sides), *lines,

@@ -9,11 +9,10 @@ A resumed run has a log of its own, whose head says `resumed: CHECKPOINT at step
 lies in a folder with the name of the log that the run continues, its parent. The logs of such a
 chain are read as one run, which is called by the newest of them.
 
-    python records/logs.py --source LOG      prints the script that the log ran
+    python records/tools/logs.py --source LOG      prints the script that the log ran
 """
 
 import ast
-import contextlib
 import copy
 import hashlib
 import math
@@ -29,16 +28,6 @@ from pathlib import Path
 class BadInput(Exception):
     """An error that the user can fix: the message is one line."""
 
-@contextlib.contextmanager
-def installed():
-    """Ends the program with one line where a package is missing that is imported within."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        print(f"error: {error.name} is not installed here: activate .venv "
-              "(source .venv/bin/activate), or use ./run.sh", file=sys.stderr)
-        sys.exit(2)
-
 def printable(text):
     """Without what would steer a terminal: such characters as escapes."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode()
@@ -48,6 +37,12 @@ def short(text, width=40):
     """The printable text, cut to a width."""
     text = printable(text[:width + 1])
     return text if len(text) <= width else f"{text[:width - 3]}..."
+
+def number(value, form, unit=""):
+    return "-" if value is None else f"{value:{form}}{unit}"
+
+def interval(bounds, form):
+    return "-" if bounds is None else f"{bounds[0]:{form}} .. {bounds[1]:{form}}"
 
 # ---- The sections of a log -----------------------------------------------------------------------
 
@@ -417,7 +412,7 @@ def read_run(path, name, others=()):
 
 if __name__ == "__main__":
     if len(sys.argv) != 3 or sys.argv[1] != "--source":
-        sys.exit("usage: python records/logs.py --source LOG")
+        sys.exit("usage: python records/tools/logs.py --source LOG")
     try:
         run = read_run(sys.argv[2], sys.argv[2])
         if not run.source:

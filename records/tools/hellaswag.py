@@ -1,7 +1,7 @@
 """HellaSwag (arXiv:1905.07830) accuracy of a run's model: which of four endings comes next?
 
-    python records/hellaswag.py records/2026-01-31T12-00-00Z_speedrun.log  # 10,042 items, fetched
-    python records/hellaswag.py RUN --data my_items.jsonl --limit 1000
+    ./run.sh hellaswag records/2026-01-31T12-00-00Z_speedrun.log  # 10,042 items, fetched
+    ./run.sh hellaswag RUN --data my_items.jsonl --limit 1000
 
 The answer is the ending with the lowest mean loss per token of the ending, given the context
 (acc_norm), and for comparison the one with the lowest summed loss (acc). The context is the field
@@ -20,21 +20,22 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records import logs
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from records.tools.load import ROOT, UserError, installed
 
-with logs.installed():
+with installed():
     import torch
     import torch.nn.functional as F
     from torch import Tensor
     from tqdm import tqdm
 
-    from data.common import UserError, publish, staging
-from records.sample import Trained, arguments, features, load_run, note, number, start, tokenizer_of
+    from data.common import publish, staging
+from records.tools.sample import (Trained, arguments, features, load_run, note, number, start,
+                                  tokenizer_of)
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 ITEMS = 10042  # in the published file
-FOLDER = Path(__file__).resolve().parent.parent / "data" / "hellaswag"
+FOLDER = ROOT / "data" / "hellaswag"
 
 
 @dataclass
@@ -141,7 +142,7 @@ def accuracy(scores: Tensor, labels: Tensor) -> tuple[float, float]:
 
 
 def main():
-    parser = arguments(__doc__)
+    parser = arguments("hellaswag", __doc__)
     parser.add_argument("--data", type=Path, metavar="FILE", help="items in the format of "
                         "hellaswag_val.jsonl; default: that file, fetched into data/hellaswag")
     parser.add_argument("--limit", type=number(int, 1), metavar="N", help="only the first N items")

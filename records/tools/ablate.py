@@ -41,12 +41,9 @@ from dataclasses import dataclass
 from itertools import chain, groupby
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from records import logs, race
-
-with logs.installed():
-    from data.common import ArgumentParser, UserError, require, run
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from records.tools import logs, race
+from records.tools.load import ROOT, ArgumentParser, UserError, require, run
 
 MARK = re.compile(r"# part: ([^#]*[^#\s])")
 WORDS = {"worse": "pays", "better": "harms", "no difference": "makes no difference",

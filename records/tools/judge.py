@@ -5,10 +5,12 @@ compare.py puts their results into words. What too few values cannot say is None
 import math
 import warnings
 from bisect import bisect_left
+from collections import Counter
 
-from records import logs
+from records.tools.load import installed
+from records.tools.logs import number
 
-with logs.installed():
+with installed():
     import numpy as np
     from scipy import special, stats
 
@@ -103,6 +105,26 @@ def is_sure(test, level=ALPHA):
     for the number of candidates. To call one worse by chance costs no more than that idea."""
     p = test["adjusted"] if (test["difference"] or 0) < 0 else p_value(test)
     return p is not None and p <= level
+
+# ---- Runs and pairs of runs ----------------------------------------------------------------------
+
+def losses_by_step(runs):
+    """step -> the losses of all runs, for the steps at which all of them have one."""
+    tables = [{line.step: line.loss for line in run.validations if line.loss is not None}
+              for run in runs]
+    common = set.intersection(*map(set, tables)) if tables else set()
+    return {step: [table[step] for table in tables] for step in sorted(common)}
+
+def pairs_of(a, b):
+    """(run of A, run of B) for each seed that both sides ran once."""
+    tables = []
+    for side in (a, b):
+        seeds = Counter(run.seed for run in side.used)
+        tables.append({run.seed: run for run in side.used if run.seed and seeds[run.seed] == 1})
+    return [(run, tables[1][seed]) for seed, run in tables[0].items() if seed in tables[1]]
+
+def test_that_speaks(comparison, key):
+    return comparison["paired"][key] if comparison["speaks"] == "paired" else comparison[key]
 
 # ---- Until decided -------------------------------------------------------------------------------
 # Whoever looks at a p-value after each pair, and stops at the first small one, is wrong far more
@@ -213,3 +235,24 @@ def track_rule(losses, target):
     needed = math.ceil(round((TRACK_MARGIN / margin) ** 2, 9)) if margin > 0 else None
     return {"rule": "optimizer track", "value": value, "holds": round(value, 12) >= TRACK_MARGIN,
             "runs_needed": needed}
+
+RULES = {
+    "speedrun": "speedrun's rule, a mean below {:g} at p < 0.01 (one-sided t-test): p = {}",
+    "optimizer track": "optimizer track's rule, ({:g} - mean) * sqrt(n) >= 0.004, for an SD of "
+                       "0.0013: {}",
+}
+
+def rule_lines(side, target):
+    """What the rules of the field say of a side."""
+    if target is None:
+        return ["no target: these runs have a vocabulary of their own (--target sets one)"]
+    lines = []
+    for row in side.rules:
+        text = RULES[row["rule"]].format(target, number(row["value"], ".2g"))
+        text += ", holds" if row["holds"] else ", does not hold"
+        if row["runs_needed"]:
+            text += f"; it takes {row['runs_needed']} runs of this mean"
+        if row["first"] is not None:
+            text += f"; first holds at step {row['first']}"
+        lines.append(text)
+    return lines

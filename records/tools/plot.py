@@ -8,11 +8,11 @@ import textwrap
 from datetime import datetime
 from itertools import cycle, pairwise
 
-from records import logs
-from records.logs import BadInput, short
-from records.stats import differences_by_step, interval_of_pairs
+from records.tools.judge import differences_by_step, interval_of_pairs
+from records.tools.load import installed
+from records.tools.logs import BadInput, short
 
-with logs.installed():
+with installed():
     import matplotlib
     import numpy as np
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""records/ideas.py: the ledger of what was raced, and what survives that so much was tried; and
+"""tools/ledger.py: the ledger of what was raced, and what survives that so much was tried; and
 that git takes a race that was moved to a topic."""
 
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT, refused
 from scipy import stats
 
-from records import ideas
+from records.tools import ledger
 
 
 def row(candidate="a", patch="1", **more):
@@ -19,33 +19,33 @@ def row(candidate="a", patch="1", **more):
     return usual | more
 
 
-def ledger(folder):
+def rows_in(folder):
     return [(r["race"], r["candidate"], r["patch"], r["pairs"])
-            for r in ideas.read(folder / "ideas.csv")]
+            for r in ledger.read(folder / "ideas.csv")]
 
 
 def test_an_idea_that_goes_on_is_still_one_idea(tmp_path):
-    ideas.add(tmp_path, "race_x", [row("a"), row("b, \"c\"\n", interval=[-1.0, 2.5])])
-    ideas.add(tmp_path, "race_y", [row("a", pairs=0, E=None, decision="broken", difference=None)])
-    ideas.add(tmp_path, "race_x", [row("a", pairs=7), row("a", "2")])
-    assert ledger(tmp_path) == [("race_x", "b, \"c\"\n", "1", "3"), ("race_y", "a", "1", "0"),
+    ledger.add(tmp_path, "race_x", [row("a"), row("b, \"c\"\n", interval=[-1.0, 2.5])])
+    ledger.add(tmp_path, "race_y", [row("a", pairs=0, E=None, decision="broken", difference=None)])
+    ledger.add(tmp_path, "race_x", [row("a", pairs=7), row("a", "2")])
+    assert rows_in(tmp_path) == [("race_x", "b, \"c\"\n", "1", "3"), ("race_y", "a", "1", "0"),
                                 ("race_x", "a", "1", "7"), ("race_x", "a", "2", "3")]
-    second = ideas.read(tmp_path / "ideas.csv")[0]
+    second = ledger.read(tmp_path / "ideas.csv")[0]
     assert (second["low"], second["high"], second["p"]) == ("-1.0", "2.5", "")
     assert [path.name for path in tmp_path.iterdir()] == ["ideas.csv"]
 
 
-@pytest.mark.parametrize("text", ["a,b\n1,2\n", ",".join(ideas.COLUMNS) + "\n2026,x\n",
-                                  ",".join(ideas.COLUMNS) + "\n" + "x," * 16 + "x\n"])
+@pytest.mark.parametrize("text", ["a,b\n1,2\n", ",".join(ledger.COLUMNS) + "\n2026,x\n",
+                                  ",".join(ledger.COLUMNS) + "\n" + "x," * 16 + "x\n"])
 def test_a_damaged_ledger_is_one_line(text, tmp_path):
     (tmp_path / "ideas.csv").write_text(text)
     with refused("line 2: no line of a ledger"):
-        ideas.read(tmp_path / "ideas.csv")
+        ledger.read(tmp_path / "ideas.csv")
 
 
 def marked(rows):
     rows = [{"E": "", "p": "", "keep": "True", **one} for one in rows]
-    ideas.mark_survivors(rows)
+    ledger.mark_survivors(rows)
     return [one["survives"] == "yes" for one in rows]
 
 
@@ -78,21 +78,21 @@ def test_worthless_ideas_seldom_survive():
 
 
 def ideas_e(differences):
-    from records.stats import e_value
+    from records.tools.judge import e_value
     return e_value(differences)
 
 
 def test_the_table(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(ideas, "ROOT", tmp_path)
-    (tmp_path / "records" / "techniques").mkdir(parents=True)
-    ideas.main()
+    monkeypatch.setattr(ledger, "ROOT", tmp_path)
+    (tmp_path / "records" / "2026-11-25_x").mkdir(parents=True)
+    ledger.main([])
     assert "no idea yet" in capsys.readouterr().out
-    ideas.add(tmp_path / "records", "race_x", [row("good", keep=True, decision="better", E=5000.0),
+    ledger.add(tmp_path / "records", "race_x", [row("good", keep=True, decision="better", E=5000.0),
                                                row("bad\x1b", E=0.25)])
-    ideas.add(tmp_path / "records" / "techniques", "race_y", [row("old", "3", E=None, p=0.5)])
-    ideas.main()
+    ledger.add(tmp_path / "records" / "2026-11-25_x", "race_y", [row("old", "3", E=None, p=0.5)])
+    ledger.main([])
     header, *rows, _, last = capsys.readouterr().out.splitlines()
-    assert header.split() == ideas.SHOWN
+    assert header.split() == ledger.SHOWN
     assert {line.split()[2]: line.endswith("yes") for line in rows} == {
         "good": True, r"bad\x1b": False, "old": False}
     assert last == "3 ideas, of which 1 survive at a false discovery rate of 5%"
@@ -104,16 +104,16 @@ def test_git_takes_a_race_that_was_moved_and_ignores_one_that_was_not(tmp_path):
     kept = ["verdict.txt", "verdict.json", "race.json", "race.png", "a.patch", "README.md",
             "a/1.log", "train_gpt/2.log"]
     for folder in ("gelu", "race_gelu", "ablate_a"):
-        for name in [*kept, "a/1/step00000010.pt", "one_step/x"]:
+        for name in [*kept, "a/1/step00000010.pt", "race.html"]:
             path = tmp_path / "records" / folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
-    for name in ("ideas.csv", "techniques/ideas.csv"):
+    for name in ("ideas.csv", "2026-11-25_x/ideas.csv"):
         (tmp_path / "records" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "records" / name).touch()
     subprocess.run(["git", "-C", tmp_path, "add", "."], check=True)
     added = subprocess.run(["git", "-C", tmp_path, "ls-files"], capture_output=True, text=True,
                            check=True).stdout.split()
     expected = [".gitignore", *[f"records/gelu/{name}" for name in kept],
-                "records/techniques/ideas.csv"]
+                "records/2026-11-25_x/ideas.csv"]
     assert added == sorted(expected)

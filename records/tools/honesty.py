@@ -1,6 +1,6 @@
 """Is a copy of train_gpt.py honest? Says so in seconds, on a CPU, with a tiny model in float32:
 
-    python records/honesty.py my_record.py [speedrun|demo] [--setting=value ...]
+    ./run.sh honest my_record.py [speedrun|short|demo] [--setting=value ...]
 
 Honest means that its validation loss is what the verdict of a race takes it for:
 
@@ -29,18 +29,17 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from records import logs
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from records.tools.load import ROOT, UserError, installed, require, run
 
-with logs.installed():
+with installed():
     import numpy as np
     import torch
     import torch.nn.functional as F
 
-    from data.common import UserError, require, run, shard_header
-    from records.launch import split_words
-    from records.sample import load_script, one_line
+    from data.common import shard_header
+    from records.tools.launch import split_words
+    from records.tools.sample import checked_script, one_line
 
 SEQ_LEN = 512
 STEPS = 16
@@ -88,7 +87,7 @@ class Trial:
             (folder / f"{name}.bin").write_bytes(data)
         self.path = path
         self.files = [f"--{name}_files={folder}/{name}.bin" for name in ("train", "val")]
-        self.script = load_script(path)
+        self.script = checked_script(path)
         # Former scripts drew in the constructor, and their model returned the mean of a sequence.
         self.sums = hasattr(self.script, "PARAMETERS")
         self.flags = ["--preset=demo", *flags, *SIZES, *self.files]
@@ -372,8 +371,8 @@ def main():
         print(__doc__)
         return
     path, flags = split_words(words)
-    require(path in words, "name the script first: python records/honesty.py my_record.py "
-            "[speedrun|demo] [--setting=value ...]")
+    require(path in words, "name the script first: ./run.sh honest my_record.py "
+            "[speedrun|short|demo] [--setting=value ...]")
     require(Path(path).is_file(), f"{path}: there is no such file")
     for name in os.environ.keys() - alone().keys():
         del os.environ[name]

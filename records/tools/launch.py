@@ -1,7 +1,7 @@
 """Starts training, as run.sh hands it over: makes or fetches the data, chooses the number of
 processes, checks everything, and starts torchrun.
 
-    python records/launch.py [SCRIPT.py] [speedrun|short|demo] [--repeat=N] [--text=PATH] [flags]
+    ./run.sh [train] [SCRIPT.py] [speedrun|short|demo] [--repeat=N] [--text=PATH] [flags]
 
 Each command that it starts is printed first, and can be given by hand as well. What --check finds
 is one line and status 2. A run that fails later shows what torchrun shows.
@@ -9,7 +9,6 @@ is one line and status 2. A run that fails later shows what torchrun shows.
 
 import glob
 import hashlib
-import importlib.util
 import json
 import math
 import os
@@ -25,10 +24,9 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data import tokenize_text
-from data.common import ArgumentParser, UserError, require, run
+from records.tools.load import ArgumentParser, UserError, load_script, require, run
 
 # The standard library, without its tests and its tables of characters.
 DEMO_TEXT = ("--out data/demo --name demo --tokenizer bytes --shuffle --glob *.py "
@@ -87,15 +85,6 @@ def split_words(words: list[str]) -> tuple[str, list[str]]:
     for named in (scripts, presets):
         require(len(named) < 2, f"{' and '.join(named)}: name one script and one preset at most")
     return scripts[0] if scripts else "train_gpt.py", [*map("--preset={}".format, presets), *flags]
-
-
-def load_script(path: str):
-    """A training script as a module. A mistake in it keeps its traceback."""
-    require(os.path.isfile(path), f"{path}: there is no such script")
-    spec = importlib.util.spec_from_file_location("train_gpt", path)
-    script = sys.modules["train_gpt"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
 
 
 def prepare_machine(gpus: int):
@@ -205,8 +194,13 @@ def main(argv=None):
     parser = ArgumentParser(add_help=False)
     parser.add_argument("--repeat", type=int)
     parser.add_argument("--text")
+    parser.add_argument("-h", "--help", action="store_true")
     own, words = parser.parse_known_args(argv)
     path, flags = split_words(words)
+    if own.help:
+        require(os.path.isfile(path), f"{path}: there is no such script")
+        start(path, "--help")
+        return
     if own.text is not None and "--preset=demo" not in flags:
         flags.insert(0, "--preset=demo")
     script = load_script(path)
@@ -245,9 +239,10 @@ def main(argv=None):
         return
     logs = [train(training_command(path, flags, ranks)) for _ in range(own.repeat or 1)]
     if own.repeat:
-        start("records/compare.py", *logs)
+        start("records/tools/compare.py", *logs)
     elif command.preset == "demo" and hp.save_every and hp.num_iterations and not command.resume:
-        start("records/sample.py", *logs, f"--script={path}", "--tokens=300", "--temperature=0.9")
+        start("records/tools/sample.py", *logs, f"--script={path}", "--tokens=300",
+              "--temperature=0.9")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,39 @@
+"""What the programs here share: a training script as a module, one line where a package is missing,
+and from data/common.py the errors and the arguments of a program."""
+
+import contextlib
+import importlib.util
+import sys
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@contextlib.contextmanager
+def installed():
+    """Ends the program with one line where a package is missing that is imported within."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        print(f"error: {error.name} is not installed here: start the program by ./run.sh, or "
+              "install the packages of requirements.txt", file=sys.stderr)
+        sys.exit(2)
+
+
+with installed():
+    from data.common import ArgumentParser, UserError, require, run
+
+__all__ = ["ROOT", "ArgumentParser", "UserError", "installed", "load_script", "require", "run"]
+
+
+def load_script(path, name: str = "training_script") -> ModuleType:
+    """A training script as a module of this name, whatever the file is called. A mistake in it
+    keeps its traceback."""
+    require(Path(path).is_file(), f"{path}: there is no such script")
+    loader = SourceFileLoader(name, str(path))
+    script = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
+    sys.modules[name] = script  # dataclasses look for their module there
+    loader.exec_module(script)
+    return script

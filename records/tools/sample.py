@@ -1,0 +1,323 @@
+"""Continue a prompt with the model of a run, finished or not.
+
+    ./run.sh sample records/2026-01-31T12-00-00Z_demo.log --prompt "def main("
+    ./run.sh sample records/*_mine.log --script my_record.py    # the newest run of a copy
+    ./run.sh sample RUN --tokens 500 --temperature 1 --top_k 0 --seed 7
+    ./run.sh sample RUN --prompt "464 3290"     # in numbers, without GPT-2's vocabulary
+
+The text goes to stdout token by token, until there are --tokens of them or the model ends its text.
+Bytes that are not UTF-8 are shown as U+FFFD, control characters in the form \\x1b. The same seed
+gives the same text on the same hardware.
+"""
+
+import codecs
+import hashlib
+import itertools
+import shlex
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from records.tools import logs
+from records.tools.load import ROOT, ArgumentParser, UserError, installed, load_script, run
+
+with installed():
+    import torch
+    from torch import Tensor, nn
+
+    from data.vocab import TOKENIZERS, load_tokenizer
+
+CONTROL = [*range(32), *range(127, 160)]  # a terminal may take these for commands
+ESCAPES = {code: f"\\x{code:02x}" for code in CONTROL if chr(code) not in "\n\t"}
+NEEDED = ("BLOCK", "GPT", "Hyperparameters", "Rotary", "read_checkpoint",
+          "window_tokens")  # what a training script must have
+
+
+class Trained(NamedTuple):
+    """A run's model in evaluation mode, for use without a compiler, and the script that trained
+    it."""
+    model: nn.Module
+    hp: object  # the script's Hyperparameters
+    script: ModuleType
+
+
+def note(line: str):
+    print(f"note: {line}", file=sys.stderr, flush=True)
+
+
+def one_line(text) -> str:
+    """Text of unknown origin, made fit for a message."""
+    return " ".join(str(text).split()).translate(ESCAPES)[:500]
+
+
+def number(kind: type, least: int):
+    """The type of an argument that is a number of this kind, and not below `least`."""
+    def parse(text: str):
+        value = kind(text)
+        if not least <= value < 2**63:
+            raise ValueError(text)
+        return value
+    parse.__name__ = f"{'whole number' if kind is int else 'number'} from {least} on"
+    return parse
+
+
+def arguments(verb: str, description: str) -> ArgumentParser:
+    """A parser with the arguments of every program that uses a trained model."""
+    parser = ArgumentParser(description=description, prog=f"./run.sh {verb}")
+    parser.add_argument("run", metavar="RUN", nargs="+",
+                        help="a run's log, its folder or a checkpoint; of several, the newest")
+    parser.add_argument("--script", type=Path, metavar="FILE",
+                        help="script that trained the run; default: the repository's train_gpt.py")
+    parser.add_argument("--vocab_dir", metavar="DIR", help="folder with GPT-2's encoder.json and "
+                        "vocab.bpe; without it tiktoken's copy or a download")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+                        help="cpu or cuda; default: cuda where there is one, else cpu")
+    return parser
+
+
+def checked_script(path: Path) -> ModuleType:
+    """A training script as a module. Raises UserError where it cannot be loaded or is none."""
+    try:
+        script = load_script(path)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as e:
+        raise UserError(f"{path}: cannot be loaded ({type(e).__name__}: {one_line(e)})") from e
+    missing = [name for name in NEEDED if not hasattr(script, name)]
+    if missing:
+        raise UserError(f"{path}: is not a training script, because it has no {missing[0]}")
+    return script
+
+
+def source_hash(path: Path) -> str | None:
+    """The sha256 that a script's runs keep in their checkpoints; None where there is no script."""
+    try:
+        if path.is_file():
+            return hashlib.sha256(path.read_text(encoding="utf-8").encode()).hexdigest()
+    except (OSError, ValueError):  # unreadable, or not UTF-8
+        pass
+    return None
+
+
+def check_script(checkpoint: Path, saved: dict, path: Path, asked: bool):
+    """Raises UserError where path is not the script of the run, unless it was asked for by name."""
+    trained_by = saved.get("script")
+    if source_hash(path) == trained_by:
+        return
+    message = f"{checkpoint}: was trained by another script than {path} as it is now"
+    if asked:
+        note(message)
+        return
+    candidates = [*sorted(Path().glob("*.py")), *sorted(ROOT.glob("*.py")),
+                  *sorted(ROOT.glob("records/*/train_gpt.py"))]
+    for candidate in candidates:
+        if source_hash(candidate) == trained_by:
+            raise UserError(f"{message}; add --script {one_line(shlex.quote(str(candidate)))}")
+    raise UserError(f"{message}; add --script FILE (the run's log contains its text), or "
+                    f"--script {shlex.quote(str(path))} to try this one all the same")
+
+
+def folder_of(run: Path) -> Path:
+    """The folder of the run that this log, folder or checkpoint belongs to."""
+    if run.suffix == ".pt":
+        return run.parent
+    if run.suffix == ".log" and not run.is_dir():
+        return run.with_suffix("")
+    return run
+
+
+def checkpoints_of(folder: Path, last: int = 10**8) -> list[Path]:
+    """A run's checkpoints up to the step `last`, the oldest first."""
+    return sorted(path for path in folder.glob("step*.pt") if path.name <= f"step{last:08}.pt")
+
+
+def find_checkpoint(run: Path) -> Path:
+    """The newest checkpoint of a run. If a resumed run has not saved one yet, it is the newest of
+    the log that it continues, up to the step from which it does."""
+    if run.suffix == ".pt" and run.is_file():
+        return run
+    folder = folder_of(run)
+    if run.suffix == ".pt" or not (folder.is_dir() or run.is_file()):
+        raise UserError(f"{run}: there is no such run; name its log, its folder or a checkpoint")
+    checkpoints = checkpoints_of(folder)
+    log = folder.parent / f"{folder.name}.log"
+    if not checkpoints and log.is_file():
+        chain = logs.read_run(log, folder.name)
+        for (before, _), (_, step) in reversed([*itertools.pairwise(chain.logs)]):
+            checkpoints = checkpoints or checkpoints_of(folder_of(Path(before)), step)
+        if chain.missing and not checkpoints:
+            raise UserError(f"{log}: has saved no checkpoint yet, and {chain.missing}")
+    if not checkpoints:
+        raise UserError(f"{folder}: has no checkpoint; the run has not saved one yet, or was told "
+                        "to save none (--save_every=0)")
+    return checkpoints[-1]
+
+
+def load_model(run, device="cpu", script_path: Path | None = None) -> Trained:
+    """The newest model of the run that this log, folder or checkpoint belongs to. script_path names
+    the script that trained it, if that is not the repository's train_gpt.py. Raises UserError where
+    there is no model, where another script trained it, or where it does not fit."""
+    path = script_path or ROOT / "train_gpt.py"
+    script = checked_script(path)
+    try:
+        checkpoint = find_checkpoint(Path(run))
+        saved = script.read_checkpoint(checkpoint)
+    except (script.UserError, logs.BadInput) as e:
+        raise UserError(one_line(e).removeprefix("--resume=")) from None
+    if not isinstance(saved, dict):
+        raise UserError(f"{checkpoint}: is not a checkpoint of a run")
+    check_script(checkpoint, saved, path, asked=script_path is not None)
+    try:
+        hp = script.Hyperparameters(**saved["settings"])
+        weights = saved["state"]["model"]
+        model = script.GPT(hp, weights["embed.weight"].dtype, flex=False)
+        model.load_state_dict(weights)
+    except Exception as e:
+        reason = f"{type(e).__name__}: {one_line(e)}"
+        raise UserError(f"{checkpoint}: does not fit {path} ({reason})") from e
+    return Trained(model.to(device).eval(), hp, script)
+
+
+def load_run(args) -> Trained:
+    """The model of the run that the arguments name. Raises UserError."""
+    try:
+        if torch.device(args.device).type not in ("cpu", "cuda"):
+            raise RuntimeError("neither cpu nor cuda")
+        torch.empty(1, device=args.device)
+    except (RuntimeError, AssertionError) as e:
+        raise UserError(f"--device={args.device} cannot be used ({one_line(e)})") from None
+    runs = [Path(run) for run in args.run]
+    newest = max(runs, key=lambda run: (folder_of(run).absolute().name, run.name))
+    if len(runs) > 1:
+        note(f"the newest of {len(runs)} runs: {newest}")
+    return load_model(newest, args.device, args.script)
+
+
+def tokenizer_of(hp, vocab_dir):
+    """The tokenizer of a run's vocabulary. Raises UserError if it is not available."""
+    names = {tokenizer.vocab_size: name for name, tokenizer in TOKENIZERS.items()}
+    if hp.vocab_size not in names:
+        raise UserError(f"no tokenizer is known for a vocabulary of {hp.vocab_size} tokens")
+    return load_tokenizer(names[hp.vocab_size], vocab_dir)
+
+
+def features(trained: Trained, tokens: list[int]) -> Tensor:
+    """What the model hands to its head, x_TD, for tokens whose last block is filled up, with the
+    windows of the last step.
+
+    Attention depends on distances alone, and on none beyond its window. So a sequence may be longer
+    than those in training: it only needs angles for its positions."""
+    model, hp, script = trained
+    device = model.embed.weight.device
+    padded = tokens + [hp.vocab_size - 1] * (-len(tokens) % script.BLOCK)
+    for rotary in [module for module in model.modules() if isinstance(module, script.Rotary)]:
+        if len(padded) > len(rotary.cos):  # the layers share one table
+            longer = script.Rotary(hp.head_dim, len(padded), hp.rope_base).to(device)
+            rotary.cos = longer.cos
+            rotary.sin = longer.sin
+    window = script.window_tokens(hp.num_iterations, hp)
+    return model.features(torch.tensor(padded, dtype=torch.int32, device=device),
+                          torch.tensor(window, dtype=torch.int32, device=device))
+
+
+@torch.no_grad()
+def generate(trained: Trained, tokens: list[int], temperature: float = 0.8, top_k: int = 50,
+             generator: torch.Generator | None = None):
+    """Yields the tokens that continue `tokens`, without end. Each takes a forward pass over all
+    tokens before it, and is drawn from the top_k likeliest ones, or from all if top_k is 0."""
+    vocab_size = trained.hp.vocab_size
+    tokens = list(tokens)
+    while True:
+        x_D = features(trained, tokens)[len(tokens) - 1]  # on which the padding has no influence
+        logits_V = trained.model.logits(x_D)[:vocab_size].cpu() / max(temperature, 1e-6)
+        values, ids = logits_V.topk(min(top_k or vocab_size, vocab_size))
+        chosen = torch.multinomial(values.softmax(-1), 1, generator=generator)
+        tokens.append(int(ids[chosen]))
+        yield tokens[-1]
+
+
+def start(main) -> int:
+    def within_memory():
+        try:
+            main()
+        except torch.OutOfMemoryError:
+            raise UserError("the GPU's memory is full; ask for less, or use --device=cpu") from None
+    return run(within_memory)
+
+
+def encode_prompt(prompt: str, tokenizer, vocab_size: int) -> list[int]:
+    if tokenizer:
+        return tokenizer.encode(prompt)
+    try:
+        tokens = [int(number) for number in prompt.replace(",", " ").split()]
+        if all(0 <= token < vocab_size for token in tokens):
+            return tokens
+    except ValueError:
+        pass
+    raise UserError("--prompt: without the vocabulary it has to be token numbers from 0 to "
+                    f"{vocab_size - 1}, such as '464 32'")
+
+
+def token_bytes(token: int, tokenizer) -> bytes:
+    """A token in UTF-8, which may be a part of a character; without a tokenizer, its number."""
+    if not tokenizer:
+        return f"{token} ".encode()
+    if tokenizer.name == "bytes":
+        return bytes([token])
+    return tokenizer.encoding.decode_single_token_bytes(token)
+
+
+def main():
+    parser = arguments("sample", __doc__)
+    parser.add_argument("--prompt", default="", metavar="TEXT",
+                        help="text to continue; by default a new document begins")
+    parser.add_argument("--tokens", type=number(int, 1), default=200, metavar="N",
+                        help="largest number of tokens to add; default 200")
+    parser.add_argument("--temperature", type=number(float, 0), default=0.8, metavar="F",
+                        help="0 takes the likeliest token, 1 draws by the model's own "
+                        "probabilities; default 0.8")
+    parser.add_argument("--top_k", type=number(int, 0), default=50, metavar="K",
+                        help="draw from the K likeliest tokens, or from all with 0; default 50")
+    parser.add_argument("--seed", type=number(int, 0), default=0, metavar="S",
+                        help="seed of the random choices; default 0")
+    args = parser.parse_args()
+    trained = load_run(args)
+    model, hp, _ = trained
+    if model.embed.weight.device.type == "cpu":  # on which bfloat16 is rarely fast
+        model.float()
+    try:
+        tokenizer = tokenizer_of(hp, args.vocab_dir)
+    except UserError as e:
+        if args.vocab_dir:
+            raise
+        tokenizer = None
+        note(f"showing token numbers, because there is no vocabulary: {e}")
+    prompt = encode_prompt(args.prompt, tokenizer, hp.vocab_size)
+    eot = hp.vocab_size - 1
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def show(text: bytes, final: bool = False):
+        print(decoder.decode(text, final).translate(ESCAPES), end="", flush=True)
+
+    show(b"".join(token_bytes(token, tokenizer) for token in prompt))
+    generator = torch.Generator().manual_seed(args.seed)
+    endless = generate(trained, [eot, *prompt], args.temperature, args.top_k, generator)
+    shown = 0
+    try:
+        for token in itertools.islice(endless, args.tokens):
+            if token == eot:
+                break
+            show(token_bytes(token, tokenizer))
+            shown += 1
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:
+        show(b"\n", final=True)
+    if token == eot:
+        note(f"end of text after {shown} tokens")
+
+
+if __name__ == "__main__":
+    sys.exit(start(main))
