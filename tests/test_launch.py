@@ -85,7 +85,8 @@ def test_a_machine_without_gpus_is_set_up_and_a_driver_in_vain_is_said(tmp_path,
     ("fast", "invalid choice: 'fast'"),
     ("demo speedrun", "demo and speedrun: name one script and one preset"),
     ("demo --repeat=2 --seed=1", "--repeat=2: takes a number above 0, and neither --seed nor"),
-    ("speedrun", "takes weeks without a GPU; run demo"),
+    ("speedrun", "--preset=speedrun takes days or weeks without a GPU; run demo"),
+    ("short", "--preset=short takes days or weeks without a GPU; run demo"),
     ("no_such.py demo", "no_such.py: there is no such script"),
     ("speedrun --text=README.md", "--text=README.md: trains the demo"),
     ("--text=no_such.txt", "no_such.txt: no such file or folder"),
@@ -119,15 +120,16 @@ def test_the_presets_get_the_data_that_they_need(started, tmp_path, monkeypatch)
     speedrun, demo = train_gpt.PRESETS["speedrun"], train_gpt.PRESETS["demo"]
     for hp in (speedrun, replace(speedrun, num_iterations=100), replace(speedrun, epochs=4)):
         launch.make_preset_data(train_gpt, hp)
+    launch.make_preset_data(train_gpt, train_gpt.PRESETS["short"])
     launch.make_preset_data(train_gpt, replace(demo, train_files="data/mine/*.bin"))
-    # 696 million tokens are in 7 chunks of 100 million, 39 million in one.
-    assert started == [("data/fineweb.py", f"--num_chunks={n}") for n in (7, 1, 2)]
+    # 696 million tokens are in 7 chunks of 100 million, 39 million and the 98 of `short` in one.
+    assert started == [("data/fineweb.py", f"--num_chunks={n}") for n in (7, 1, 2, 1)]
     launch.make_preset_data(train_gpt, demo)
-    assert started.pop()[0] == "data/tokenize_text.py" and len(started) == 3
+    assert started.pop()[0] == "data/tokenize_text.py" and len(started) == 4
     Path("data/demo").mkdir(parents=True)
     Path("data/demo/demo_train_000001.bin").touch()
     launch.make_preset_data(train_gpt, demo)
-    assert len(started) == 3
+    assert len(started) == 4
 
 
 def test_a_text_is_tokenized_once_and_again_when_it_has_changed(tmp_path, monkeypatch, capsys):
@@ -267,7 +269,7 @@ def test_an_environment_is_made_once_and_a_torch_in_it_stays(bare, tmp_path):
 def test_help_needs_no_python():
     done = run_sh("help", PYTHON="/no/such")
     assert done.returncode == 0 and done.stderr == ""
-    assert done.stdout.startswith("./run.sh [train] [SCRIPT.py] [speedrun|demo] [--repeat=N]")
+    assert done.stdout.startswith("./run.sh [train] [SCRIPT.py] [speedrun|short|demo] [--repeat=N]")
     assert done.stdout.endswith("micro-batches).\n")
     assert done.stdout == run_sh("--help", PYTHON="/no/such").stdout
 
