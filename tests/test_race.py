@@ -16,7 +16,6 @@ from scipy import stats
 from test_data_common import status_of
 from test_logs import log_text
 
-from data.common import UserError
 from records import ideas, logs, race
 
 STAND_IN = '''
