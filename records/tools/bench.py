@@ -5,21 +5,19 @@
 
 Each script runs as it is, in a process of its own, and trains --steps=20 steps, in turns of five
 with the others, so that a machine that changes its speed changes it for all. They are the steps of
-a whole run that is shortened to them: the attention window grows through its whole schedule, so
-the mean step is that of a run. Two steps before them are not timed.
-
-On a GPU the scripts first compile with empty caches, side by side where memory holds several. Then
-they start again, and nothing else runs while steps are timed. Inductor's coordinate descent tuning
-is off for all, unless TORCHINDUCTOR_COORDINATE_DESCENT_TUNING=1 turns it on for all.
+a whole run that is shortened to them: the attention window grows through its whole schedule. Two
+steps before them are not timed. On a GPU the scripts first compile with empty caches, side by side
+where memory holds several; then they start again, and nothing else runs while steps are timed.
 
 A file without a `train_step` is a published script, or a published log, which begins with one and a
-line of 100 `=`. It is changed only where PUBLISHED says. Tokens are made up, the same everywhere,
-unless --train_files names shards.
+line of 100 `=`. It is changed only where PUBLISHED says. Inductor's coordinate descent tuning is
+off for all, unless TORCHINDUCTOR_COORDINATE_DESCENT_TUNING=1 turns it on for all. Tokens are made
+up, the same everywhere, unless --train_files names shards.
 
   a step, a micro-batch   by events on the GPU, without waiting for it
   start to step 1         of the process, with compiling (train_gpt.py compiles validation as well)
   memory                  the most that tensors took, and that PyTorch reserved
-  parts, kernels          of two more steps, by the profiler; parts are told by kernels' names
+  parts, slowest          of two more steps, by the profiler; parts are told by kernels' names
   GB/s                    by the bytes that Inductor counts, of kernels whose name is unique
 
 --json prints an object with all of this in place of the table.
@@ -33,7 +31,6 @@ import os
 import re
 import resource
 import runpy
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -43,6 +40,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from statistics import mean, median, pstdev
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
@@ -52,14 +50,14 @@ from torch.utils.benchmark import Timer
 
 from data.common import ArgumentParser, UserError, require, run, shard_header
 
-SETTLE = 1  # steps after the first one that are not timed either
+UNTIMED = 2  # the first steps
 TURN = 5  # steps of one script before the next one's turn
 PROFILED = 2
 GIB = 2**30
 PROCESS = 45 * GIB  # what a script of full size may reserve: 43.5 were seen
 CHILD = [sys.executable, "-W", "ignore", str(Path(__file__).resolve())]
 # What was measured on a GPU of this name: TFLOP/s of 4,096 x 4,096 in bfloat16, TB/s of copies.
-ELSEWHERE = {"H200": (720, 4.2)}
+ELSEWHERE = {"H200": {"TFLOP/s": 720, "TB/s": 4.2}}
 
 PUBLISHED = [  # (pattern, what runs here instead)
     (r"(num_iterations\s*(?::\s*int\s*)?=\s*)\d+", r"\g<1>{steps}"),
@@ -87,13 +85,10 @@ PARTS = [
     ("FP8 casts", r"scaled_mm(?!.*rms_norm)"),
     ("embeddings and masks", r"embedding|cumsum|sort|index_put|aten::(index|eq|bitwise)"),
     ("activation", r"relu|threshold|gelu|silu"),
-    ("rotary with its norm", r"rms_norm.*_(cat|neg)"),
-    ("other norms", r"rms_norm|rsqrt"),
+    ("rotary with its norm", r"^triton.*_cat_"),
+    ("other norms", r"rms_norm|rsqrt|_pow_"),
     ("other", r""),
 ]
-
-def say(text: str):
-    print(f"bench: {text}", file=sys.stderr, flush=True)
 
 # ---- In the process of a script ------------------------------------------------------------------
 
@@ -116,7 +111,7 @@ class Meter:
         self.left = steps
         if self.cuda:
             torch.cuda.synchronize()
-        self.ends = [[self.now()]]  # for each step, of its micro-batches and then its own
+        self.ends = [[self.now()]]  # for each step, of the one before and of its micro-batches
         self.micro_losses = []
         self.losses = []
 
@@ -127,7 +122,7 @@ class Meter:
         event.record()
         return event
 
-    def after_backward(self, loss: torch.Tensor):
+    def end_of_micro_batch(self, loss):
         if self.counts:
             self.ends[-1].append(self.now())
             self.micro_losses.append(loss.detach())
@@ -148,9 +143,9 @@ class Meter:
         if order == "end":
             raise Done
         if order == "profile":
-            kind = torch.profiler.ProfilerActivity
-            self.profiler = torch.profiler.profile(
-                activities=[kind.CUDA if self.cuda else kind.CPU])
+            activities = torch.profiler.ProfilerActivity
+            activity = activities.CUDA if self.cuda else activities.CPU
+            self.profiler = torch.profiler.profile(activities=[activity])
             self.profiler.start()
         self.begin(int(steps[0]))
 
@@ -163,18 +158,18 @@ class Meter:
             self.found["peak memory, tensors"] = torch.cuda.max_memory_allocated()
             self.found["peak memory, reserved"] = torch.cuda.max_memory_reserved()
         else:
-            kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            self.found["peak memory, process"] = 1024 * kib
+            usage = resource.getrusage(resource.RUSAGE_SELF)
+            self.found["peak memory, process"] = 1024 * usage.ru_maxrss
         self.found["losses"] += map(float, self.losses)
-        for ends, (next_begin, *_) in pairwise(self.ends):
-            self.found["step_ms"].append(took(ends[0], next_begin))
+        for ends, next_ends in pairwise(self.ends):
+            self.found["step_ms"].append(took(ends[0], next_ends[0]))
             self.found["micro_ms"].append([took(*pair) for pair in pairwise(ends)])
         if self.profiler:
             self.profiler.stop()
             self.found["kernels"] = kernels_of(self.profiler.events(), len(self.losses), self.cuda)
 
 def kernels_of(events, steps: int, cuda: bool) -> dict:
-    """{name of a kernel, or on a CPU of an operator: [ms a step, launches a step]}"""
+    """{name of a kernel, or on a CPU of an operator: (ms a step, launches a step)}"""
     found = {}
     for event in events:
         on_gpu = event.device_type == torch.autograd.DeviceType.CUDA
@@ -185,61 +180,99 @@ def kernels_of(events, steps: int, cuda: bool) -> dict:
             found[event.name] = ms + took / 1000 / steps, launches + 1 / steps
     return found
 
-def load_script(path):
+def write_documents(path: str, tokens: int, vocab_size: int):
+    """Writes a shard of made-up documents, unless it is there: of 700 tokens on average, as web
+    pages have, and by Zipf's law, since gradients of the same embedding wait for each other."""
+    if os.path.exists(path):
+        return
+    chance = np.random.default_rng(tokens)
+    drawn = (float(vocab_size - 1) ** chance.random(tokens)).astype("<u2") - 1
+    drawn[chance.random(tokens) < 1 / 700] = vocab_size - 1
+    drawn[0] = vocab_size - 1
+    Path(path).write_bytes(shard_header(tokens) + drawn.tobytes())
+
+def is_published(path: Path) -> bool:
+    """Whether it is a published script or log, or else a copy of train_gpt.py."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); name a script or a log") from None
+    ours = "\ndef train_step(" in text
+    require(ours or re.search(PUBLISHED[0][0], text) and "backward()" in text, f"{path}: is neither "
+            "a copy of train_gpt.py nor a published script or log, which sets num_iterations")
+    return not ours
+
+def run_script(path: str, steps: int, flags: list[str], meter: Meter):
+    """Runs the main of train_gpt.py or of a copy."""
     spec = importlib.util.spec_from_file_location("script_under_bench", path)
     script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    return script
+    here = os.getcwd()
+    flags = [f"--train_files={here}/train.bin", f"--val_files={here}/val.bin", "--seed=1", *flags,
+             "--val_tokens=0", f"--num_iterations={steps}", "--epochs=1000", "--val_loss_every=0",
+             "--save_every=0", f"--records={here}"]
+    hp, _ = script.parse_flags(flags)
+    step_tokens = hp.micro_batches * hp.train_seq_len
+    write_documents("train.bin", (steps + 1) * step_tokens, hp.vocab_size)
+    write_documents("val.bin", hp.val_seq_len + 1, hp.vocab_size)
+    meter.found["tokens"] = step_tokens
 
-def has_train_step(path: Path) -> bool:
-    return "\ndef train_step(" in path.read_text(encoding="utf-8")
-
-def run_script(path: str, flags: list[str], meter: Meter):
-    """Runs the main of train_gpt.py or of a copy."""
-    script = load_script(path)
-
-    def train_step(model, batches, optimizers, step, hp, world, plain=script.train_step):
-        loss = plain(model, batches, optimizers, step, hp, world)
-        meter.found["tokens"] = hp.micro_batches * hp.train_seq_len
+    def train_step(*args, plain=script.train_step, **options):
+        loss = plain(*args, **options)
         meter.end_of_step(loss)
         return loss
 
-    def warm_up(*args, plain=script.warm_up):
+    def warm_up(*args, plain=script.warm_up, **options):
         meter.counts = False
-        plain(*args)
+        plain(*args, **options)
         meter.counts = True
         meter.begin(1)
 
     script.train_step, script.warm_up = train_step, warm_up
+    sys.argv = [path, *flags]
     script.main(flags)
 
-def run_published(path: str, meter: Meter):
-    """Runs a published script from its first line on."""
+def run_published(path: Path, steps: int, flags: list[str], meter: Meter):
+    """Runs a published script, or that of a published log, from its first line on."""
+    source = path.read_text(encoding="utf-8").partition("\n" + "=" * 100 + "\n")[0]
+    tuned = os.environ.get("TORCHINDUCTOR_COORDINATE_DESCENT_TUNING") == "1"
+    for pattern, new in PUBLISHED:
+        source = re.sub(pattern, new.format(steps=steps, tuned=tuned), source)
+    Path("published.py").write_text(source, encoding="utf-8")
+    shards = Path("data", "fineweb10B")  # where such scripts look for them
+    shards.mkdir(parents=True, exist_ok=True)
+    named = [flag.partition("=")[2] for flag in flags if flag.startswith("--train_files=")]
+    files = sorted(glob.glob(named[-1])) if named else []
+    for i in range(0 if list(shards.iterdir()) else 100 * len(files)):  # they may be short
+        (shards / f"fineweb_train_{i:06}.bin").symlink_to(files[i % len(files)])
+    if not files:
+        write_documents(f"{shards}/fineweb_train_000000.bin", (steps + 1) * 8 * 48 * 1024, 50257)
+
     def zero_grad(self, *args, plain=torch.nn.Module.zero_grad, **options):
         plain(self, *args, **options)
         meter.found["tokens"] = getattr(sys.modules["__main__"], "train_batch_size", None)
         meter.end_of_step()
 
     torch.nn.Module.zero_grad = zero_grad
-    runpy.run_path(path, run_name="__main__")
+    sys.argv = ["published.py"]
+    runpy.run_path("published.py", run_name="__main__")
 
-def contest(path: str, *flags: str):
+def contest(path: str, steps: str, *flags: str):
     """What a script's process does. What the script prints goes to stderr."""
-    def backward(self, *args, plain=torch.Tensor.backward, **options):
-        plain(self, *args, **options)
-        meter.after_backward(self)
+    def backward(tensors, *args, plain=torch.autograd.backward, **options):
+        plain(tensors, *args, **options)
+        meter.end_of_micro_batch(tensors)
 
     reports = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     meter = Meter(reports)
-    torch.Tensor.backward = backward
-    sys.argv = [path, *flags]
+    torch.autograd.backward = backward
     status = 1
     try:
-        if has_train_step(Path(path)):
-            run_script(path, list(flags), meter)
+        if is_published(Path(path)):
+            run_published(Path(path), int(steps), list(flags), meter)
         else:
-            run_published(path, meter)
+            run_script(path, int(steps), list(flags), meter)
     except Done:
         status = 0
     except Exception as error:
@@ -265,7 +298,7 @@ def machine():
             found[name] = amount / timer.timeit(50).mean / 1e12
     print(json.dumps(found))
 
-# ---- The scripts ---------------------------------------------------------------------------------
+# ---- Measuring -----------------------------------------------------------------------------------
 
 @dataclass
 class Contestant:
@@ -292,22 +325,20 @@ class Contestant:
         """Waits for its next report. If there is none, its output says why."""
         line = self.process.stdout.readline()
         self.report = json.loads(line) if line else {"error": "failed, as is shown above"}
-        if "error" in self.report:
-            self.end()
-            if not line:
-                output = (self.folder / "output.txt").read_text(errors="replace")
-                sys.stderr.write(output[-8000:])
-            raise UserError(f"{self.name}: {self.report['error']}")
+        if not line:
+            output = (self.folder / "output.txt").read_text(errors="replace")
+            sys.stderr.write(output[-8000:])
+        require("error" not in self.report, f"{self.name}: {self.report.get('error')}")
 
-    def ask(self, order: str, steps: int):
-        self.process.stdin.write(f"{order} {steps}\n")
+    def ask(self, order: str):
+        self.process.stdin.write(f"{order}\n")
         self.process.stdin.flush()
         self.read()
 
     def read_first(self, cache: str):
         self.read()
         self.seconds[cache] = time.perf_counter() - self.began
-        say(f"{self.name}: {self.seconds[cache]:.1f} s to step 1, with {cache}")
+        print(f"{self.name}: {self.seconds[cache]:.1f} s to step 1, with {cache}", file=sys.stderr)
 
     def end(self):
         """Ends its process, wherever that is."""
@@ -316,81 +347,14 @@ class Contestant:
             self.process.wait()
             self.process = None
 
-def published_source(path: Path, steps: int) -> str:
-    """The script that a published log begins with, or a published script, as it runs here."""
-    source = path.read_text(encoding="utf-8").partition("\n" + "=" * 100 + "\n")[0]
-    tuned = os.environ.get("TORCHINDUCTOR_COORDINATE_DESCENT_TUNING") == "1"
-    counts = []
-    for pattern, new in PUBLISHED:
-        source, count = re.subn(pattern, new.format(steps=steps, tuned=tuned), source)
-        counts.append(count)
-    require(counts[0] == 1 and ".backward()" in source, f"{path}: is neither a copy of "
-            "train_gpt.py nor a published script or log that sets num_iterations once")
-    return source
-
-def write_documents(path: str, tokens: int, vocab_size: int):
-    """Writes a shard of made-up documents. Their lengths are log-normal with a mean of some 700
-    tokens, as those of web pages. Tokens follow Zipf's law, since gradients of the same embedding
-    wait for each other."""
-    chance = np.random.default_rng(tokens)
-    drawn = (float(vocab_size - 1) ** chance.random(tokens)).astype("<u2") - 1
-    begins = np.cumsum(2 + chance.lognormal(np.log(420), 1.0, 1 + tokens // 100).astype(np.int64))
-    drawn[np.concatenate([[0], begins[begins < tokens]])] = vocab_size - 1
-    Path(path).write_bytes(shard_header(tokens) + drawn.tobytes())
-
-def settings_of(path: Path, flags: list[str]):
-    """The settings that these flags give a copy of train_gpt.py; None for a published script."""
-    try:
-        if not has_train_step(path):
-            return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); name a script or a log") from None
-    script = load_script(path)
-    try:
-        return script.parse_flags(flags)[0]
-    except script.UserError as error:
-        raise UserError(f"{path}: {error}") from None
-
-def contestants_of(paths: list[Path], flags: list[str], steps: int,
-                   folder: Path) -> tuple[list[Contestant], str]:
-    """The contestants, and the glob of the shards that they train on."""
-    train, val = (f"{folder}/{side}.bin" for side in ("train", "val"))
-    flags = [f"--train_files={train}", f"--val_files={val}", "--seed=1", *flags]
-    settings = [settings_of(path, flags) for path in paths]
-    ours = [hp for hp in settings if hp]
-    vocab_size = min([50257, *(hp.vocab_size for hp in ours)])
-    step_tokens = max([8 * 2**16, *(hp.micro_batches * hp.train_seq_len for hp in ours)])
-    write_documents(train, (steps + 1) * step_tokens, vocab_size)
-    write_documents(val, 1 + max([1, *(hp.val_seq_len for hp in ours)]), vocab_size)
-    if ours:
-        train = str(ROOT / ours[0].train_files)
-    found = []
-    for number, (path, hp) in enumerate(zip(paths, settings)):
-        place = folder / str(number)
-        shards = place / "data" / "fineweb10B"  # where published scripts look for them
-        shards.mkdir(parents=True)
-        command = [str(path.resolve()), *flags, f"--train_files={train}", "--val_tokens=0",
-                   f"--num_iterations={steps}", "--epochs=1000", "--val_loss_every=0",
-                   "--save_every=0", f"--records={place}"]
-        if hp is None:
-            command = [str(place / "published.py")]
-            Path(command[0]).write_text(published_source(path, steps), encoding="utf-8")
-            for i, shard in enumerate(sorted(glob.glob(train))):
-                (shards / f"fineweb_train_{i + 1:06}.bin").symlink_to(shard)
-        found.append(Contestant(str(path), [*CHILD, "--contest", *command], place))
-    return found, train
-
-# ---- Measuring -----------------------------------------------------------------------------------
-
 def compile_all(contestants: list[Contestant], at_once: int):
     """Starts each once with an empty cache, as many at once as fit."""
     for at in range(0, len(contestants), at_once):
         group = contestants[at:at + at_once]
-        others = f", {len(group)} at once" if len(group) > 1 else ""
         for one in group:
             one.start()
         for one in group:
-            one.read_first(f"an empty cache{others}")
+            one.read_first(f"an empty cache, {len(group)} at once")
             one.end()
 
 def measure(contestants: list[Contestant], steps: int, cache: str, resident: bool):
@@ -398,24 +362,22 @@ def measure(contestants: list[Contestant], steps: int, cache: str, resident: boo
     turns = [min(TURN, steps - at) for at in range(0, steps, TURN)] if resident else [steps]
     for number, count in enumerate(turns):
         for one in contestants:
-            if one.process is None:
+            if number == 0:
                 one.start()
                 one.read_first(cache)
-                one.ask("run", SETTLE)
-            one.ask("run", count)
+                one.ask(f"run {UNTIMED - 1}")
+            one.ask(f"run {count}")
             if number == len(turns) - 1:
-                one.ask("profile", PROFILED)
+                one.ask(f"profile {PROFILED}")
                 one.end()
 
 def bytes_of_kernels(cache: Path) -> dict[str, float]:
     """GB that Inductor says a kernel touches, of those whose name stands for one kernel."""
     found = {}
     for path in cache.rglob("*.py"):
-        for line in path.read_text(errors="replace").splitlines():
-            name = re.search(r"'kernel_name': '(\w+)'", line)
-            size = re.search(r"'kernel_num_gb': ([\d.e+-]+)", line)
-            if name and size:
-                found.setdefault(name[1], set()).add(float(size[1]))
+        for name, size in re.findall(r"'kernel_name': '(\w+)'.*'kernel_num_gb': ([\d.e+-]+)",
+                                     path.read_text(errors="replace")):
+            found.setdefault(name, set()).add(float(size))
     return {name: min(sizes) for name, sizes in found.items() if len(sizes) == 1}
 
 def part_of(kernel: str) -> str:
@@ -424,38 +386,39 @@ def part_of(kernel: str) -> str:
 def figures_of(one: Contestant, steps: int) -> dict:
     """What was measured of a script. What was not is not there."""
     found = {"name": one.name, "start to step 1": one.seconds} | one.report
-    timed = slice(1 + SETTLE, 1 + SETTLE + steps)
+    timed = slice(UNTIMED, UNTIMED + steps)
     found["step_ms"] = found["step_ms"][timed]
     found["micro_ms"] = sum(found["micro_ms"][timed], [])
-    if found["tokens"]:
-        found["tokens/s"] = 1000 * found["tokens"] / statistics.median(found["step_ms"])
     parts = Counter()
     for kernel, (ms, _) in found["kernels"].items():
         parts[part_of(kernel)] += ms
     found["parts"] = dict(parts.most_common())
     gigabytes = bytes_of_kernels(one.folder / "cache")
-    slowest = sorted(found["kernels"].items(), key=lambda item: -item[1][0])[:10]
-    found["kernels"] = []
-    for name, (ms, launches) in slowest:
-        rate = {"GB/s": gigabytes[name] * launches / ms * 1000} if name in gigabytes else {}
-        found["kernels"].append(dict(name=name, ms=ms, launches=launches) | rate)
+    slowest = sorted(found.pop("kernels").items(), key=lambda item: -item[1][0])[:10]
+    found["slowest"] = [dict(name=name, ms=ms, launches=launches)
+                        for name, (ms, launches) in slowest]
+    for kernel in found["slowest"]:
+        if kernel["name"] in gigabytes:
+            touched = gigabytes[kernel["name"]] * kernel["launches"]
+            kernel["GB/s"] = 1000 * touched / kernel["ms"]
     return found
 
-def ratio_of(one: dict, other: dict) -> dict:
+def ratios_of(one: dict, other: dict) -> list[float]:
     """Of times a token, step by step, since equal steps have equal windows."""
-    ratios = [a / one["tokens"] / b * other["tokens"]
-              for a, b in zip(one["step_ms"], other["step_ms"])]
-    return dict(to=other["name"], mean=statistics.mean(ratios), sd=statistics.pstdev(ratios))
+    if not one["tokens"] or not other["tokens"]:
+        return []
+    factor = other["tokens"] / one["tokens"]
+    return [factor * a / b for a, b in zip(one["step_ms"], other["step_ms"])]
 
 # ---- What is printed -----------------------------------------------------------------------------
 
 def cells_of(one: dict) -> dict[str, str]:
     cells = {}
     for name, key in (("a step, ms: median (range)", "step_ms"), ("a micro-batch, ms", "micro_ms")):
-        values = one[key]
-        cells[name] = f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
+        cells[name] = f"{median(one[key]):.1f} ({min(one[key]):.1f} to {max(one[key]):.1f})"
     if one["tokens"]:
-        cells |= {"tokens a step": f"{one['tokens']:,}", "tokens/s": f"{one['tokens/s']:,.0f}"}
+        cells["tokens a step"] = f"{one['tokens']:,}"
+        cells["tokens/s"] = f"{1000 * one['tokens'] / median(one['step_ms']):,.0f}"
     for cache, seconds in one["start to step 1"].items():
         cells[f"start to step 1, with {cache}"] = f"{seconds:.1f} s"
     for name in filter(re.compile("peak").match, one):
@@ -468,36 +431,37 @@ def cells_of(one: dict) -> dict[str, str]:
 
 def about_machine(found: dict) -> list[str]:
     lines = [f"{found['device']}, torch {found['torch']}"]
-    if "TFLOP/s" in found:
+    if "free" in found:
         lines.append(f"matmuls of 4,096 x 4,096 in bfloat16 at {found['TFLOP/s']:.0f} TFLOP/s, "
                      f"copies at {found['TB/s']:.2f} TB/s read and written")
-    for name, rates in ELSEWHERE.items():
-        if name in found["device"]:
-            shares = [100 * found[unit] / rate for unit, rate in zip(("TFLOP/s", "TB/s"), rates)]
-            if min(shares) < 80:
-                lines.append(f"SLOW: {shares[0]:.0f} and {shares[1]:.0f} % of what another {name} "
-                             "reached: something else runs on this one, or its clocks are low")
+    for name in [name for name in ELSEWHERE if name in found["device"]]:
+        low = [f"{found[unit]:.1f} of {rate} {unit}" for unit, rate in ELSEWHERE[name].items()
+               if found[unit] < 0.8 * rate]
+        if low:
+            lines.append(f"SLOW: {' and '.join(low)} that another {name} reached; something else "
+                         "runs on this one, or its clocks are low")
     return lines
 
 def text_of(result: dict) -> str:
-    all_figures = result["scripts"]
+    scripts = result["scripts"]
     lines = [*about_machine(result["machine"]), f"tokens: {result['data']}", ""]
-    columns = [cells_of(one) for one in all_figures]
-    lines.append(" " * 44 + "".join(f"{one['name'][-26:]:>28}" for one in all_figures))
+    columns = [cells_of(one) for one in scripts]
+    lines.append(" " * 46 + "".join(f"{one['name'][-26:]:>28}" for one in scripts))
     for name in dict.fromkeys(name for column in columns for name in column):
-        lines.append(f"{name:<44}" + "".join(f"{column.get(name, ''):>28}" for column in columns))
-    for one in all_figures:
+        lines.append(f"{name:<46}" + "".join(f"{column.get(name, ''):>28}" for column in columns))
+    for one in scripts:
         lines += ["", f"slowest in {one['name']}: ms a step, launches a step"]
-        for kernel in one["kernels"]:
+        for kernel in one["slowest"]:
             rate = f"{kernel['GB/s']:.0f} GB/s" if "GB/s" in kernel else ""
             lines.append(f"{kernel['ms']:10.3f} {kernel['launches']:8.1f} {rate:>10}  "
                          f"{kernel['name'][:110]}")
     lines.append("")
-    for one in all_figures[:-1]:
-        if found := one.get("ratio"):
-            lines.append(f"{one['name']} takes {found['mean']:.3f} (SD {found['sd']:.3f}) times as "
-                         f"long a token as {found['to']}, {result['order']}")
-    if "TFLOP/s" in result["machine"]:
+    for one in scripts:
+        if ratios := one.get("ratios"):
+            lines.append(f"{one['name']} takes {mean(ratios):.3f} times as long a token as "
+                         f"{scripts[-1]['name']} (SD {pstdev(ratios):.3f}, {len(ratios)} steps "
+                         f"{result['order']})")
+    if "free" in result["machine"]:
         lines.append("These are milliseconds on one GPU. Eight do a step's micro-batches at the "
                      "same time and then exchange gradients and weights, which one cannot show.")
     return "\n".join(lines)
@@ -515,15 +479,23 @@ def main(arguments=None):
     scripts = [word for word in words if re.fullmatch(r"[^-].*\.(py|txt|log)", word)]
     flags = [word if word.startswith("-") else f"--preset={word}" for word in words
              if word not in scripts]
+    # Scripts run in other folders than this one.
+    flags = [re.sub("^(--(train|val)_files=)(?!/)", rf"\g<1>{ROOT}/", flag) for flag in flags]
     for flag in flags:
         require(not re.match("--(num_iterations|epochs|resume|check)", flag), f"{flag}: bench runs "
                 "a whole schedule in --steps=N steps, from its start; leave it out")
-    paths = list(dict.fromkeys(map(Path, [*(scripts or ["train_gpt.py"]), options.vs])))
+    scripts = list(dict.fromkeys([*(scripts or ["train_gpt.py"]), options.vs]))
+    for script in scripts:
+        is_published(Path(script))  # or neither, which it refuses
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        steps = 1 + SETTLE + options.steps + PROFILED + 1  # the last one is not made
-        contestants, data = contestants_of(paths, flags, steps, Path(folder))
-        for one in contestants:
-            stack.callback(one.end)
+        steps = UNTIMED + options.steps + PROFILED + 1  # the last one is not made
+        contestants = []
+        for number, script in enumerate(scripts):
+            place = Path(folder, str(number))
+            place.mkdir()
+            command = [*CHILD, "--contest", os.path.abspath(script), str(steps), *flags]
+            contestants.append(Contestant(script, command, place))
+            stack.callback(contestants[-1].end)
         asked = subprocess.run([*CHILD, "--machine"], stdout=subprocess.PIPE, check=True)
         here = json.loads(asked.stdout)
         cache, resident = "nothing to compile", True
@@ -532,13 +504,13 @@ def main(arguments=None):
             taken = sum(one.report["peak memory, reserved"] + GIB for one in contestants)
             cache, resident = "a full cache", taken < here["free"]
         measure(contestants, options.steps, cache, resident)
-        all_figures = [figures_of(one, options.steps) for one in contestants]
-    for one in all_figures[:-1]:
-        if one["tokens"] and all_figures[-1]["tokens"]:
-            one["ratio"] = ratio_of(one, all_figures[-1])
-    order = "step by step in turn" if resident else "one after the other, as memory holds one"
-    data = "made up" if data.startswith(folder) else data
-    result = dict(machine=here, data=data, order=order, scripts=all_figures)
+        found = [figures_of(one, options.steps) for one in contestants]
+    for one in found[:-1]:
+        one["ratios"] = ratios_of(one, found[-1])
+    order = "in turn" if resident else "one script after the other, since memory holds one"
+    named = [flag.partition("=")[2] for flag in flags if flag.startswith("--train_files=")]
+    data = named[-1] if named else "made up"
+    result = dict(machine=here, data=data, order=order, scripts=found)
     print(json.dumps(result, indent=1) if options.json else text_of(result))
 
 if __name__ == "__main__":
