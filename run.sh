@@ -3,6 +3,7 @@
 # ./run.sh --text=FILE_OR_FOLDER [SCRIPT.py] [--repeat=N] [flags]
 # ./run.sh race my_record.py [more.py ...] [--vs=train_gpt.py] [speedrun|demo] [flags]
 # ./run.sh ablate my_record.py [--vs=train_gpt.py] [speedrun|demo] [flags]
+# ./run.sh bench [my_record.py ...] [--vs=train_gpt.py|record.txt] [speedrun|demo] [flags]
 # ./run.sh ideas
 # ./run.sh test [--script SCRIPT.py] [flags: pytest --help]
 #
@@ -10,10 +11,10 @@
 # speedrun where there is a CUDA GPU, else the demo, which ends with a sample. --text trains the
 # demo on a text of your own. SCRIPT.py is a copy of train_gpt.py to train or to test in its place.
 # --repeat=N trains N times, each with a seed of its own, and compares the runs. `race` says whether
-# copies are better, `ablate` what each part of a copy is worth, and `ideas` what has been raced so
-# far (python records/race.py --help). Paths count from this folder. Variables: PYTHON, the
-# interpreter; NPROC, the number of processes (else one per GPU or core, as many as divide the
-# micro-batches).
+# copies are better, `ablate` what each part of a copy is worth, `bench` what a step costs on this
+# machine, and `ideas` what has been raced so far (python records/race.py --help). Paths count from
+# this folder. Variables: PYTHON, the interpreter; NPROC, the number of processes (else one per GPU
+# or core, as many as divide the micro-batches).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 die() { echo "error: $*" >&2; exit 2; }
@@ -52,6 +53,7 @@ fi
 echo "run.sh: using $(command -v "$python") ($versions)"
 case "${1:-}" in
   race | ablate | ideas) exec "$python" -W ignore "records/$1.py" "${@:2}" ;;
+  bench) exec "$python" -W ignore records/tools/bench.py "${@:2}" ;;
   # Until pytest has read tests/conftest.py, it would take the word after --script for a test.
   test) [ "${2:-}" != --script ] || set -- test "--script=${3:-}" "${@:4}"
     exec "$python" -m pytest "${@:2}" ;;

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -102,6 +103,12 @@ def test_what_cannot_be_measured_is_one_line(words, error):
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 2 and not done.stdout
     assert last.startswith("error: ") and error in last and "Traceback" not in done.stderr
+
+
+def test_run_sh_starts_it():
+    done = subprocess.run([ROOT / "run.sh", "bench", "none.py"], capture_output=True, text=True,
+                          env=os.environ | {"PYTHON": sys.executable}, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("error: none.py: cannot be read (")
 
 
 def test_a_mistake_in_a_copy_keeps_its_traceback(tmp_path):

@@ -255,7 +255,7 @@ def training(words: list[str]) -> tuple[str, list[str]] | None:
         there = next(filter(Path.exists, [ROOT / script, ROOT / "train_gpt.py"]))
         racer = race.parse([str(there), *flags]).candidates[0]
         return os.path.relpath(racer.script, ROOT), launch.split_words(racer.flags)[1]
-    if words[0] == "./run.sh" and words[1:2] not in (["test"], ["ideas"]):
+    if words[0] == "./run.sh" and words[1:2] not in (["test"], ["ideas"], ["bench"]):
         own = ("--repeat=", "--text=", "--help")
         return launch.split_words([word for word in words[1:] if not word.startswith(own)])
     scripts = [i for i, word in enumerate(words)
@@ -284,7 +284,10 @@ def test_flags_of_training_exist_and_keep_the_tokens_of_a_step(path, flags):
 
 
 def test_flags_of_the_tools_exist():
-    tools = [words for words in COMMANDS
+    benches = [["python", "records/tools/bench.py", *words[2:]] for words in COMMANDS
+               if words[:2] == ["./run.sh", "bench"]]
+    assert len(benches) >= 3
+    tools = [words for words in [*COMMANDS, *benches]
              if words[0] == "python" and re.match("(data|records|tests)/", words[1])
              and not words[1].endswith("train_gpt.py")]
     assert len({words[1] for words in tools}) >= 10
@@ -311,7 +314,7 @@ def test_links_and_files_exist(page):
         target = (folder / path).resolve() if path else ROOT / page
         assert target.exists(), link
         assert not anchor or anchor in headings(target.read_text(encoding="utf-8")), link
-    made = {"my_record.py", "my_optimizer.py", "neither.py",
+    made = {"record.txt", "my_record.py", "my_optimizer.py", "neither.py",
             "<topic>", "race_my_record", "fineweb10B", "my_text"}
     for path in re.findall(r"`([\w./<>-]+(?:\.py|\.sh|\.md|\.txt|/))`", TEXTS[page]):
         found = any((where / path).exists() for where in (ROOT, ROOT / "records", folder))

@@ -198,8 +198,9 @@ def is_published(path: Path) -> bool:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error}); name a script or a log") from None
     ours = "\ndef train_step(" in text
-    require(ours or re.search(PUBLISHED[0][0], text) and "backward()" in text, f"{path}: is neither "
-            "a copy of train_gpt.py nor a published script or log, which sets num_iterations")
+    published = re.search(PUBLISHED[0][0], text) and "backward()" in text
+    require(ours or published, f"{path}: is neither a copy of train_gpt.py nor a published script "
+            "or log, which sets num_iterations; name one of these")
     return not ours
 
 def run_script(path: str, steps: int, flags: list[str], meter: Meter):

@@ -47,11 +47,12 @@ def generate_and_run_plain(graph, inputs, **options):
 plain_compile = torch.compile
 
 
-def compile_here(function, *, backend=None, **options):
+def compile_here(function=None, *, backend=None, **options):
     """In place of torch.compile."""
     if backend is not None:
         return plain_compile(function, backend=backend, **options)
-    assert options.get("dynamic") is False, options
+    if function is None:
+        return compile_here
     if isinstance(function, torch.nn.Module):
         function.forward = compile_here(function.forward, **options)
         return function
