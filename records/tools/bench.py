@@ -157,9 +157,10 @@ class Meter:
             torch.cuda.synchronize()
             self.found["peak memory, tensors"] = torch.cuda.max_memory_allocated()
             self.found["peak memory, reserved"] = torch.cuda.max_memory_reserved()
-        else:
+        elif not self.profiler:  # which takes much itself
             usage = resource.getrusage(resource.RUSAGE_SELF)
             self.found["peak memory, process"] = 1024 * usage.ru_maxrss
+        self.found["time"] = time.time()
         self.found["losses"] += map(float, self.losses)
         for ends, next_ends in pairwise(self.ends):
             self.found["step_ms"].append(took(ends[0], next_ends[0]))
@@ -205,6 +206,7 @@ def is_published(path: Path) -> bool:
 
 def run_script(path: str, steps: int, flags: list[str], meter: Meter):
     """Runs the main of train_gpt.py or of a copy."""
+    sys.path.insert(0, os.path.dirname(path))
     spec = importlib.util.spec_from_file_location("script_under_bench", path)
     script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
@@ -262,7 +264,7 @@ def contest(path: str, steps: str, *flags: str):
     """What a script's process does. What the script prints goes to stderr."""
     def backward(tensors, *args, plain=torch.autograd.backward, **options):
         plain(tensors, *args, **options)
-        meter.end_of_micro_batch(tensors)
+        meter.end_of_micro_batch(tensors if isinstance(tensors, torch.Tensor) else tensors[0])
 
     reports = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -311,7 +313,7 @@ class Contestant:
     report: dict = field(default_factory=dict)  # its last one
 
     def start(self):
-        self.began = time.perf_counter()
+        self.began = time.time()
         cache = self.folder / "cache"
         environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | os.environ | dict(
             TORCHINDUCTOR_CACHE_DIR=str(cache), TRITON_CACHE_DIR=str(cache / "triton"),
@@ -338,7 +340,7 @@ class Contestant:
 
     def read_first(self, cache: str):
         self.read()
-        self.seconds[cache] = time.perf_counter() - self.began
+        self.seconds[cache] = self.report["time"] - self.began
         print(f"{self.name}: {self.seconds[cache]:.1f} s to step 1, with {cache}", file=sys.stderr)
 
     def end(self):
@@ -387,6 +389,7 @@ def part_of(kernel: str) -> str:
 def figures_of(one: Contestant, steps: int) -> dict:
     """What was measured of a script. What was not is not there."""
     found = {"name": one.name, "start to step 1": one.seconds} | one.report
+    del found["time"]
     timed = slice(UNTIMED, UNTIMED + steps)
     found["step_ms"] = found["step_ms"][timed]
     found["micro_ms"] = sum(found["micro_ms"][timed], [])

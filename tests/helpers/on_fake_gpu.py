@@ -25,7 +25,8 @@ import torch.utils.benchmark
 from functorch.compile import make_boxed_func
 from helpers.fake_gpu import compile_as_cuda, gpu_program, pretend, sources
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+from torch.overrides import (TorchFunctionMode, _get_current_function_mode,
+                             _pop_mode_temporarily)
 
 launched = []  # names of kernels, since a profiler was started
 
@@ -59,7 +60,9 @@ def compile_here(function=None, *, backend=None, **options):
     program = gpu_program(function, generate_and_run_plain)
 
     def without_redirection(*args, **kwargs):
-        with _pop_mode_temporarily():  # which the compiler would trace
+        if _get_current_function_mode() is None:  # within a program
+            return program(*args, **kwargs)
+        with _pop_mode_temporarily():  # the compiler would trace it
             return program(*args, **kwargs)
 
     return without_redirection
