@@ -1,37 +1,23 @@
-"""Train a GPT as fast as the hardware allows: the NanoGPT speedrun in one file.
+"""The NanoGPT speedrun in one file: train a GPT to a validation loss of 3.28 on FineWeb, fast.
 
-The task is a validation loss of 3.28 nats per token on FineWeb, in the least training time on eight
-H100 GPUs. The preset `speedrun` has the method of the record of 2025-01-26 (2.93 minutes); `demo`
-is the same code with a small model, which a laptop trains in minutes. The number of GPUs changes
-how long training takes but, except for rounding, not what is trained.
+    torchrun --standalone --local_addr=127.0.0.1 --nproc_per_node=8 train_gpt.py   # the speedrun
+    python train_gpt.py --preset=demo                      # the same in small, on a CPU or one GPU
+    python train_gpt.py --resume=records/<run>/step<n>.pt  # continue from a checkpoint
+    python train_gpt.py --help                             # every setting is a flag
 
-    torchrun --standalone --nproc_per_node=8 train_gpt.py     # the speedrun
-    python train_gpt.py --preset=demo                         # the demo, on a CPU or one GPU
-    python train_gpt.py --help                                # every setting is a flag
-    python train_gpt.py --resume=records/<run>/step<n>.pt     # continue from a checkpoint
+The preset `speedrun` is the record of 2025-01-26: 2.93 minutes on eight H100. To try an idea, copy
+this file and change the copy. Each start writes a log into records/: settings, machine, this source
+and a line per step. A run may be killed at any time. Needs torch 2.9.1 or newer. Sections 1 to 8
+are the method. Section 9 has what a run needs besides, section 10 the run's story.
 
-To try an idea, copy this file and change the copy. Each start writes a log of its own,
-records/<UTC time>_<name>.log, with the settings, the machine, this source and a line per step. (So
-keep your code in the copy: no log holds the source of other files.) The run's two newest
-checkpoints lie in the folder of the same name.
-
-Sections 1 to 9 are the method, in reading order. Section 10 has what a run needs besides: flags,
-checks, log, clock, checkpoints. Section 11 is `main`, the story of a run from the command line to
-the last line of the log.
-
-A run may be killed at any time. To resume it, start the script again with a checkpoint; it then
-writes a new log. Only the first process writes the log, and it only appends. A checkpoint is
-written under another name and renamed when it is whole.
-
-Suffixes give the shapes of most tensors: x_TD is [T, D]. T tokens, D model width, H heads, K head
-width, V vocabulary, N blocks of 128 tokens; 1 is a dimension of length 1. There is no batch
-dimension: the model takes one long sequence at a time.
-
-"Record" and a date or number mean an entry of the speedrun's list of world records, which explains
-each one: https://github.com/KellerJordan/modded-nanogpt. Needs torch 2.9.1 or newer.
+Shapes are in the names: x_TD is [T, D]. T tokens, D model width, H heads, K head width, V
+vocabulary, N blocks of 128 tokens. There is no batch dimension: the model takes one long sequence
+of many documents at a time. Losses are in nats per token. "Record <date>" is an entry of
+https://github.com/KellerJordan/modded-nanogpt#world-record-history.
 """
 
 import argparse
+import gc
 import glob
 import io
 import math
@@ -47,9 +33,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timedelta, timezone
 from hashlib import sha256
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Iterator, NamedTuple
+
+if __name__ == "__main__" and not (find_spec("torch") and find_spec("numpy")):
+    print("error: this Python lacks torch or numpy; ./run.sh finds or makes one", file=sys.stderr)
+    sys.exit(2)
 
 import numpy as np
 import torch
@@ -61,53 +52,41 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils._pytree import tree_map
 
 class UserError(Exception):
-    """An error that the user can fix. Its message is one line: what is wrong, and what to do."""
+    """What the user can fix, in one line."""
 
 def require(condition, message: str):
     if not condition:
         raise UserError(message)
 
-# ---- 1. Settings --------------------------------------------------------------------------------
+# ---- 1. Settings and schedules ------------------------------------------------------------------
 
 BLOCK = 128  # tokens; attention masks and windows count in whole blocks
 
 def flag(default, help: str, min=0, max=10**9, unit=1, pattern=".+"):
-    """A setting: its default, its help text (with %% for a percent sign), and limits on its values.
-    A number has a range, both ends included, and a unit of which it must be a multiple; a text must
-    fit a pattern."""
+    """A setting. A number is from min to max and a multiple of unit; a text fits the pattern."""
     return field(default=default, metadata=dict(help=help, limits=(min, max, unit, pattern)))
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Every field is a flag of the same name. These defaults are the preset `speedrun`. The preset
-    `demo`, which is the default on a machine without a GPU, changes only what PRESETS lists; so a
-    default that you change here may change in `demo` too. A resumed run takes every setting from
-    its checkpoint, except those that its command line names. Its weights come from the checkpoint
-    as well, so naming another seed does not change them. Before the model is built, `prepare`
-    replaces dtype auto, seed -1 and val_tokens 0 by the values that the run uses, and turns use_fp8
-    off where it cannot be used."""
+    """Each field is a flag. The defaults are the preset `speedrun`."""
     # The run
-    name: str = flag("speedrun", "letters, digits and ._- for the log's name", pattern=r"[\w.-]+")
+    name: str = flag("speedrun", "up to 100 letters, digits and ._-", pattern=r"[\w.-]{1,100}")
     records: str = flag("records", "folder for the log and the checkpoints")
     seed: int = flag(-1, "seed of the initial weights; -1 draws one", min=-1, max=2**63 - 1)
     dtype: str = flag("auto", "bfloat16, float32 or auto", pattern="auto|bfloat16|float32")
     save_every: int = flag(500, "steps between checkpoints; 0 saves none, not even at the end")
     val_loss_every: int = flag(125, "steps between validations, besides those at saves and the end")
-    # Data. A step trains on micro_batches * train_seq_len tokens, whatever the number of processes.
-    # To fit a smaller memory, lower train_seq_len and raise micro_batches, so that their product
-    # stays the same. But do not let either depend on the step: step_starts, train_step and the
-    # head's FP8 factor use one value for all steps. Compare losses only between equal val_seq_len
-    # and val_tokens. The token vocab_size - 1 must begin each document; only its presence in
-    # validation data is checked.
+    # Data. A step is micro_batches sequences, on all ranks together. A batch that grows changes
+    # tokens_per_step, tokens_seen, step_starts, train_batches and train_step.
     train_files: str = flag("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
     val_files: str = flag("data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
     vocab_size: int = flag(50257, "vocabulary; its last token begins a document", min=2, max=65536)
     train_seq_len: int = flag(48 * 1024, "tokens per training sequence", min=1, unit=BLOCK)
     val_seq_len: int = flag(256 * 1024, "tokens per validation sequence", min=1, unit=BLOCK)
     val_tokens: int = flag(10485760, "number of validation tokens; 0 takes all", max=10**12)
-    micro_batches: int = flag(8, "sequences per step, on all processes together", min=1, max=10**5)
+    micro_batches: int = flag(8, "sequences per step, on all ranks together", min=1, max=10**5)
     epochs: int = flag(1, "at most this many passes over the training shards", min=1, max=10**5)
-    # The layers: strings with one character per layer
+    # The layers: one character per layer
     windows: str = flag("LSSSLSSLSSSL", "L: long window, S: half as many blocks", pattern="[LS]+")
     attention: str = flag("xxxxxxx.xxxx", "x: with attention, .: without", pattern="[x.]+")
     value_embeds: str = flag("012......012", "digit: value embedding, .: none", pattern="[0-9.]+")
@@ -118,13 +97,11 @@ class Hyperparameters:
     head_dim: int = flag(128, "width of a head", min=16, max=2**10, unit=16)
     attention_scale: float = flag(0.12, "factor on q @ k; a new head_dim needs another", min=0.001)
     rope_base: float = flag(1024.0, "base of the rotary frequencies", min=1)
-    lm_head_softcap: float = flag(15.0, "c: logits z become c + c * tanh(z / c)", min=0.1, max=1000)
+    lm_head_softcap: float = flag(15.0, "c: logits z become c + c * tanh(z / c)", min=0.1, max=38)
     use_fp8: bool = flag(True, "train the head in FP8 where the GPU can, with dtype bfloat16")
     window_start: int = flag(128, "long window at first, in tokens", min=BLOCK, unit=BLOCK)
     window_end: int = flag(1792, "long window at the end, in tokens", min=BLOCK, unit=BLOCK)
-    # Optimization. The learning rates and the window follow step / num_iterations. So if a resumed
-    # run gets more steps, its rates jump up again, and its window may shrink. Muon's momentum
-    # depends on the step alone.
+    # Optimization
     num_iterations: int = flag(1770, "training steps", max=10**7)
     cooldown_frac: float = flag(0.4, "last fraction of the run, in which rates fall", max=1)
     lr_floor: float = flag(0.1, "what the learning rates fall to, as a share of their peak", max=1)
@@ -137,16 +114,22 @@ class Hyperparameters:
     scalar_lr: float = flag(0.04, "learning rate of vectors and scalars (Adam)")
     adam_beta1: float = flag(0.8, "decay of Adam's mean gradient", max=1 - 1e-9)
     adam_beta2: float = flag(0.95, "decay of Adam's mean square", max=1 - 1e-9)
-    # Where a gradient is only rounding noise, Adam would blow it up to full steps. An epsilon above
-    # the noise prevents that.
-    adam_eps: float = flag(1e-10, "Adam's epsilon", min=1e-30)
+    adam_eps: float = flag(1e-10, "Adam's epsilon, above gradients' rounding noise", min=1e-18)
 
     @property
     def kv_heads(self) -> int:
         return self.num_kv_heads or self.num_heads
 
+    @property
+    def tokens_per_step(self) -> int:
+        return self.micro_batches * self.train_seq_len
+
 PRESETS = {
     "speedrun": Hyperparameters(),
+    # The speedrun's model and step, so the same compiled program, on one shard of FineWeb
+    "short": Hyperparameters(
+        name="short", num_iterations=250, muon_momentum_steps=42, save_every=0,
+        train_files="data/fineweb10B/fineweb_train_000001.bin"),
     "demo": Hyperparameters(
         name="demo", save_every=100, val_loss_every=50, train_files="data/demo/demo_train_*.bin",
         val_files="data/demo/demo_val_*.bin", vocab_size=257, train_seq_len=1024, val_seq_len=16384,
@@ -155,101 +138,83 @@ PRESETS = {
         window_end=256, num_iterations=550, muon_lr=0.045, muon_momentum_end=0.75,
         muon_momentum_steps=0, adam_beta1=0.3, embed_lr=0.3, adam_eps=1e-7)}
 
-# ---- 2. Schedules: pure functions of the step ---------------------------------------------------
-
 def tokens_seen(step: int, hp: Hyperparameters) -> int:
-    """The number of training tokens in all steps before this one."""
-    return step * hp.micro_batches * hp.train_seq_len
+    return step * hp.tokens_per_step
 
 def window_tokens(step: int, hp: Hyperparameters) -> int:
-    """The long window in tokens. It grows linearly from zero, but is never below window_start. If
-    you change the schedule, return whole blocks: the masks would round anything else down."""
-    # As in the record, `grown` ends half a block below window_end. So the last window is used for
-    # half as many steps as the one before it.
+    """The long window in tokens. It grows linearly, in whole blocks: at first near text teaches
+    most, and a small window is fast (record 2024-11-24)."""
+    # As in the record, `grown` ends half a block below window_end.
     grown = (hp.window_end - BLOCK / 2) * step / max(1, hp.num_iterations)
     return max(hp.window_start, math.ceil(grown / BLOCK) * BLOCK)
 
 def window_tensor(step: int, hp: Hyperparameters, device: torch.device) -> Tensor:
-    """The long window as a tensor, which can change without a recompile. It is made by torch.full,
-    since torch.tensor would copy the number to the device, and wait for that."""
+    """... as a tensor, so that nothing recompiles. (torch.tensor would wait for the device.)"""
     return torch.full((), window_tokens(step, hp), dtype=torch.int32, device=device)
 
 def lr_scale(step: int, hp: Hyperparameters) -> float:
-    """The factor on every learning rate: 1, then falling linearly to lr_floor at the run's end."""
+    """The factor on every learning rate: 1, then falling linearly to lr_floor."""
     left = max(0, 1 - step / max(1, hp.num_iterations))
     height = min(1, left / hp.cooldown_frac) if hp.cooldown_frac else 1
     return hp.lr_floor + height * (1 - hp.lr_floor)
 
 def muon_momentum(step: int, hp: Hyperparameters) -> float:
-    """Muon's momentum: linear from its start to its end in muon_momentum_steps, then constant."""
+    """Muon's momentum: rising linearly, since early gradients are soon out of date, then constant
+    (record 2024-11-06)."""
     risen = min(1, step / hp.muon_momentum_steps) if hp.muon_momentum_steps else 1
     return hp.muon_momentum_start + risen * (hp.muon_momentum_end - hp.muon_momentum_start)
 
-# ---- 3. Block masks and attention ---------------------------------------------------------------
+# ---- 2. Block masks and attention ---------------------------------------------------------------
 
 def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: bool) -> list:
-    """The long and the short mask for FlexAttention (arXiv:2412.05496), in blocks of 128 tokens.
+    """The long and the short mask for FlexAttention (arXiv:2412.05496). A token sees itself and the
+    tokens before it in the same document, as far as the window of whole blocks reaches, its own
+    block included. The short window has half as many blocks, and at least one.
 
-    A token sees itself and the tokens before it in the same document and within the window. The
-    window counts whole blocks, the query's own included; the short window has half as many, and at
-    least one. `window` is the long one, in tokens, as window_tensor makes it.
-
-    For each query block, FlexAttention takes two lists of key blocks: partial ones, in which it
-    asks `sees` about every pair of tokens, and full ones, in which every pair is visible. The
-    window only keeps whole blocks out of the lists, so `sees` does not check it. Here are the lists
-    of four blocks (p: partial, f: full), where the second document begins inside block 1, and the
-    window keeps nothing out:
+    For each query block FlexAttention takes two lists of key blocks: full ones, in which every pair
+    of tokens is visible, and partial ones, in which it asks `sees` about every pair. If a second
+    document begins inside block 1 (p: partial, f: full):
 
         query block   key blocks 0 1 2 3
-                  0              p . . .     the diagonal is always partial, because it is causal
+                  0              p . . .     the diagonal is partial, because it is causal
                   1              p p . .     only its tokens of the first document see block 0
                   2              . p p .     block 0 is wholly of the first document
                   3              . p f p     block 1 is of both documents, block 2 of the second
     """
     document_T = (tokens_T == end_of_text).cumsum(0, dtype=torch.int32)
 
-    def sees(batch, head, query, key):
+    def sees(batch, head, query, key):  # another rule needs other maps below; test it on a GPU
         return (key <= query) & (document_T[query] == document_T[key])
 
-    # If you change `sees`, change the two maps below, some_visible and all_visible, because
-    # FlexAttention asks `sees` about partial blocks only. (To see beyond the window, change seen_NN
-    # too.) Test the change on a GPU: a CPU does not use all_visible_NN, and skips all keys after
-    # the query's block, even if `sees` allows them.
     block_N = torch.arange(len(tokens_T) // BLOCK, dtype=torch.int32, device=tokens_T.device)
-    distance_NN = block_N[:, None] - block_N
-    first_doc_N = document_T[::BLOCK]  # the document number of each block's first token
-    last_doc_N = document_T[BLOCK - 1::BLOCK]
-    # The maps are [query block, key block], without the window yet. Document numbers never fall
-    # from one token to the next. So for a query block that comes after the key block:
-    #   some pair is visible   if the last key and the first query are in one document
-    #   all pairs are visible  if the first key and the last query are in one document
-    earlier_NN = distance_NN > 0  # the key block comes before the query block
-    some_visible_NN = (distance_NN == 0) | (earlier_NN & (last_doc_N == first_doc_N[:, None]))
-    all_visible_NN = earlier_NN & (first_doc_N == last_doc_N[:, None])
+    distance_NN = block_N[:, None] - block_N  # [query block, key block]
+    first_N = document_T[::BLOCK]  # the document of each block's first token
+    last_N = document_T[BLOCK - 1::BLOCK]
+    # Document numbers never fall. So of an earlier key block, some pair is visible if its last and
+    # the query block's first token are in one document, every pair if its first and the query
+    # block's last token are.
+    earlier_NN = distance_NN > 0
+    some_NN = (distance_NN == 0) | (earlier_NN & (last_N == first_N[:, None]))
+    all_NN = earlier_NN & (first_N == last_N[:, None])  # a CPU does not use it
 
     def ordered(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
-        """For each row, the number of chosen blocks, and a list of all blocks in which the chosen
-        ones come first, in ascending order. FlexAttention reads only the chosen ones. The two
-        dimensions in front are batch and head."""
+        """For each row the number of chosen blocks, and a list of all that begins with them."""
         counts_N = chosen_NN.sum(1, dtype=torch.int32)
         order_NN = chosen_NN.int().argsort(descending=True, stable=True).int()
-        return counts_N[None, None], order_NN[None, None]
+        return counts_N[None, None], order_NN[None, None]  # batch, head
 
     def make_mask(window_blocks: Tensor):
-        seen_NN = some_visible_NN & (distance_NN < window_blocks)
+        seen_NN = some_NN & (distance_NN < window_blocks)
         if not flex:
             return plain_mask(seen_NN, sees)
-        partial = ordered(seen_NN & ~all_visible_NN)
-        full = ordered(seen_NN & all_visible_NN)
+        partial = ordered(seen_NN & ~all_NN)
+        full = ordered(seen_NN & all_NN)
         return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=sees)
 
-    long = window // BLOCK
-    return [make_mask(long), make_mask((long // 2).clamp(min=1))]
+    return [make_mask(window // BLOCK), make_mask((window // BLOCK // 2).clamp(min=1))]
 
 def plain_mask(seen_NN: Tensor, sees) -> list[tuple[slice, Tensor]]:
-    """The mask for plain_attention, from a map of the key blocks that each query block sees. For
-    each query block it has a slice of the keys, from the start of the first block that it sees to
-    the end of the query block, and a bias [128, keys]: 0 where a query sees a key, else -inf."""
+    """For each query block a slice of keys, and a bias [128, keys]: 0 where one is seen or -inf."""
     position_T = torch.arange(len(seen_NN) * BLOCK, device=seen_NN.device)
     mask = []
     for query, seen_N in zip(position_T.split(BLOCK), seen_NN):
@@ -260,8 +225,9 @@ def plain_mask(seen_NN: Tensor, sees) -> list[tuple[slice, Tensor]]:
     return mask
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: list, scale: float) -> Tensor:
-    """Attention of one query block after the other, each to its range of keys alone."""
-    k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))  # shared kv heads
+    """What FlexAttention computes, for CPUs, where that has no gradient."""
+    if k.size(1) < q.size(1):  # grouped queries
+        k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
     outputs = []
     for q_block, (key_range, bias) in zip(q.split(BLOCK, dim=2), mask):
         scores = (scale * q_block) @ k[:, :, key_range].mT + bias.to(q.dtype)
@@ -269,155 +235,150 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: list, scale: float) -
     return torch.cat(outputs, dim=2)
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
-    """Attention of q [1, H, T, K] to k and v [1, kv heads, T, K] under a mask of build_block_masks.
-    On GPUs it is FlexAttention, which is compiled with the model. FlexAttention has no gradient on
-    CPUs; there, plain_attention computes the same. A change to the scores belongs in both."""
+    """q is [1, H, T, K], k and v [1, kv heads, T, K]."""
     if isinstance(mask, BlockMask):
         return flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)
     return plain_attention(q, k, v, mask, scale)
 
-# ---- 4. FP8 linear ------------------------------------------------------------------------------
+# ---- 3. The head: FP8 and the loss --------------------------------------------------------------
 
-# FP8 products take half the time of bf16 ones. A value has 8 bits: e4m3 (up to 448, 3 bits of
-# mantissa) for inputs and weights, e5m2 (up to 57344, 2 bits) for gradients, which spread more.
-# Each value is multiplied by a factor before its cast, and the product is divided by both factors.
+# Scales before a cast to FP8. e4m3 reaches 448: the head's input is normed, so at most sqrt(768) =
+# 28, and weights may reach 0.875 (training clamps larger ones, validation does not). A logit's
+# gradient is at most 1 / tokens_per_step, so at most 10.7 if scaled by that and this (the record's
+# 2^19 for a mean over 48K tokens); e5m2 reaches 57344. Another layer, a tied head, or a scaled
+# input, logit or loss needs other scales.
+INPUT_SCALE, WEIGHT_SCALE, GRADIENT_SCALE = 2.0, 2.0**9, 2.0**19 / (48 * 1024)
 
-# The factors of input, weight and gradient. The input is normed, so |x| <= sqrt(D) = 28 at D = 768,
-# and a factor of 2 leaves room to 448. The weight starts at zero and learns slowly. With a factor
-# of 2^9, weights up to 0.875 fit. Training clamps larger ones; validation, which is not in FP8,
-# does not. The gradient of the mean loss of T tokens with respect to a capped logit is (p - 1) / T
-# for the target and p / T for any other token, where p is the token's probability. So its size is
-# at most 1 / T. The slope of the cap is at most 1, so the gradient with respect to the logit before
-# the cap is at most 1 / T too. Times 2^19, it is at most 11 at T = 49152, far below 57344. But most
-# gradients are much smaller than 1 / T, and a smaller factor would round more of them to zero.
-# (train_step divides the loss by micro_batches. To make up for that, GPT multiplies this third
-# factor by micro_batches.)
-# Choose other factors for another layer, for a head that is tied to the embedding (its weights
-# start larger), for much longer sequences, and if the head's input, the logits or the loss are
-# scaled in another way.
-FP8_SCALES = (2.0, 2.0**9, 2.0**19)
+def to_e4m3(x: Tensor, scale: float) -> Tensor:
+    return (x.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn)
 
-def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    limit = torch.finfo(dtype).max  # an overflowing cast may give NaN or inf, so clamp
-    return (x.float() * scale).clamp(-limit, limit).to(dtype)
-
-def fp8_matmul(a: Tensor, b: Tensor, divisor: float, dtype: torch.dtype, fast: bool) -> Tensor:
-    """a @ b.T / divisor in dtype, for contiguous FP8 matrices. `fast` sums with less precision."""
-    # _scaled_mm takes a factor for each matrix. Only the product of the two matters, so a gets 1.
-    one = torch.full((), 1.0, device=a.device)
-    inverse = torch.full((), 1 / divisor, device=a.device)
+def fp8_matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast: bool) -> Tensor:
+    """a @ b.T / scale. FP8 units need both contiguous along the dimension that is summed over.
+    `fast` sums less exactly, which only the forward pass bears."""
+    one, inverse = (torch.full((), x, device=a.device) for x in (1.0, 1 / scale))
     return torch._scaled_mm(a, b.T, one, inverse, out_dtype=dtype, use_fast_accum=fast)
 
 class FP8Linear(torch.autograd.Function):
-    """x_TD @ w_VD.T by products in FP8 (record 2025-01-13), with the factors of x, w and gradient.
-    An FP8 product needs both matrices contiguous along the dimension that it sums over. For
-    fp8_matmul, which computes a @ b.T, that is the last dimension of both."""
+    """x_TD @ w_VD.T by FP8 matmuls, which take half the time of bfloat16 (record 2025-01-13)."""
 
     @staticmethod
-    def forward(ctx, x_TD: Tensor, w_VD: Tensor, scales: tuple[float, float, float]) -> Tensor:
-        x8_TD = to_fp8(x_TD, scales[0], torch.float8_e4m3fn)
-        w8_VD = to_fp8(w_VD, scales[1], torch.float8_e4m3fn)
-        ctx.scales = scales
+    def forward(ctx, x_TD: Tensor, w_VD: Tensor, gradient_scale: float) -> Tensor:
+        x8_TD = to_e4m3(x_TD, INPUT_SCALE)
+        w8_VD = to_e4m3(w_VD, WEIGHT_SCALE)
+        ctx.gradient_scale = gradient_scale
         ctx.save_for_backward(x8_TD, w8_VD)
-        return fp8_matmul(x8_TD, w8_VD, scales[0] * scales[1], x_TD.dtype, fast=True)
+        return fp8_matmul(x8_TD, w8_VD, INPUT_SCALE * WEIGHT_SCALE, x_TD.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, grad_TV: Tensor):
-        x_scale, w_scale, grad_scale = ctx.scales
         x8_TD, w8_VD = ctx.saved_tensors
-        # The product for grad_x sums over V, so it needs w as [D, V]. That for grad_w sums over T,
-        # so it needs the gradient as [V, T], and x as [D, T].
-        g8_TV = to_fp8(grad_TV, grad_scale, torch.float8_e5m2).contiguous()
+        scale, dtype = ctx.gradient_scale, grad_TV.dtype
+        g8_TV = (grad_TV.float() * scale).to(torch.float8_e5m2).contiguous()  # at most 10.7
         g8_VT, x8_DT, w8_DV = (x.T.contiguous() for x in (g8_TV, x8_TD, w8_VD))
-        grad_x_TD = fp8_matmul(g8_TV, w8_DV, grad_scale * w_scale, grad_TV.dtype, fast=False)
-        grad_w_VD = fp8_matmul(g8_VT, x8_DT, grad_scale * x_scale, torch.float32, fast=False)
+        grad_x_TD = fp8_matmul(g8_TV, w8_DV, scale * WEIGHT_SCALE, dtype, fast=False)
+        grad_w_VD = fp8_matmul(g8_VT, x8_DT, scale * INPUT_SCALE, torch.float32, fast=False)
         return grad_x_TD, grad_w_VD, None
 
-# ---- 5. Model -----------------------------------------------------------------------------------
+class CrossEntropy(torch.autograd.Function):
+    """The sum of -log softmax(logits_TV)[target] over the tokens whose target is not -1, for logits
+    of at most 76, whose exponentials cannot overflow.
+
+    F.cross_entropy computes the same. But its gradient contains a sum over the vocabulary, with
+    which the compiler fuses the cast to FP8 and its transposed copy into one kernel: 12.0 of the
+    88.8 ms of a micro-batch on an H200. Written out, softmax - target needs no sum: 7.4 ms. exp2
+    takes a GPU fewer instructions than exp; a CPU likes operators in place."""
+
+    @staticmethod
+    def forward(ctx, logits_TV: Tensor, target_T: Tensor) -> Tensor:
+        exp_TV = (logits_TV * math.log2(math.e)).exp2_()
+        sum_T = exp_TV.sum(-1)
+        own_T = logits_TV.gather(-1, target_T.clamp(min=0)[:, None])[:, 0]
+        ctx.save_for_backward(exp_TV, sum_T, target_T)
+        return torch.where(target_T < 0, 0.0, sum_T.log() - own_T).sum()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        exp_TV, sum_T, target_T = ctx.saved_tensors
+        grad_TV = torch.zeros_like(exp_TV).scatter_(-1, target_T.clamp(min=0)[:, None], -1.0)
+        grad_TV.addcmul_(exp_TV, (1 / sum_T)[:, None])  # softmax - target
+        return grad_TV.mul_(torch.where(target_T < 0, 0.0, grad)[:, None]), None
+
+# ---- 4. Model -----------------------------------------------------------------------------------
 
 def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
-def init_uniform(weight: Tensor):
-    """Initial values of a weight [..., out, in]: uniform, with a deviation of 0.5 / sqrt(in)."""
-    bound = 0.5 * math.sqrt(3 / weight.size(-1))
-    nn.init.uniform_(weight, -bound, bound)
+def parameter(*shape: int, dtype=torch.float32) -> nn.Parameter:
+    """NaN until draw_weights fills it by its row of PARAMETERS (section 6)."""
+    return nn.Parameter(torch.full(shape, torch.nan, dtype=dtype))
 
 class CastedLinear(nn.Module):
-    """A linear layer without bias. Its weight is kept in float32 and cast to the input's dtype when
-    it is used.
+    """A linear layer without bias. Its weight is float32 and cast to the input's dtype. With the
+    scale of its gradient it trains in FP8; validation is not in FP8, as in the record."""
 
-    zero: the weight starts at zero, so that the layer adds nothing until it has learned something.
-    fp8_scales: factors of input, weight and gradient, with which the layer trains in FP8; section 4
-    explains them. GPT gives them to the head alone, and only if FP8 is used."""
-
-    def __init__(self, in_features: int, out_features: int, zero=False, fp8_scales=None):
+    def __init__(self, in_features: int, out_features: int, fp8_scale: float | None = None):
         super().__init__()
-        self.zero = zero
-        self.fp8_scales = fp8_scales
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
-        self.reset_parameters()
-
-    def reset_parameters(self):
-        if self.zero:
-            nn.init.zeros_(self.weight)
-        else:
-            init_uniform(self.weight)
+        self.weight = parameter(out_features, in_features)
+        self.fp8_scale = fp8_scale
 
     def forward(self, x: Tensor) -> Tensor:
-        # Validation is not in FP8, as in the record. So if you change what this layer computes, for
-        # example multiply its output by a constant, change both return statements.
-        if self.fp8_scales and self.training:
-            return FP8Linear.apply(x, self.weight, self.fp8_scales)
-        return F.linear(x, self.weight.type_as(x))
+        if self.fp8_scale and self.training:
+            y = FP8Linear.apply(x, self.weight, self.fp8_scale)
+        else:
+            y = F.linear(x, self.weight.type_as(x))
+        return y
+
+class Embedding(nn.Module):
+    """Rows of a matrix in `dtype`. Its gradient is summed in float32 and then cast."""
+
+    def __init__(self, rows: int, width: int, dtype: torch.dtype):
+        super().__init__()
+        self.weight = parameter(rows, width, dtype=dtype)
+
+    def forward(self, tokens_T: Tensor) -> Tensor:
+        return F.embedding(tokens_T, self.weight.float()).type_as(self.weight)
 
 class Rotary(nn.Module):
-    """Rotary positions (arXiv:2104.09864) in the first half of each head's channels, where channel
-    i is rotated with channel i + K/4. The second half is not rotated, so that it can match content
-    at any distance (record 2024-12-17)."""
+    """Rotary positions (arXiv:2104.09864) on half of each head's channels, of which i turns with
+    i + K / 4; the other half matches content at any distance (record 2024-12-17)."""
 
     def __init__(self, head_dim: int, max_seq_len: int, base: float):
         super().__init__()
         frequencies = base ** -torch.linspace(0, 1, head_dim // 4, dtype=torch.float64)
-        # The angles [T, 1, K / 4] are computed in float64, since those of late positions would be
-        # inexact in float32.
+        # Angles [T, 1, K / 4]; float32 would be inexact at late positions.
         angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float64), frequencies)[:, None]
-        self.register_buffer("cos", angles.cos().float(), persistent=False)
-        self.register_buffer("sin", angles.sin().float(), persistent=False)
+        c, s = angles.cos().float(), angles.sin().float()
+        still = torch.ones_like(c).repeat(1, 1, 2)
+        self.register_buffer("cos", torch.cat((c, c, still), dim=-1), persistent=False)
+        self.register_buffer("sin", torch.cat((s, -s, 0 * still), dim=-1), persistent=False)
 
     def forward(self, x_THK: Tensor) -> Tensor:
-        cos, sin = self.cos[:len(x_THK)], self.sin[:len(x_THK)]
-        a, b, *content = x_THK.float().chunk(4, dim=-1)
-        return torch.cat((a * cos + b * sin, b * cos - a * sin, *content), dim=-1).type_as(x_THK)
+        x = x_THK.float()
+        # By swapped quarters: to put turned ones together by torch.cat writes a copy in float32.
+        swapped = x.unflatten(-1, (2, 2, -1)).flip(-2).flatten(-3)
+        return (x * self.cos[:len(x)] + swapped * self.sin[:len(x)]).type_as(x_THK)
 
 class CausalSelfAttention(nn.Module):
-    """Attention with normed queries and keys (arXiv:2010.04245). An embedding of the token is mixed
-    into the values (record 2024-12-04, after arXiv:2410.17897). With fewer kv heads than heads,
-    several query heads share one head of keys and values (arXiv:2305.13245)."""
+    """Attention with normed queries and keys (arXiv:2010.04245). Values are mixed with an embedding
+    of the token (record 2024-12-04). Query heads may share kv heads (arXiv:2305.13245)."""
 
     def __init__(self, hp: Hyperparameters, rotary: Rotary):
         super().__init__()
         self.hp = hp
         self.rotary = rotary
-        # One stack holds the matrices of queries, keys and values, and Muon orthogonalizes each of
-        # them by itself. All have the shape of the key matrix, which makes kv_heads heads, so the
-        # queries take num_heads / kv_heads matrices. With 6 heads and 3 kv heads, the stack is
-        # q, q, k, v; with 6 and 6, it is q, k, v.
+        # A stack of equal matrices, since Muon orthogonalizes q, k and v one by one; with 6 heads
+        # and 3 kv heads q, q, k, v.
         parts = hp.num_heads // hp.kv_heads + 2
-        self.qkv = nn.Parameter(torch.empty(parts, hp.kv_heads * hp.head_dim, hp.model_dim))
-        self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim, zero=True)
-        self.value_mix = nn.Parameter(torch.tensor([0.5, 0.5]))  # weights of value and embedding
-        self.reset_parameters()
-
-    def reset_parameters(self):
-        init_uniform(self.qkv)
+        self.qkv = parameter(parts, hp.kv_heads * hp.head_dim, hp.model_dim)
+        self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim)
+        self.value_mix = nn.Parameter(torch.tensor([0.5, 0.5]))  # of value and value embedding
 
     def forward(self, x_TD: Tensor, value_embed: Tensor | None, mask) -> Tensor:
         T, heads, kv_heads = len(x_TD), self.hp.num_heads, self.hp.kv_heads
         qkv = F.linear(x_TD, self.qkv.flatten(0, 1).type_as(x_TD)).view(T, -1, self.hp.head_dim)
-        qk, v = qkv.split((heads + kv_heads, kv_heads), dim=1)
-        q, k = self.rotary(norm(qk)).split((heads, kv_heads), dim=1)
-        v = self.value_mix[0] * v
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        q, k = self.rotary(norm(q)), self.rotary(norm(k))
+        v = self.value_mix[0] * v  # halved also where nothing is mixed in (record 2024-12-17)
         if value_embed is not None:
             v = v + self.value_mix[1] * value_embed.view_as(v)
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, H, T, K]
@@ -428,7 +389,7 @@ class MLP(nn.Module):
     def __init__(self, dim: int):
         super().__init__()
         self.fc = CastedLinear(dim, 4 * dim)
-        self.proj = CastedLinear(4 * dim, dim, zero=True)
+        self.proj = CastedLinear(4 * dim, dim)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.proj(F.relu(self.fc(x_TD)).square())  # ReLU^2 (arXiv:2109.08668)
@@ -436,9 +397,11 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, hp: Hyperparameters, layer: int, rotary: Rotary):
         super().__init__()
-        self.attn = CausalSelfAttention(hp, rotary) if hp.attention[layer] != "." else None
+        # One layer does without attention, which saves time (record 2024-12-17). The mix is of the
+        # stream and of x0, which keeps the token itself in reach (record 2024-11-06).
+        self.attn = CausalSelfAttention(hp, rotary) if hp.attention[layer] == "x" else None
         self.mlp = MLP(hp.model_dim)
-        self.residual_mix = nn.Parameter(torch.tensor([1.0, 0.0]))  # weights of the stream and x0
+        self.residual_mix = nn.Parameter(torch.tensor([1.0, 0.0]))
 
     def forward(self, x_TD: Tensor, x0_TD: Tensor, value_embed: Tensor | None, mask) -> Tensor:
         x_TD = self.residual_mix[0] * x_TD + self.residual_mix[1] * x0_TD
@@ -447,112 +410,71 @@ class Block(nn.Module):
         return x_TD + self.mlp(norm(x_TD))
 
 class GPT(nn.Module):
-    """Call it with the tokens and targets of one sequence and the attention window; it returns the
-    mean loss per token in nats. With `flex`, attention is by FlexAttention, which is for GPUs. Then
-    the model must be compiled: without the compiler, FlexAttention asks `sees` about every pair of
-    tokens and never looks at the lists of blocks, so it ignores the window.
+    """model(tokens_T, targets_T, window) is the sum of the losses of one sequence, in nats. With
+    `flex` it must be compiled, since uncompiled FlexAttention ignores the lists of blocks.
 
-    Embeddings are kept in `dtype`. The residual stream has the same dtype in all layers, which
-    `features` checks after each layer. All other parameters are float32. A bfloat16 stream times a
-    float32 tensor without dimensions, such as residual_mix[0], stays bfloat16. But a float32 vector
-    or matrix would turn the product into float32, so cast vectors and matrices with type_as."""
+    Embeddings and the residual stream are in `dtype`, all else is float32: cast a vector or matrix
+    by type_as before the stream is multiplied by it."""
 
-    # Logits are computed for at most this many tokens at a time, because those of a validation
-    # sequence of 256K tokens would take 53 GB. (Training saves no memory by this, because the
-    # backward pass needs the logits of all parts.)
-    LOGITS_TOKENS = 65536
+    LOGITS_TOKENS = 24576  # at a time: they fit validation's memory, and 32-bit indices
 
     def __init__(self, hp: Hyperparameters, dtype: torch.dtype, flex: bool):
         super().__init__()
         self.hp = hp
         self.flex = flex
-        self.end_of_text = hp.vocab_size - 1  # in the shards, each document begins with it
-        # FP8 products need a multiple of 16 rows. With a multiple of 64, the rows can also be
-        # divided equally among 2, 4, 8, 16, 32 or 64 processes (see World).
-        padded_vocab = math.ceil(hp.vocab_size / 64) * 64
-        self.embed = nn.Embedding(padded_vocab, hp.model_dim)
-        # Layers marked by the same digit share a value embedding (record 2024-12-08). The marks are
-        # sorted because all processes must have their parameters in one order.
-        self.value_embeds = nn.ModuleDict({
-            mark: nn.Embedding(padded_vocab, hp.kv_heads * hp.head_dim)
-            for mark in sorted(set(hp.value_embeds) - {"."})})
+        self.end_of_text = hp.vocab_size - 1
+        rows = math.ceil(hp.vocab_size / 64) * 64  # for FP8, and for up to 64 ranks to share
+        self.embed = Embedding(rows, hp.model_dim, dtype)
+        # Layers with the same digit share a value embedding (record 2024-12-08).
+        digits = sorted(set(hp.value_embeds) - {"."})
+        width = hp.kv_heads * hp.head_dim
+        self.value_embeds = nn.ModuleDict({d: Embedding(rows, width, dtype) for d in digits})
         rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len), hp.rope_base)
         self.blocks = nn.ModuleList(Block(hp, layer, rotary) for layer in range(len(hp.windows)))
         self.skip_weights = nn.Parameter(torch.ones(len(self.blocks) // 2))
-        scales = (*FP8_SCALES[:2], FP8_SCALES[2] * hp.micro_batches) if hp.use_fp8 else None
-        self.lm_head = CastedLinear(hp.model_dim, padded_vocab, zero=True, fp8_scales=scales)
-        draw_weights(self, hp.seed)  # after all modules and parameters are there
-        # Embeddings are drawn in float32 and cast afterwards, because what torch draws in bfloat16
-        # depends on torch's version. Their dtype is also that of the stream.
-        for embed in (self.embed, *self.value_embeds.values()):
-            embed.weight.data = embed.weight.data.to(dtype)
+        fp8_scale = GRADIENT_SCALE * hp.tokens_per_step if hp.use_fp8 else None
+        self.lm_head = CastedLinear(hp.model_dim, rows, fp8_scale)
 
     def forward(self, tokens_T: Tensor, targets_T: Tensor, window: Tensor) -> Tensor:
-        """The cross-entropy, summed over the tokens and divided by T. Targets of -1 add nothing to
-        the sum. Validation reports this loss as well. So a term that only training should minimize
-        belongs under `if self.training`."""
         x_TD = self.features(tokens_T, window)
-        total = 0
-        for x, targets in zip(x_TD.split(self.LOGITS_TOKENS), targets_T.split(self.LOGITS_TOKENS)):
-            total += F.cross_entropy(self.logits(x), targets, ignore_index=-1, reduction="sum")
-        return total / len(x_TD)
+        loss = 0  # a sum over tokens; what only training minimizes goes under `if self.training`
+        for x, target in zip(x_TD.split(self.LOGITS_TOKENS), targets_T.split(self.LOGITS_TOKENS)):
+            loss += CrossEntropy.apply(self.logits(x), target)
+        return loss
 
     def features(self, tokens_T: Tensor, window: Tensor) -> Tensor:
         """The normed residual stream [T, D] after the last layer."""
         masks = dict(zip("LS", build_block_masks(tokens_T, self.end_of_text, window, self.flex)))
-        embedded = {mark: embed(tokens_T) for mark, embed in self.value_embeds.items()}
-        # A U-Net (record 2024-11-10): the first half of the layers push their outputs on a stack,
-        # and each layer of the second half pops one, that of its mirror image, and adds it.
+        value_embeds = {digit: embed(tokens_T) for digit, embed in self.value_embeds.items()}
+        # A U-Net (record 2024-11-10): each layer of the second half adds its mirror image's output.
         x_TD = x0_TD = norm(self.embed(tokens_T))
         skips = []
         half = len(self.blocks) // 2
         for layer, block in enumerate(self.blocks):
             if layer >= half:
                 x_TD = x_TD + self.skip_weights[layer - half] * skips.pop()
-            value_embed = embedded.get(self.hp.value_embeds[layer])  # None for "."
+            value_embed = value_embeds.get(self.hp.value_embeds[layer])  # None for "."
             x_TD = block(x_TD, x0_TD, value_embed, masks[self.hp.windows[layer]])
             if layer < half:
                 skips.append(x_TD)
-            assert x_TD.dtype == self.embed.weight.dtype, f"layer {layer} lacks a cast (type_as)"
+            assert x_TD.dtype == x0_TD.dtype, f"layer {layer} lacks a cast (type_as)"
         return norm(x_TD)
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """A smooth cap: a logit z becomes c + c tanh(z / c) = 2c sigmoid(2z / c), as in the record.
-        The added c cancels in a softmax; a z-loss would have to subtract it first. Tokens that only
-        pad the vocabulary have logits as well, but are never targets."""
+        """Smoothly capped: z becomes c + c tanh(z / c). A softmax cancels the first c."""
         c = self.hp.lm_head_softcap
         return 2 * c * torch.sigmoid(self.lm_head(x_TD).float() * (2 / c))
 
-def draw_weights(model: nn.Module, seed: int):
-    """Calls reset_parameters of every module that has it and has parameters of its own, each with a
-    random seed that depends on `seed` and on the module's name. So two scripts start from equal
-    weights in all layers of the same name and shape, and their runs can be compared in pairs.
+# ---- 5. Ranks -----------------------------------------------------------------------------------
 
-    This overwrites what a constructor drew. So initialize parameters in the reset_parameters of the
-    module that owns them; what a parent sets in its children is lost, because they are drawn after
-    it. Parameters that no reset_parameters sets keep the values of their constructors. If two
-    modules share a weight, as with a tied head, only the first of them draws it."""
-    drawn = set()
-    for name, module in model.named_modules():
-        undrawn = set(module.parameters(recurse=False)) - drawn
-        if undrawn and hasattr(module, "reset_parameters"):
-            torch.manual_seed(int(sha256(f"{seed} {name}".encode()).hexdigest()[:15], 16))
-            module.reset_parameters()
-            drawn |= undrawn
-
-# ---- 6. Processes -------------------------------------------------------------------------------
-
-# torch 2.13 renamed all_gather_into_tensor to all_gather_single, and reduce_scatter_tensor to
-# reduce_scatter_single.
-if not hasattr(dist, "all_gather_single"):
+if not hasattr(dist, "all_gather_single"):  # new names in torch 2.13
     dist.all_gather_single = dist.all_gather_into_tensor
     dist.reduce_scatter_single = dist.reduce_scatter_tensor
 
 class Exchange(NamedTuple):
-    """A tensor that is still being sent or received. Call `result` before you use it. On GPUs, this
-    makes the GPU's stream wait, not the host."""
+    """A tensor that is being sent. result() makes a GPU's stream wait for it, not the host."""
     tensor: Tensor
-    work: "dist.Work | None" = None  # None where there is nothing to wait for
+    work: "dist.Work | None" = None
 
     def result(self) -> Tensor:
         if self.work is not None:
@@ -561,188 +483,149 @@ class Exchange(NamedTuple):
 
 @dataclass(frozen=True)
 class World:
-    """The processes that train together, and this one's place among them.
-
-    A matrix, or a stack of matrices, is divided among them by its first dimension, in equal parts.
-    With two processes, each updates 25,152 rows of a matrix [50304, 768]. Vectors and scalars, and
-    what cannot be divided equally, are not divided: every process does the same work on all of it.
-    """
+    """The ranks that train together, and this one. A matrix, or a stack of matrices, is sharded by
+    its first dimension if that divides equally: of [50304, 768] each of two ranks has 25,152 rows.
+    On all else every rank does the same work."""
     rank: int
     size: int
     device: torch.device
 
-    def is_divided(self, whole: Tensor) -> bool:
-        """Whether the processes divide a tensor among them."""
+    def is_sharded(self, whole: Tensor) -> bool:
         return self.size > 1 and whole.ndim > 1 and len(whole) % self.size == 0
 
-    def rows(self, whole: Tensor) -> Tensor:
-        """This process's rows of a tensor, as a view."""
-        return whole.chunk(self.size)[self.rank] if self.is_divided(whole) else whole
+    def shard(self, whole: Tensor) -> Tensor:
+        """This rank's rows, as a view."""
+        return whole.chunk(self.size)[self.rank] if self.is_sharded(whole) else whole
 
     def reduce_scatter(self, whole: Tensor) -> Exchange:
-        """Starts to sum a tensor over the processes. The result is this process's rows of the sum,
-        in a new tensor. A tensor that is not divided is summed in place, and is the result."""
-        if not self.is_divided(whole):
+        """Sums over the ranks. The result is this rank's rows of the sum."""
+        if not self.is_sharded(whole):
             return self.all_reduce(whole)
-        local = torch.empty_like(self.rows(whole))
+        local = torch.empty_like(self.shard(whole))
         return Exchange(local, dist.reduce_scatter_single(local, whole, async_op=True))
 
     def all_gather(self, whole: Tensor) -> Exchange:
-        """Starts to fetch the other processes' rows of a tensor. It works in place: what this
-        process sends are its own rows of the same tensor."""
-        if not self.is_divided(whole):
+        """Fetches the other ranks' rows, in place."""
+        if not self.is_sharded(whole):
             return Exchange(whole)
-        return Exchange(whole, dist.all_gather_single(whole, self.rows(whole), async_op=True))
+        return Exchange(whole, dist.all_gather_single(whole, self.shard(whole), async_op=True))
 
     def all_reduce(self, whole: Tensor) -> Exchange:
-        """Starts to sum a tensor over the processes, in place."""
-        work = dist.all_reduce(whole, async_op=True) if self.size > 1 else None
-        return Exchange(whole, work)
+        """Sums over the ranks, in place."""
+        return Exchange(whole, dist.all_reduce(whole, async_op=True) if self.size > 1 else None)
 
-# ---- 7. Optimizers ------------------------------------------------------------------------------
+# ---- 6. Optimizers and parameters ---------------------------------------------------------------
 
 class Optimizer:
-    """Trains some parameters. The work is divided among the processes, as in ZeRO
-    (arXiv:1910.02054): each updates its part of the parameters.
+    """Trains some parameters; the ranks share the work (ZeRO, arXiv:1910.02054). A step has three
+    phases, each run for all optimizers before the next, so that communication overlaps arithmetic:
 
-    A subclass defines three phases of a step. train_step runs each phase for all optimizers before
-    the next one, so that the exchange of one overlaps the arithmetic of another:
-        begin()       starts to sum the gradients over the processes
-        update(step)  computes the update of this process's rows, and starts to send the result
-        finish(step)  waits for the results of the others; Muon then applies all of them
+        begin()       starts to sum the gradients over the ranks
+        update(step)  updates this rank's rows, and starts to send them
+        finish(step)  waits for the rows of the others
 
-    When a matrix, or a stack of matrices, is divided among the processes, each process has:
-        p.grad           all rows, but summed over its own micro-batches only
-        summed gradient  its own rows, in update()
-        parameter        all rows; Adam changes its own in update(), and gets others' in finish()
-        state            tensors for all rows, of which only its own are up to date
-    For Muon, read "row" in this table as one whole parameter, because it divides a stack of them.
-    Adam divides each matrix. So if Adam's update() needs a sum over a whole matrix, as for a norm,
-    sum the process's own rows, then add up the processes by world.all_reduce(x).result(). Do this
-    only if world.is_divided(p). Otherwise every process has the whole sum already.
+    The summed gradients exist in update() alone, for this rank's rows: clip them there. A norm over
+    a sharded matrix adds up the ranks by world.all_reduce(x).result().
 
-    What an optimizer remembers from step to step belongs in `state`, under a name, and is created
-    in the constructor. Anything kept elsewhere is neither saved nor reset after the warmup.
-    state[name] is a list with one tensor per parameter. Each tensor has as many dimensions and rows
-    as its parameter. (Muon has one stack instead.) A process reads and changes only its own rows,
-    in place, by the view world.rows(tensor). The work is divided, the memory is not."""
+    `state` is what is saved, resumed, and undone after the warm-up: {name: a tensor of as many rows
+    for each parameter}. Each rank reads and changes its own rows, world.shard(tensor)."""
 
-    def __init__(self, params: dict, lr: float, hp: Hyperparameters, world: World):
+    def __init__(self, params: dict, hp: Hyperparameters, world: World, lr, weight_decay=0.0):
         self.params = params  # {name: parameter}
-        self.peak_lr = lr
         self.hp = hp
         self.world = world
+        self.peak_lr = lr
+        self.weight_decay = weight_decay  # a step multiplies weights by 1 - lr * weight_decay
         self.state = {}
 
     def lr(self, step: int) -> float:
         return self.peak_lr * lr_scale(step, self.hp)
 
     def gather_state(self):
-        """Fetches the other processes' rows of the state. All processes take part."""
         for tensors in self.state.values():
             for x, p in zip(tensors, self.params.values(), strict=True):
-                # World must divide x in the same way as p, so both need equal ndim and rows. If
-                # you keep one number per row of a matrix, give it the shape [rows, 1].
-                assert (x.ndim, x.shape[:1]) == (p.ndim, p.shape[:1]), f"a state of {x.shape}"
+                assert (x.ndim, x.shape[:1]) == (p.ndim, p.shape[:1]), f"{x.shape} for {p.shape}"
                 self.world.all_gather(x).result()
 
 class Adam(Optimizer):
-    """Adam (arXiv:1412.6980) by PyTorch's fused kernel. Each process updates its rows of every
-    matrix, and all of every vector and scalar.
+    """Adam (arXiv:1412.6980) by PyTorch's fused kernel of AdamW. Parameters in bfloat16 have a
+    state in bfloat16, in which a change below 1/512 of a value is rounded away: with a beta2 of
+    0.999 a mean square would never fall. Keep slower averages in float32."""
 
-    Embeddings in bfloat16 have gradients and a state in bfloat16 as well, without a copy in
-    float32. A bfloat16 has 8 significant bits, so a change below 1/512 of a value is rounded away:
-    a small step leaves its weight as it was, a mean square that should fall by 1/1000 in a step (a
-    beta2 of 0.999) never falls, and in a sum over hundreds of micro-batches small gradients are
-    lost."""
-
-    def __init__(self, params, lr, hp, world):
-        super().__init__(params, lr, hp, world)
+    def __init__(self, params, hp, world, lr, betas=None, eps=None, weight_decay=0.0):
+        super().__init__(params, hp, world, lr, weight_decay)
+        self.betas = betas or (hp.adam_beta1, hp.adam_beta2)
+        self.eps = hp.adam_eps if eps is None else eps
         self.state["mean"] = [torch.zeros_like(p) for p in params.values()]
         self.state["mean_square"] = [torch.zeros_like(p) for p in params.values()]
 
     def begin(self):
-        self.pending_sums = [self.world.reduce_scatter(p.grad) for p in self.params.values()]
+        self.sums = [self.world.reduce_scatter(p.grad) for p in self.params.values()]
 
     def update(self, step: int):
-        gradients = [exchange.result() for exchange in self.pending_sums]
-        self.pending_sums = []  # or the sums would stay in memory until the next begin()
-        local = [self.world.rows(p.detach()) for p in self.params.values()]
-        means = [self.world.rows(mean) for mean in self.state["mean"]]
-        mean_squares = [self.world.rows(square) for square in self.state["mean_square"]]
-        # This is the kernel of AdamW, which is Adam if the weight decay is 0. (A decay here would
-        # also shrink vectors and scalars.) The kernel corrects the bias of its averages by the
-        # number of updates so far, this one included. An Adam that skips steps must pass a smaller
-        # number than step + 1.
-        # The kernel only reads the number, so one tensor serves all parameters.
-        steps = [torch.full((), step + 1.0, device=self.world.device)] * len(local)
-        torch._fused_adamw_(local, gradients, means, mean_squares, [], steps,
-                            lr=self.lr(step), beta1=self.hp.adam_beta1, beta2=self.hp.adam_beta2,
-                            eps=self.hp.adam_eps, weight_decay=0.0, amsgrad=False, maximize=False)
-        # From here to the end of finish(), the exchange writes to the parameters.
-        self.pending_gathers = [self.world.all_gather(p.detach()) for p in self.params.values()]
+        gradients = [exchange.result() for exchange in self.sums]
+        self.sums = []  # frees their memory
+        local = [self.world.shard(p.detach()) for p in self.params.values()]
+        means = [self.world.shard(mean) for mean in self.state["mean"]]
+        squares = [self.world.shard(square) for square in self.state["mean_square"]]
+        count = torch.full((), step + 1.0, device=self.world.device)  # for the bias correction
+        torch._fused_adamw_(local, gradients, means, squares, [], [count] * len(local),
+                            lr=self.lr(step), beta1=self.betas[0], beta2=self.betas[1],
+                            eps=self.eps, weight_decay=self.weight_decay, amsgrad=False,
+                            maximize=False)
+        self.gathers = [self.world.all_gather(p.detach()) for p in self.params.values()]
 
     def finish(self, step: int):
-        for exchange in self.pending_gathers:
+        for exchange in self.gathers:
             exchange.result()
 
 class Muon(Optimizer):
-    """Nesterov momentum, orthogonalized (Keller Jordan et al., 2024): every direction of the update
-    becomes about equally large, so that rare directions are learned too.
+    """Nesterov momentum, orthogonalized (Keller Jordan et al., 2024): all directions of an update
+    become about equally large, so that rare ones are learned too. For another optimizer of matrices
+    subclass `direction`.
 
-    All parameters of one Muon have the same shape: a matrix, or a few matrices as in qkv. Their
-    gradients, their updates and their momentum lie in stacks, with one entry per parameter. Every
-    process updates equally many entries, so the stacks are padded with zeros. With 11 parameters on
-    two processes, a step goes so:
+    All parameters of a Muon have one shape. Their gradients, updates and momentum lie in stacks,
+    padded with zeros to a multiple of the ranks. With 11 parameters on two ranks:
 
-        begin   every process copies its 11 gradients into a stack of 12 and starts to sum the
-                stacks; process 0 receives 0 to 5 of the sum
-        update  process 0 makes the updates of 0 to 5, process 1 those of 6 to 10 and of the zeros,
-                and they start to send them to each other
-        finish  every process subtracts all 11 updates, times the learning rate
+        begin   each rank copies 11 gradients to a stack of 12, and starts to sum the stacks
+        update  rank 0 makes the updates of 0 to 5, rank 1 of 6 to 10, and they start to send them
+        finish  each rank subtracts all 11 updates, times the learning rate"""
 
-    Another optimizer of matrices is a subclass with another `direction`, whose input is this
-    process's part of the stack. If it has a state of its own, that is such a stack as well."""
-
-    def __init__(self, params, lr, hp, world):
-        super().__init__(params, lr, hp, world)
-        (shape_of_one,) = {p.shape for p in params.values()}
-        shape = (math.ceil(len(params) / world.size) * world.size, *shape_of_one)
-        # Gradients and updates travel in the dtype of the activations, so gradients are rounded to
-        # it before they are summed over the processes. newton_schulz computes in it too.
-        self.gradients = torch.zeros(shape, dtype=getattr(torch, hp.dtype), device=world.device)
+    def __init__(self, params, hp, world, lr, weight_decay=0.0):
+        super().__init__(params, hp, world, lr, weight_decay)
+        (shape,) = {p.shape for p in params.values()}
+        stack = (math.ceil(len(params) / world.size) * world.size, *shape)  # such as [12, 768, 768]
+        self.gradients = torch.zeros(stack, dtype=getattr(torch, hp.dtype), device=world.device)
         self.updates = torch.zeros_like(self.gradients)
-        self.state["momentum"] = torch.zeros(shape, device=world.device)
-        self.orthogonalize = newton_schulz if world.device.type != "cuda" else torch.compile(
-            newton_schulz, dynamic=False, fullgraph=True)
+        self.state["momentum"] = torch.zeros(stack, device=world.device)
+        self.orthogonalize = newton_schulz
+        if world.device.type == "cuda":
+            self.orthogonalize = torch.compile(newton_schulz, dynamic=False, fullgraph=True)
 
     def begin(self):
-        for gradient, p in zip(self.gradients, self.params.values()):  # the padding stays zero
+        for gradient, p in zip(self.gradients, self.params.values()):
             gradient.copy_(p.grad)
-        self.pending_sum = self.world.reduce_scatter(self.gradients)
+        self.sum = self.world.reduce_scatter(self.gradients)
 
     def update(self, step: int):
-        gradients = self.pending_sum.result().float()  # of this process's part of the stack
-        self.world.rows(self.updates).copy_(self.direction(gradients, step))
-        self.pending_gather = self.world.all_gather(self.updates)
+        gradients = self.sum.result().float()
+        self.world.shard(self.updates).copy_(self.direction(gradients, step))
+        self.gather = self.world.all_gather(self.updates)
 
     def finish(self, step: int):
-        for update, p in zip(self.pending_gather.result(), self.params.values()):
-            # Weight decay would go here.
+        for update, p in zip(self.gather.result(), self.params.values()):
+            if self.weight_decay:
+                p.mul_(1 - self.lr(step) * self.weight_decay)
             p.add_(update, alpha=-self.lr(step))
 
     def direction(self, gradients: Tensor, step: int) -> Tensor:
-        """The updates of this process's part of the stack, from its gradients in float32. If the
-        part has n entries, entry i belongs to parameter rank * n + i. Beyond the last parameter,
-        entries are padding: their gradients are zero, and their updates are ignored."""
+        """The updates of this rank's part of the stack, from its gradients in float32."""
         beta = muon_momentum(step, self.hp)
-        momentum = self.world.rows(self.state["momentum"]).lerp_(gradients, 1 - beta)
-        ahead = gradients.lerp(momentum, beta).to(self.updates.dtype)  # Nesterov: one step ahead
-        # A matrix with more rows than columns is scaled up, so that its outputs change as much as
-        # those of a square matrix.
+        momentum = self.world.shard(self.state["momentum"]).lerp_(gradients, 1 - beta)
+        ahead = gradients.lerp(momentum, beta).to(self.updates.dtype)  # Nesterov
+        # A tall matrix is scaled up, so that its outputs change as much as those of a square one.
         scale = max(1, ahead.size(-2) / ahead.size(-1)) ** 0.5
-        # newton_schulz takes [n, rows, cols]. The stack of qkv is [n, parts, rows, cols], and
-        # becomes [n * parts, rows, cols] here; a stack of three dimensions stays as it is.
+        # Each matrix by itself: a stack of qkv [n, 3, 768, 768] is [3n, 768, 768] here.
         return scale * self.orthogonalize(ahead.flatten(0, -3)).view_as(ahead)
 
     def gather_state(self):
@@ -751,9 +634,8 @@ class Muon(Optimizer):
             self.world.all_gather(stack).result()
 
 def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
-    """Approximates U V^T for each matrix U S V^T of x [n, rows, cols] by a quintic iteration, which
-    is chosen to be steep at zero: singular values end up between 0.7 and 1.2, except for those that
-    are almost zero (Keller Jordan, record #3)."""
+    """About U V^T for each matrix U S V^T of x [n, rows, cols], by a quintic iteration, steep at
+    zero: singular values end between 0.7 and 1.2, but for those almost zero (record 2024-10-10)."""
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = x.size(1) > x.size(2)
     x = x.mT if tall else x
@@ -764,40 +646,73 @@ def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
         x = torch.baddbmm(x, polynomial, x, beta=a)  # a x + polynomial @ x
     return x.mT if tall else x
 
-def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> list[Optimizer]:
-    """Which optimizer trains which parameters, and how fast. A new matrix needs a row here, or a
-    place in a row's pattern. A new vector or scalar does not: those that fit no row are trained by
-    Adam with scalar_lr.
+def zero(x: Tensor, generator):
+    x.zero_()
 
-    A parameter belongs to the first row whose pattern fits its whole name. Parameters of one row,
-    shape and dtype share an optimizer. Frozen parameters, which need no gradient, are left out. The
-    last row also takes new layers of a block, if they are called proj or fc. Muon takes a parameter
-    of three dimensions for a stack of matrices, so give it no convolution."""
-    # Shapes in `speedrun`: head and embeddings [50304, 768]; qkv [3, 768, 768], attention's proj
-    # [768, 768], the MLP's fc [3072, 768] and its proj [768, 3072].
-    table = [
-        # names of the parameters               optimizer  peak rate
-        (r"lm_head\.weight",                          Adam, hp.head_lr),
-        (r"embed\.weight|value_embeds\.\d\.weight",  Adam, hp.embed_lr),
-        (r"blocks\..*\.(qkv|proj\.weight|fc\.weight)", Muon, hp.muon_lr),
-    ]
+def normal(x: Tensor, generator):
+    x.normal_(generator=generator)
+
+def uniform(x: Tensor, generator):
+    """With a standard deviation of 0.5 / sqrt(inputs)."""
+    bound = 0.5 * math.sqrt(3 / x.size(-1))
+    x.uniform_(-bound, bound, generator=generator)
+
+# How each parameter starts, who trains it, and how fast, by the first row that fits its whole name.
+# Options are arguments of the optimizer; a text names a setting. With None, vectors and scalars
+# start as their module made them. Muon takes three dimensions for a stack of matrices.
+PARAMETERS = [
+    # names                                  initial  optimizer  options         shapes in speedrun
+    (r"lm_head\.weight",                     zero,    Adam, dict(lr="head_lr")),    # [50304, 768]
+    (r"(embed|value_embeds\.\d)\.weight",    normal,  Adam, dict(lr="embed_lr")),   # [50304, 768]
+    (r"blocks\..*\.(qkv|fc\.weight)",        uniform, Muon, dict(lr="muon_lr")),    # [3, 768, 768]
+    (r"blocks\..*\.proj\.weight",            zero,    Muon, dict(lr="muon_lr")),    # [768, 3072]
+    (r"skip_weights|blocks\.\d+\..*_mix",    None,    Adam, dict(lr="scalar_lr")),  # [6], [2]
+]
+
+def rows_of(model: nn.Module) -> dict[str, int]:
+    """{name of a parameter: index of its row}"""
+    rows = {}
+    for name, p in model.named_parameters():
+        fitting = [i for i, row in enumerate(PARAMETERS) if re.fullmatch(row[0], name)]
+        require(fitting, f"PARAMETERS has no row for {name} {tuple(p.shape)}")
+        rows[name] = fitting[0]
+    for i, row in enumerate(PARAMETERS):
+        require(i in rows.values(), f"PARAMETERS: no parameter belongs to the row {row[0]}")
+    return rows
+
+@torch.no_grad()
+def draw_weights(model: nn.Module, seed: int):
+    """Fills every parameter by its row. Random numbers depend on seed and name alone: two scripts
+    start with equal weights where names and shapes agree, so that their runs compare in pairs."""
+    for name, row in rows_of(model).items():
+        p = model.get_parameter(name)
+        initial = PARAMETERS[row][1]
+        if initial is None:
+            require(p.ndim < 2 and not p.isnan().any(), f"PARAMETERS: {name} lacks initial values")
+            continue
+        require(p.isnan().all(), f"{name} has values, which its row of PARAMETERS would replace: "
+                "make it by parameter(...), and let the row say how it starts")
+        values = torch.empty(p.shape)  # in float32 on the CPU: what torch draws depends on both
+        number = int(sha256(f"{seed} {name}".encode()).hexdigest()[:15], 16)
+        initial(values, torch.Generator().manual_seed(number))
+        p.copy_(values)
+
+def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> list[Optimizer]:
+    """Parameters of one row and dtype, for Muon also of one shape, share an optimizer."""
+    groups = {}
+    for name, row in rows_of(model).items():
+        p = model.get_parameter(name)
+        shape = p.shape if issubclass(PARAMETERS[row][2], Muon) else None
+        if p.requires_grad:
+            groups.setdefault((row, p.dtype, shape), {})[name] = p
     optimizers = []
-    remaining = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    for pattern, optimizer, lr in table:
-        names = [name for name in remaining if re.fullmatch(pattern, name)]
-        require(names, f"no parameter fits the row {pattern} of the table in build_optimizers")
-        by_shape = {}
-        for name in names:
-            p = remaining.pop(name)
-            by_shape.setdefault((p.shape, p.dtype), {})[name] = p
-        optimizers += [optimizer(params, lr, hp, world) for params in by_shape.values()]
-    matrices = [name for name, p in remaining.items() if p.ndim > 1]
-    require(not matrices, f"no row of the table in build_optimizers takes {', '.join(matrices)}")
-    if remaining:
-        optimizers.append(Adam(remaining, hp.scalar_lr, hp, world))
+    for (row, *_), params in groups.items():
+        _, _, optimizer, options = PARAMETERS[row]
+        values = {key: getattr(hp, x) if isinstance(x, str) else x for key, x in options.items()}
+        optimizers.append(optimizer(params, hp, world, **values))
     return optimizers
 
-# ---- 8. Data ------------------------------------------------------------------------------------
+# ---- 7. Data ------------------------------------------------------------------------------------
 # A shard is a header of 256 int32 (magic number, version, number of tokens, zeros), then the tokens
 # in uint16. Each document begins with the end-of-text token, vocab_size - 1.
 
@@ -806,106 +721,93 @@ SHARD_HEADER_BYTES = 4 * 256
 
 class Shard(NamedTuple):
     path: str
-    tokens: int  # how many it has
-    fingerprint: str  # a hash of the first and the last 64 KB, to notice other data
+    tokens: int
+    fingerprint: str  # a hash of 65 places in it, to notice other data
 
 def find_shards(pattern: str) -> list[Shard]:
-    """The shards that a glob matches, in the order of their paths."""
+    """The shards that a glob matches, by path."""
     shards = []
-    for path in sorted(glob.glob(pattern, recursive=True)):
+    for path in sorted(glob.glob(os.path.expanduser(pattern), recursive=True)):
         problem = f"{path} is not a whole token shard: data/inspect_shards.py says what is wrong"
         require(os.path.isfile(path) and os.path.getsize(path) > SHARD_HEADER_BYTES, problem)
-        data = np.memmap(path, dtype=np.uint8, mode="r")  # the bytes of the file
+        data = np.memmap(path, dtype=np.uint8, mode="r")
         magic, version, tokens = data[:12].view("<i4").tolist()
         expected = (SHARD_MAGIC, 1, SHARD_HEADER_BYTES + 2 * tokens)
         require((magic, version, len(data)) == expected, problem)
-        ends = data[:2**16].tobytes() + data[-2**16:].tobytes()
-        shards.append(Shard(path, tokens, sha256(ends).hexdigest()[:16]))
+        places = [*range(0, len(data), max(4096, len(data) // 64)), max(0, len(data) - 4096)]
+        sample = b"".join(data[at:at + 4096].tobytes() for at in places)
+        shards.append(Shard(path, tokens, sha256(sample).hexdigest()[:16]))
     require(shards, f"no file matches {pattern}: ./run.sh makes or fetches a preset's data, and "
             "data/tokenize_text.py makes shards of other data")
     return shards
 
 def read_tokens(path: str, start: int, count: int, vocab_size: int) -> Tensor:
-    """Tokens [count] in uint16 from a shard, from token `start` on. Where there is a GPU, they lie
-    in pinned memory, from which they can be copied to it asynchronously. Each call makes a new
-    tensor, because such a copy may still be reading the last one."""
+    """Tokens [count] in uint16; with a GPU in pinned memory, from which copies are asynchronous."""
     tokens = torch.empty(count, dtype=torch.uint16, pin_memory=torch.cuda.is_available())
     with open(path, "rb") as f:
         f.seek(SHARD_HEADER_BYTES + 2 * start)
         require(f.readinto(tokens.numpy()) == tokens.nbytes, f"{path} is shorter than it was")
-    largest = tokens.numpy().max()  # by NumPy, since torch's threads would slow training down
+    largest = tokens.numpy().max(initial=0)  # torch's threads would slow training down
     require(largest < vocab_size, f"{path} holds the token {largest}, which is not below "
             f"--vocab_size={vocab_size}; data/inspect_shards.py says where")
     return tokens
 
-def step_starts(shards: list[Shard], hp: Hyperparameters) -> Iterator[tuple[Shard, int]]:
-    """Yields (shard, start) for each step, as long as the data last: the step reads the shard from
-    token `start` on. What is too short for a step at a shard's end is left out. Each further pass
-    begins every shard one block later than the pass before, so that the text is cut at other
-    places. When the shift reaches a whole sequence, it starts at 0 again.
+UNREAD = 0.02  # the share of the training tokens that a pass may leave out
 
-    Every process runs this by itself, and a resumed run repeats it from the start. So an order of
-    your own must depend on the arguments alone: shuffle a copy, by a generator that hp.seed seeds.
-    """
+def step_starts(shards: list[Shard], hp: Hyperparameters) -> Iterator[tuple[Shard, int]]:
+    """(shard, first token) of each step, the same on every rank and after a resume. Each further
+    pass begins a block later, so that the text is cut elsewhere. Where more than UNREAD of a shard
+    would be left over, one more step ends at its end, and overlaps the one before."""
     for epoch in range(hp.epochs):
         for shard in shards:
             start = (epoch * BLOCK) % hp.train_seq_len
-            # The token at `end` is read as well: it is the last target.
-            while (end := start + hp.micro_batches * hp.train_seq_len) < shard.tokens:
+            last = shard.tokens - 1 - hp.tokens_per_step  # the token after a step is a target
+            while start <= last:
                 yield shard, start
-                start = end
+                start += hp.tokens_per_step
+            if last >= 0 and shard.tokens - 1 - start > UNREAD * shard.tokens:
+                yield shard, last
 
 def train_batches(shards: list[Shard], hp: Hyperparameters, world: World, first_step: int):
-    """For each step from first_step on, this process's share of the micro-batches: (inputs_T int32,
-    targets_T int64). The host does not wait until they are on the GPU."""
+    """For each step this rank's micro-batches: (inputs_T int32, targets_T int64). The host does not
+    wait for their copy to the GPU."""
     T = hp.train_seq_len
     count = hp.micro_batches // world.size
     for shard, start in islice(step_starts(shards, hp), first_step, None):
         start += world.rank * count * T
-        # uint16 has no arithmetic, so the bits travel as int16; & 0xFFFF makes them unsigned again.
+        # uint16 has no arithmetic: the bits travel as int16, and & 0xFFFF undoes the sign.
         tokens = read_tokens(shard.path, start, count * T + 1, hp.vocab_size).view(torch.int16)
         tokens = tokens.to(world.device, non_blocking=True).to(torch.int32) & 0xFFFF
         inputs = tokens[:-1].view(count, T)
-        targets = tokens[1:].to(torch.int64).view(count, T)
+        targets = tokens[1:].to(torch.int64).view(count, T)  # a copy, so aligned
         yield list(zip(inputs, targets))
 
 def load_validation(shards: list[Shard], hp: Hyperparameters, world: World) -> list:
-    """This process's validation sequences, (inputs_T int32, targets_T int64) each. Together, the
-    processes predict val_tokens tokens, every token once, from the second of the data on. The last
-    sequence is filled up with targets of -1, which no loss counts."""
-    stream = torch.cat([read_tokens(s.path, 0, s.tokens, hp.vocab_size) for s in shards]).int()
+    """This rank's validation sequences. All ranks' predict val_tokens tokens, from the second on.
+    The last one is filled up with targets of -1, which no loss counts."""
+    stream = torch.empty(0, dtype=torch.int32)
+    for shard in shards:
+        count = min(shard.tokens, hp.val_tokens + 1 - len(stream))
+        stream = torch.cat((stream, read_tokens(shard.path, 0, count, hp.vocab_size).int()))
     require((stream == hp.vocab_size - 1).any(), f"no text in --val_files begins with the token "
             f"{hp.vocab_size - 1}, the last one of --vocab_size={hp.vocab_size}: lower that")
-    padding = -hp.val_tokens % hp.val_seq_len  # to whole sequences
-    inputs = F.pad(stream[:hp.val_tokens], (0, padding), value=hp.vocab_size - 1)
-    targets = F.pad(stream[1:hp.val_tokens + 1].long(), (0, padding), value=-1)
+    padding = -hp.val_tokens % hp.val_seq_len
+    inputs = F.pad(stream[:-1], (0, padding), value=hp.vocab_size - 1)
+    targets = F.pad(stream[1:].long(), (0, padding), value=-1)
     sequences = list(zip(inputs.split(hp.val_seq_len), targets.split(hp.val_seq_len)))
     return [(x.to(world.device), y.to(world.device)) for x, y in sequences[world.rank::world.size]]
 
-# ---- 9. Training steps, state and warmup --------------------------------------------------------
+# ---- 8. Steps -----------------------------------------------------------------------------------
 
 def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world: World) -> Tensor:
-    """One step on this process's micro-batches. Returns the mean loss over all processes. On GPUs
-    it only launches work: the host waits neither for the device nor for other processes.
-
-    The sums of the gradients over the processes exist only in update(), as its variable
-    `gradients`, so clip them there. Before begin(), p.grad holds the sum over this process's
-    micro-batches only. After begin(), it is too late to change p.grad, because Muon has copied it.
-    (Clipping in update() treats each optimizer by itself. A norm over all optimizers needs a phase
-    of its own after begin().)
-
-    An optimizer that acts on some steps only must skip all three phases at the others. The
-    gradients of these steps are lost, because zero_grad clears them."""
+    """One step on this rank's micro-batches. Returns the mean loss over all ranks, and waits for
+    nothing."""
     window = window_tensor(step, hp, world.device)
-    local_loss = torch.zeros((), dtype=torch.float64, device=world.device)
+    loss = torch.zeros((), dtype=torch.float64, device=world.device)
     for inputs_T, targets_T in batches:
-        # The model returns the mean loss of a sequence. Divided by the number of sequences and
-        # summed over them, it is the step's mean loss, and the gradients are those of that mean.
-        # (If you add a loss on the weights, with a backward pass outside this loop, every process
-        # adds its gradient. So divide that loss by world.size.)
-        micro_loss = model(inputs_T, targets_T, window) / hp.micro_batches
-        micro_loss.backward()
-        local_loss += micro_loss.detach()
+        part = model(inputs_T, targets_T, window) / hp.tokens_per_step
+        part.backward()
+        loss += part.detach()
     with torch.no_grad():
         for optimizer in optimizers:
             optimizer.begin()
@@ -914,47 +816,35 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
         for optimizer in optimizers:
             optimizer.finish(step)
     model.zero_grad(set_to_none=True)
-    return world.all_reduce(local_loss).result()
+    return world.all_reduce(loss).result()
 
 @torch.no_grad()
 def evaluate(model, sequences: list, step: int, hp: Hyperparameters, world: World) -> float:
-    """The mean loss in nats over the validation tokens of all processes, which all take part. Pass
-    all sequences of load_validation: the sum of their losses is divided by val_tokens, which is the
-    number of their targets."""
+    """The mean loss per target of all ranks' sequences."""
     model.eval()
     window = window_tensor(step, hp, world.device)
-    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    total = torch.zeros(2, dtype=torch.float64, device=world.device)  # of losses, of targets
     for inputs_T, targets_T in sequences:
-        # The model returns a sum divided by T, padding included. Times T, it is the sum again.
-        # (Processes may have unequally many sequences, so they cannot exchange anything here.)
-        total += model(inputs_T, targets_T, window).double() * len(inputs_T)
+        total[0] += model(inputs_T, targets_T, window)
+        total[1] += (targets_T >= 0).sum()
     model.train()
-    return float(world.all_reduce(total).result()) / hp.val_tokens
+    loss, targets = world.all_reduce(total).result().tolist()
+    return loss / targets
 
 def gather_training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict:
-    """All that decides how training goes on: {"model": {parameter: tensor}, "Muon momentum":
-    {parameter: tensor}, ...}, whole on every process. All processes take part. These are the
-    tensors that training uses, not copies, because load_training_state writes into them. If
-    something else changes during training, such as an average of the weights, add it here. If
-    forward changes a tensor in training, such as a running mean, make it a persistent buffer,
-    and let every process change it in the same way. In validation, forward must change nothing. The
-    state of a random generator does not belong here, because every process would load that of the
-    first. For dropout, seed each process's generator from hp.seed, the step and the rank."""
+    """What decides how training goes on, whole on every rank, not copied: {"model": {name: tensor},
+    "Muon momentum": ...}. What else changes from step to step, as averages do, belongs here."""
     state = {"model": dict(model.state_dict())}
     for optimizer in optimizers:
         optimizer.gather_state()
         for name, entries in optimizer.state.items():
             kind = f"{type(optimizer).__name__} {name}"
-            # entries: Adam's list, or Muon's stack, whose padding zip leaves out.
-            state.setdefault(kind, {}).update(zip(optimizer.params, entries))
+            state.setdefault(kind, {}).update(zip(optimizer.params, entries))  # without padding
     return state
 
 @torch.no_grad()
 def load_training_state(saved: dict | None, model: nn.Module, optimizers: list, world: World):
-    """Copies what the first process has in `saved`, in the form of gather_training_state, to the
-    model and the optimizers of every process. All take part; the others may pass None."""
-    # Only the references to the tensors are needed here. That this call also gathers their values
-    # does no harm.
+    """Copies what rank 0 has in `saved` to the model and the optimizers of every rank."""
     state = gather_training_state(model, optimizers)
     if world.rank == 0:
         ours = {(kind, name, *x.shape) for kind in state for name, x in state[kind].items()}
@@ -969,67 +859,57 @@ def load_training_state(saved: dict | None, model: nn.Module, optimizers: list, 
                 dist.broadcast(tensor, src=0)
 
 def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: World):
-    """Compiles everything and allocates memory, by a backward pass, a step and a validation, all on
-    random tokens; then gives all processes the weights and the optimizers' state that the first one
-    had. If your method does something at some steps only, do it here too: whatever is compiled
-    later is an error, because it would be timed."""
-    # FP8Linear is a custom function; the compiler caches it from run to run only if told so.
+    """Compiles everything and allocates memory by a validation and a step on random tokens, and
+    undoes them. What compiles later on a GPU is an error, since it would be timed: do here what a
+    method does at some steps only."""
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     before = tree_map(lambda x: x.to("cpu", copy=True), gather_training_state(model, optimizers))
 
     def random_sequence(length: int) -> tuple[Tensor, Tensor]:
         tokens = torch.randint(hp.vocab_size, (length + 1,), device=world.device)
-        # tokens[1:] begins at an unaligned address, for which the compiler makes another program.
-        # clone() makes an aligned copy, as the cast to int64 does in train_batches.
-        return tokens[:-1].int(), tokens[1:].clone()
-    # train_step clears its gradients, so the check below needs a backward pass of its own.
+        return tokens[:-1].int(), tokens[1:].clone()  # aligned, as in train_batches
+    evaluate(model, [random_sequence(hp.val_seq_len)], 0, hp, world)
     model(*random_sequence(hp.train_seq_len), window_tensor(0, hp, world.device)).backward()
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     require(not unused, f"no gradient reaches {', '.join(unused)}: use, freeze or remove it")
     train_step(model, [random_sequence(hp.train_seq_len)], optimizers, 0, hp, world)
-    evaluate(model, [random_sequence(hp.val_seq_len)], 0, hp, world)
     load_training_state(before, model, optimizers, world)
     if world.device.type == "cuda":
         torch.compiler.set_stance("fail_on_recompile")
         torch.cuda.reset_peak_memory_stats()
+        gc.collect()
+        gc.freeze()  # or Python would search the compiler's many objects for garbage in a step
 
-# ---- 10. What a run needs besides the method ----------------------------------------------------
-
-# ---- Processes
+# ---- 9. What a run needs besides the method (skip it to read for the algorithm) -----------------
 
 def world_of_this_process() -> World:
-    """As torchrun describes it in the environment; without torchrun this process is alone."""
+    """As torchrun's environment says; without torchrun this process is alone."""
     rank, local_rank, size = (int(os.environ.get(name, default)) for name, default in
                               (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
-    # srun alone starts several copies of this script, and tells them nothing that torch reads.
     require("WORLD_SIZE" in os.environ or os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1",
             "these processes do not know of each other: let srun start torchrun, once on each node")
     if not torch.cuda.is_available():
         return World(rank, size, torch.device("cpu"))
     require(local_rank < torch.cuda.device_count(), "start at most one process per GPU")
-    # PYTORCH_ALLOC_CONF is the new name of PYTORCH_CUDA_ALLOC_CONF. If both are set, torch takes
-    # the old one. So setting the old one here would override what the user set by the new name.
+    # Of the variable's two names torch prefers the old one, which 2.9 alone knows.
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     torch.cuda.set_device(local_rank)
     return World(rank, size, torch.device("cuda", local_rank))
 
-# How long a process waits for another one before it gives up. While the first process saves a
-# checkpoint, the others wait for it: raise this if saving takes as long.
-TIMEOUT = timedelta(minutes=10)
+TIMEOUT = timedelta(minutes=10)  # how long a rank waits for another, also while rank 0 saves
 
 def connect(plan: "Plan | None", script: str, world: World) -> "Plan":
-    """Joins the other processes, and returns the first one's plan. Raises UserError if one does not
-    come, or if machines have different scripts or data."""
+    """Joins the other ranks, and returns rank 0's plan."""
     gpu = world.device if world.device.type == "cuda" else None
     try:
         dist.init_process_group("nccl" if gpu else "gloo", timeout=TIMEOUT, device_id=gpu)
     except (RuntimeError, ValueError) as e:
         reason = str(e).partition("\n")[0]
-        raise UserError(f"the processes do not reach each other ({reason}); choose the "
-                        "interface by NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME") from None
+        raise UserError(f"the ranks do not reach each other ({reason}); start them by torchrun, or "
+                        "choose NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME") from None
     plans = [plan]
-    dist.broadcast_object_list(plans, src=0)  # replaces the None of the others
+    dist.broadcast_object_list(plans, src=0)
     here = (script, find_shards(plans[0].hp.train_files), find_shards(plans[0].hp.val_files))
     everywhere = [None] * world.size
     dist.all_gather_object(everywhere, here)
@@ -1037,7 +917,6 @@ def connect(plan: "Plan | None", script: str, world: World) -> "Plan":
     return plans[0]
 
 def cpu_info() -> dict[str, str]:
-    """What Linux says of the processor, such as its model and its flags; elsewhere nothing."""
     info = Path("/proc/cpuinfo")  # lines "key\t: value", and an empty one after each processor
     text = info.read_text(errors="replace") if info.exists() else ""
     return dict(re.findall(r"(?m)^([^\t]+)\t+: (.*)$", text.partition("\n\n")[0]))
@@ -1048,9 +927,8 @@ def true_or_false(text: str) -> bool:
     return bool(["false", "true"].index(text.lower()))  # another word is a ValueError
 
 def parse_flags(argv: list[str]) -> tuple[Hyperparameters, argparse.Namespace]:
-    """Returns the settings that a command line asks for, and what argparse made of it. The latter
-    has .preset, .check, .resume (a path or None) and .named, a dict of only those settings that
-    were typed. Raises UserError."""
+    """The settings that a command line asks for, and argparse's result with .named, a dict of those
+    that were typed. Raises UserError."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.error = lambda message: require(False, f"{message}; --help lists the flags")
     parser.usage = "%(prog)s [--preset=NAME | --resume=CHECKPOINT] [--check] [--setting=value ...]"
@@ -1058,37 +936,21 @@ def parse_flags(argv: list[str]) -> tuple[Hyperparameters, argparse.Namespace]:
     either = parser.add_mutually_exclusive_group()
     preset = "speedrun" if torch.cuda.is_available() else "demo"
     either.add_argument("--preset", choices=PRESETS, metavar="NAME", default=preset,
-                        help=f"{' or '.join(PRESETS)}; on this machine the default is {preset}")
-    either.add_argument("--resume", metavar="CHECKPOINT", type=Path,
+                        help=f"{', '.join(PRESETS)}; on this machine the default is {preset}")
+    either.add_argument("--resume", metavar="CHECKPOINT", type=lambda text: Path(text).expanduser(),
                         help="continue from a checkpoint, in its settings but those named here")
     for f in fields(Hyperparameters):
         kind = true_or_false if f.type is bool else f.type
         values = ", ".join(f"{name}: {getattr(hp, f.name)}" for name, hp in PRESETS.items())
+        help = f"{f.metadata['help']} ({values})".replace("%", "%%")
         parser.add_argument(f"--{f.name}", type=kind, metavar=kind.__name__,
-                            default=argparse.SUPPRESS, help=f"{f.metadata['help']} ({values})")
+                            default=argparse.SUPPRESS, help=help)
     command = parser.parse_args(argv)
     hp = PRESETS[command.preset]
     command.named = {name: value for name, value in vars(command).items() if name in asdict(hp)}
     return replace(hp, **command.named), command
 
-def resolve(hp: Hyperparameters, device: torch.device) -> Hyperparameters:
-    """The settings with everything decided that depends on the machine or on chance: the dtype
-    `auto`, a seed of -1, and FP8, which is used only where the hardware has it. A resumed run keeps
-    what was decided, even on a faster machine: name --dtype or --use_fp8 to change it. A run that
-    resumes where there is no FP8 stays without it, even if it is later resumed where there is."""
-    cuda = device.type == "cuda"
-    has_fp8 = cuda and torch.cuda.get_device_capability(device) >= (8, 9)
-    fast_bf16 = (torch.cuda.is_bf16_supported(including_emulation=False) if cuda else
-                 bool(re.search("amx_bf16|avx512_bf16", cpu_info().get("flags", ""))))
-    if hp.dtype == "auto":
-        hp = replace(hp, dtype="bfloat16" if fast_bf16 else "float32")
-    if hp.seed < 0:
-        hp = replace(hp, seed=int(np.random.default_rng().integers(2**31)))
-    return replace(hp, use_fp8=hp.use_fp8 and has_fp8 and hp.dtype == "bfloat16")
-
 def check_settings(hp: Hyperparameters, world_size: int):
-    """Refuses settings that make no sense, alone or together. It runs before `resolve`, so dtype
-    may still be `auto`, and the seed -1."""
     for f, value in zip(fields(hp), asdict(hp).values()):
         low, high, unit, pattern = f.metadata["limits"]
         if isinstance(value, str):
@@ -1102,13 +964,25 @@ def check_settings(hp: Hyperparameters, world_size: int):
     unused = [v for v, a in zip(hp.value_embeds, hp.attention) if v != "." and a == "."]
     require(not unused, f"--value_embeds={hp.value_embeds} marks a layer without --attention")
     require(hp.window_start <= hp.window_end, "--window_start is above --window_end")
-    require(hp.num_heads % (hp.num_kv_heads or 1) == 0, "--num_kv_heads must divide --num_heads")
-    require(hp.micro_batches % world_size == 0, f"{world_size} processes cannot share "
+    require(hp.num_heads % hp.kv_heads == 0, "--num_kv_heads must divide --num_heads")
+    require(hp.micro_batches % world_size == 0, f"{world_size} ranks cannot share "
             f"{hp.micro_batches} micro-batches equally: start a number that divides it")
+
+def resolve(hp: Hyperparameters, device: torch.device) -> Hyperparameters:
+    """Decides dtype auto, seed -1 and FP8; a resumed run keeps that."""
+    cuda = device.type == "cuda"
+    has_fp8 = cuda and torch.cuda.get_device_capability(device) >= (8, 9)
+    fast_bf16 = (torch.cuda.is_bf16_supported(including_emulation=False) if cuda else
+                 bool(re.search("amx_bf16|avx512_bf16", cpu_info().get("flags", ""))))
+    if hp.dtype == "auto":
+        hp = replace(hp, dtype="bfloat16" if fast_bf16 else "float32")
+    if hp.seed < 0:
+        hp = replace(hp, seed=int(np.random.default_rng().integers(2**31)))
+    return replace(hp, use_fp8=hp.use_fp8 and has_fp8 and hp.dtype == "bfloat16")
 
 @dataclass
 class Plan:
-    """What a run will do, as the first process has decided and checked it."""
+    """What a run will do, as rank 0 has checked."""
     hp: Hyperparameters
     script: str  # the text of this file
     train_shards: list[Shard]
@@ -1118,19 +992,16 @@ class Plan:
     seconds: float = 0.0  # the training time of all steps before it
 
     def data_read(self, step: int) -> str:
-        """A hash of what the steps before this one have read: the shards' fingerprints, the places
-        in them, and the number of tokens."""
+        """A hash of what the steps before this one have read."""
         steps = islice(step_starts(self.train_shards, self.hp), step)
         starts = [(shard.fingerprint, start) for shard, start in steps]
         return sha256(f"{starts} {tokens_seen(step, self.hp)}".encode()).hexdigest()
 
 def prepare(hp: Hyperparameters, command, script: str, world: World, saved: dict | None) -> Plan:
-    """Finds the data and makes every check that needs no training. A resumed run has the settings
-    of what was saved in its checkpoint, except those that the command line names. Raises
-    UserError."""
+    """Makes every check that needs no training. A resumed run has its checkpoint's settings, except
+    those that the command line names. Raises UserError."""
     if saved:
-        # Every setting of this script must be in the checkpoint or on the command line. If one were
-        # missing, today's default would silently replace what the run began with.
+        # A setting that is in neither would silently get today's default.
         own = {f.name for f in fields(Hyperparameters)}
         given = saved["settings"].keys() | command.named.keys()
         require(own == given, f"--resume: {sorted(own ^ given)} are settings of only the script or "
@@ -1153,6 +1024,9 @@ def prepare(hp: Hyperparameters, command, script: str, world: World, saved: dict
     steps = sum(1 for _ in islice(step_starts(train_shards, hp), hp.num_iterations))
     require(steps == hp.num_iterations, f"--train_files={hp.train_files} suffices for {steps} "
             f"steps, not {hp.num_iterations}: add shards, raise --epochs or lower --num_iterations")
+    short = [s.tokens for s in train_shards if s.tokens <= hp.tokens_per_step]
+    require(sum(short) <= UNREAD * sum(s.tokens for s in train_shards), f"{len(short)} training "
+            f"shards have no more tokens than a step's {hp.tokens_per_step}: join them")
 
     plan = Plan(hp, script, train_shards, val_shards, command.resume)
     if saved:
@@ -1162,50 +1036,57 @@ def prepare(hp: Hyperparameters, command, script: str, world: World, saved: dict
                 "(micro_batches, train_seq_len) and the shards read; new shards may follow them")
     return plan
 
+def changes(hp: Hyperparameters, script: str, saved: dict) -> Iterator[str]:
+    """Lines of the log on what a resumed run has changed."""
+    for name, value in asdict(hp).items():
+        if value != (old := saved["settings"].get(name)):
+            yield f"changed: {name} = {value!r}, was {old!r}"
+            if name == "num_iterations":
+                yield "changed: rates and window follow step / num_iterations, so they jump"
+    if saved["script"] != sha256(script.encode()).hexdigest():
+        yield "changed: the script is not the one that saved the checkpoint"
+
 # ---- Log and clock
 
 def say(text: str):
-    """Prints on the console. If that fails, nothing is printed any more, and the run goes on."""
+    """Prints, as long as there is a console."""
     try:
         print(text, flush=True)
     except (OSError, ValueError):  # it is closed, full, or cannot show a letter
         sys.stdout = open(os.devnull, "w")
 
 class RunLog:
-    """The first process's log file and console; on other processes, writing does nothing. The log
-    of a resumed run names the checkpoint from which it continues; records/logs.py joins the two."""
+    """Rank 0's log: settings, environment and source, a line of 100 `=` after each, then a line per
+    step. Other ranks write nothing."""
 
     def __init__(self, plan: Plan, world: World):
-        self.hp = plan.hp
         self.path = self.file = None
-        self.failed = False  # whether the newest write to the file failed
+        self.failed = False  # whether the newest write failed
         if world.rank > 0:
             return
+        folder = Path(plan.hp.records).expanduser()
         now = datetime.now(timezone.utc)
         try:
-            os.makedirs(plan.hp.records, exist_ok=True)
+            os.makedirs(folder, exist_ok=True)
             while self.file is None:
-                self.path = Path(plan.hp.records, f"{now:%Y-%m-%dT%H-%M-%SZ}_{plan.hp.name}.log")
+                self.path = folder / f"{now:%Y-%m-%dT%H-%M-%SZ}_{plan.hp.name}.log"
                 with suppress(FileExistsError):  # of a run that started in the same second
                     self.file = open(self.path, "xb", buffering=0)
                 now += timedelta(seconds=1)
         except OSError as e:
             raise UserError(f"--records={plan.hp.records} takes no log: {e.strerror}") from None
         settings = [f"{name} = {value!r}" for name, value in asdict(plan.hp).items()]
-        script = plan.script.removesuffix("\n").split("\n")
-        for part in (settings, environment(plan, world), script):
+        script = plan.script.removesuffix("\n")
+        for part in (settings, environment(plan, world), [script]):
             self.write("\n".join([*part, "=" * 100]), console=False)
 
     def write(self, text: str, console: bool = True):
-        """Writes a line to the file and, if asked for, to the console. Training goes on if one of
-        them is full or gone."""
+        """Training goes on if disk or console is full or gone. Half a line then ends with "..."."""
         if self.file is None:
             return
         if console:
             say(text)
-        # If the last write failed, half a line may stand in the file: "..." ends it.
-        line = f"...\n{text}\n" if self.failed else f"{text}\n"
-        line = line.encode(errors="backslashreplace")
+        line = ("...\n" * self.failed + text + "\n").encode(errors="backslashreplace")
         complete = False
         with suppress(OSError):
             complete = self.file.write(line) == len(line)
@@ -1213,23 +1094,18 @@ class RunLog:
             say(f"warning: {self.path} cannot be written (disk full?); training goes on")
         self.failed = not complete
 
-    def write_loss(self, kind: str, step: int, loss: float, seconds: float):
-        """Writes the line of a loss after `step` updates and `seconds` of training. A loss that is
-        not finite ends the run, so all processes call this."""
-        # records/logs.py reads these lines. The lr and the window of a line are computed here, from
-        # the schedules: if you change them elsewhere, do it here as well. A val_loss at step n is
-        # measured after n updates, with the schedules of n. A train_loss at step n comes from
-        # train_step(step=n - 1), with the schedules of n - 1.
-        scheduled = step - 1 if kind == "train_loss" else step
+    def write_loss(self, kind: str, step: int, hp: Hyperparameters, loss: float, seconds: float):
+        """After `step` updates and `seconds` of training. One that is not finite ends the run."""
+        at = step - 1 if kind == "train_loss" else step  # the step whose schedules it was made with
         average = f"{1000 * seconds / step:.2f}" if step else "nan"
-        self.write(f"step:{step}/{self.hp.num_iterations} {kind}:{loss:.4f} "
+        self.write(f"step:{step}/{hp.num_iterations} {kind}:{loss:.4f} "
                    f"train_time:{1000 * seconds:.0f}ms step_avg:{average}ms "
-                   f"tokens:{tokens_seen(step, self.hp)} lr:{lr_scale(scheduled, self.hp):.3f} "
-                   f"window:{window_tokens(scheduled, self.hp)}")
+                   f"tokens:{tokens_seen(step, hp)} lr:{lr_scale(at, hp):.3f} "
+                   f"window:{window_tokens(at, hp)}")
         require(math.isfinite(loss), f"step {step}: {kind} is {loss}; try lower learning rates")
 
 def environment(plan: Plan, world: World) -> list[str]:
-    """The machine, the software and the data, as lines `key: value`."""
+    """Machine, software and data, as lines `key: value`."""
     cpu = cpu_info()
     units = re.findall(r"\b(?:avx2|avx512f|avx512_bf16|amx_bf16)\b", cpu.get("flags", ""))
     model = cpu.get("model name", platform.processor())
@@ -1240,8 +1116,12 @@ def environment(plan: Plan, world: World) -> list[str]:
              f"ranks: {world.size}",
              f"threads: {torch.get_num_threads()} a rank",
              f"git: {subprocess.getoutput('git describe --always --dirty --abbrev=40')}"]
-    for shard in plan.train_shards + plan.val_shards:
-        lines.append(f"data: {shard.path} {shard.tokens} tokens {shard.fingerprint}")
+    for key, shards in (("data", plan.train_shards), ("val_data", plan.val_shards)):
+        lines += [f"{key}: {s.path} {s.tokens} tokens {s.fingerprint}" for s in shards]
+    once = step_starts(plan.train_shards, replace(plan.hp, epochs=1))
+    ends = {shard: start + plan.hp.tokens_per_step + 1 for shard, start in once}
+    unread = [(shard.tokens - ends.get(shard, 0), shard.tokens) for shard in plan.train_shards]
+    lines.append("unread: {} of {} training tokens, in a pass".format(*map(sum, zip(*unread))))
     if world.device.type == "cuda":
         lines.append(f"gpus: {torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
         query = "driver_version,clocks.sm,clocks.max.sm,power.limit,temperature.gpu"
@@ -1249,46 +1129,53 @@ def environment(plan: Plan, world: World) -> list[str]:
         lines += [f"gpu: {line}" for line in table]
     if plan.checkpoint:
         lines.append(f"resumed: {plan.checkpoint.absolute()} at step {plan.step}")
-    newlines = plan.script.count("\n")
-    lines.append(f"script: sha256 {sha256(plan.script.encode()).hexdigest()} {newlines} lines")
-    return [" ".join(line.split()) for line in lines]  # a name with a line break stays one line
+    count = plan.script.count("\n")
+    lines.append(f"script: sha256 {sha256(plan.script.encode()).hexdigest()} {count} lines")
+    return [" ".join(line.split()) for line in lines]  # also of a name with a line break
 
 class StepClock:
-    """Measures training time in seconds, and holds the losses of steps until they are read. The
-    clock starts and stops when the device is idle. On a GPU, a step's loss is read after the next
-    step has been launched, so that the GPU never waits for the host."""
+    """Measures training time in seconds. On a GPU times and losses come by events, so that it never
+    waits for the host."""
 
     def __init__(self, device: torch.device, seconds: float):
         self.cuda = device.type == "cuda"
-        self.synchronize = torch.cuda.synchronize if self.cuda else lambda: None
         self.seconds = seconds  # at the last stop
-        self.losses = []  # (step, loss, event of its arrival on the host), the oldest first
+        self.pending = []  # (step, loss, mark of its end), the oldest first
+
+    def mark(self):
+        """A CPU's time, or an event in a GPU's queue."""
+        if self.cuda:
+            return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+        return time.perf_counter()
+
+    def seconds_at(self, mark) -> float:
+        """Waits for the mark."""
+        if self.cuda:
+            mark.synchronize()
+            return self.before + self.started.elapsed_time(mark) / 1000
+        return self.before + mark - self.started
 
     def start(self):
-        self.synchronize()
-        self.started = time.perf_counter() - self.seconds  # as if there had been no pauses
+        self.before = self.seconds
+        self.started = self.mark()
 
     def stop(self):
-        self.synchronize()
-        self.seconds = time.perf_counter() - self.started
+        self.seconds = self.seconds_at(self.mark())
 
     def add_loss(self, step: int, loss: Tensor):
-        loss = loss.to("cpu", non_blocking=True)  # a copy from a GPU is there after `arrival`
-        arrival = torch.cuda.current_stream().record_event() if self.cuda else None
-        self.losses.append((step, loss, arrival))
+        self.pending.append((step, loss.to("cpu", non_blocking=True), self.mark()))
 
     def read_losses(self, keep: int) -> Iterator[tuple[int, float, float]]:
-        """(step, loss, seconds) of all but the `keep` newest."""
-        while len(self.losses) > keep:
-            step, loss, arrival = self.losses.pop(0)
-            if arrival:
-                arrival.synchronize()
-            yield step, float(loss), time.perf_counter() - self.started
+        """(step, loss, seconds) of all but the `keep` newest, the same steps on every rank."""
+        while len(self.pending) > keep:
+            step, loss, mark = self.pending.pop(0)
+            seconds = self.seconds_at(mark)
+            yield step, float(loss), seconds
 
 # ---- Checkpoints
 
 def read_checkpoint(path: Path) -> dict:
-    """A checkpoint whose checksums are right, its tensors mapped from the disk."""
+    """A checkpoint, its tensors mapped from the disk. Raises UserError."""
     try:
         require(zipfile.ZipFile(path).testzip() is None, "a checksum is wrong")
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -1300,20 +1187,14 @@ def read_checkpoint(path: Path) -> dict:
                         "step<n>.pt; if it is damaged, the one before it") from None
 
 def save_checkpoint(step: int, seconds: float, model, optimizers, plan: Plan, log, warn) -> bool:
-    """Saves all that a run needs to continue, on any number of processes, and returns whether that
-    worked. If the disk fails, the run goes on; if `warn` is true, a line says why.
-
-    The file is written under the name `unfinished` and renamed when it is complete. A power failure
-    can still damage it. Then its checksum is wrong, and read_checkpoint refuses it. The two
-    newest are kept. If a run is killed while it saves, `unfinished` stays; you may delete it. All
-    processes take part; the first one writes, while the others wait for it in the next step (see
-    TIMEOUT)."""
+    """Saves what a run needs to continue, on any number of ranks, and returns whether that worked:
+    if not, the run goes on. The file gets its name when it is whole; the two newest are kept."""
+    began = time.perf_counter()
     state = gather_training_state(model, optimizers)
-    if log.file is None:  # only the first process saves; what the others return has no effect
+    if log.file is None:  # only rank 0 saves
         return True
     path = log.path.with_suffix("") / f"step{step:08}.pt"
     unfinished = path.with_name("unfinished")
-    # Only tensors, numbers, texts, lists and dicts: read_checkpoint refuses anything else.
     saved = dict(step=step, seconds=seconds, settings=asdict(plan.hp), state=state,
                  script=sha256(plan.script.encode()).hexdigest(), data_read=plan.data_read(step))
     file = io.BytesIO()  # in memory first, so that an OSError below is the disk's
@@ -1329,17 +1210,16 @@ def save_checkpoint(step: int, seconds: float, model, optimizers, plan: Plan, lo
             log.write(f"warning: {path} not saved ({e.strerror}); training goes on")
         return False
     log.write(f"checkpoint: {path}")
+    log.write(f"saving: {time.perf_counter() - began:.1f} s, untimed", console=False)
     for old in sorted(path.parent.glob("step????????.pt"))[:-2]:
         with suppress(OSError):
             old.unlink()
     return True
 
-# ---- 11. The run --------------------------------------------------------------------------------
+# ---- 10. The run --------------------------------------------------------------------------------
 
 def main(argv: list[str]):
-    """The story of a run, in the order in which it happens."""
-    # What to do. The first process makes a plan, with every check that needs no training, and sends
-    # it to the others. With --check the processes do not connect, and each makes its own.
+    # What to do: rank 0 makes a plan for all. With --check the ranks do not connect.
     script = Path(__file__).read_text(encoding="utf-8")  # now, before anyone edits it
     asked, command = parse_flags(argv)
     world = world_of_this_process()
@@ -1348,26 +1228,20 @@ def main(argv: list[str]):
         saved = read_checkpoint(command.resume) if command.resume else None
         plan = prepare(asked, command, script, world, saved)
     if command.check:
-        world = World(0, 1, world.device)  # this process goes on as if it were alone
+        world = World(0, 1, world.device)
     elif world.size > 1:
         plan = connect(plan, script, world)
-    # The log and the checkpoints have these settings. To compute a setting from others, do so in
-    # `prepare`. A resumed run calls `prepare` on the settings that were saved, so the computation
-    # must be idempotent.
     hp = plan.hp
     cuda = world.device.type == "cuda"
 
-    # What to train. All processes draw the same weights. draw_weights seeds each reset_parameters
-    # by itself; the seed below is for constructors that draw, such as by torch.randn.
+    # What to train. TORCH_COMPILE_DISABLE=1 is for debugging on a GPU, with a CPU's attention.
     torch.manual_seed(hp.seed)
-    # To debug on a GPU without the compiler, set TORCH_COMPILE_DISABLE=1. Attention is then that of
-    # a CPU, because FlexAttention would ignore the lists of blocks.
-    switches = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
-    compiles = cuda and not any(os.environ.get(name) == "1" for name in switches)
-    model = GPT(hp, getattr(torch, hp.dtype), flex=compiles).to(world.device)
+    compiles = cuda and os.environ.get("TORCH_COMPILE_DISABLE") != "1"
+    model = GPT(hp, getattr(torch, hp.dtype), flex=compiles)
+    draw_weights(model, hp.seed)
+    model.to(world.device)
     optimizers = build_optimizers(model, hp, world)
     if plan.checkpoint:
-        # Only the first process has read it. load_training_state sends its content to the others.
         load_training_state(saved["state"] if saved else None, model, optimizers, world)
     val_sequences = load_validation(plan.val_shards, hp, world)
     if command.check:
@@ -1378,16 +1252,14 @@ def main(argv: list[str]):
     try:
         log.write(f"log: {log.path}")
         log.write(f"to resume: {sys.argv[0]} --resume=FILE, with the FILE of a `checkpoint:` line")
-        if saved and saved["script"] != sha256(script.encode()).hexdigest():
-            log.write("changed: the script is not the one that saved the checkpoint")
+        for line in changes(hp, script, saved) if saved else ():
+            log.write(line)
         log.write(f"model: {sum(p.numel() for p in model.parameters())} parameters; "
                   f"{hp.micro_batches} x {hp.train_seq_len} tokens a step, {world.size} rank(s)")
         log.write("\n".join(f"{type(each).__name__}, lr {each.peak_lr}: {', '.join(each.params)}"
                             for each in optimizers), console=False)
 
-        # What comes before the clock. model.compile() works in place, so the parameters keep their
-        # names for the checkpoints; torch.compile(model) would put a prefix before them. Only
-        # model(...) is compiled: a direct call of another method, such as features, is not.
+        # What comes before the clock. Unlike torch.compile(model), this keeps parameters' names.
         if compiles:
             model.compile(dynamic=False, fullgraph=True)
         batches_of_steps = train_batches(plan.train_shards, hp, world, plan.step)
@@ -1397,23 +1269,20 @@ def main(argv: list[str]):
 
         # The clock runs for training steps alone: it stops to validate and to save.
         clock = StepClock(world.device, plan.seconds)
-        save_worked = True  # whether the newest save worked
+        save_worked = True
         clock.start()
         for step in range(plan.step, hp.num_iterations + 1):
-            # To end a run early, make `last` true here. All processes must decide alike, so not by
-            # the clock or by save_worked, in which they differ.
-            last = step == hp.num_iterations
+            last = step == hp.num_iterations  # to end early, decide alike on all ranks
             save_due = step > 0 and hp.save_every > 0 and (last or step % hp.save_every == 0)
             val_due = hp.val_loss_every > 0 and step % hp.val_loss_every == 0
-            # A save is preceded by a validation, which ends the run if the loss is not finite, so
-            # that such weights are never saved.
             if last or save_due or val_due:
-                for entry in clock.read_losses(keep=0):
-                    log.write_loss("train_loss", *entry)
                 clock.stop()
+                for done, loss, seconds in clock.read_losses(keep=0):
+                    log.write_loss("train_loss", done, hp, loss, seconds)
                 val_loss = evaluate(model, val_sequences, step, hp, world)
-                log.write_loss("val_loss", step, val_loss, clock.seconds)
-                if save_due and step > plan.step:  # the step that it resumed from is saved already
+                log.write_loss("val_loss", step, hp, val_loss, clock.seconds)
+                # Weights that are not finite are never saved: write_loss has ended the run.
+                if save_due and step > plan.step:
                     save_worked = save_checkpoint(step, clock.seconds, model, optimizers, plan, log,
                                                   warn=save_worked or last)
                 clock.start()
@@ -1421,15 +1290,15 @@ def main(argv: list[str]):
                 break
             loss = train_step(model, next(batches_of_steps), optimizers, step, hp, world)
             clock.add_loss(step + 1, loss)
-            for entry in clock.read_losses(keep=int(cuda)):
-                log.write_loss("train_loss", *entry)
+            for done, loss, seconds in clock.read_losses(keep=int(cuda)):
+                log.write_loss("train_loss", done, hp, loss, seconds)
 
         log.write(f"throughput: {tokens_seen(step, hp) / max(clock.seconds, 1e-9):.0f} tokens/s")
         if cuda:
             log.write(f"peak_memory: {torch.cuda.max_memory_allocated() >> 20} MiB on rank 0")
         log.write(f"final_val_loss: {val_loss:.4f} nats per token, on {hp.val_tokens} tokens")
         log.write(f"log: {log.path}")
-    except Exception as e:  # so that the log ends with the reason (other processes have no log)
+    except Exception as e:  # so that the log ends with the reason
         prefix = "" if isinstance(e, UserError) else f"{type(e).__name__}: "
         log.write(f"error: {prefix}{e}", console=False)
         raise
@@ -1443,12 +1312,10 @@ if __name__ == "__main__":
         main(sys.argv[1:])
     except Exception as e:
         if os.environ.get("RANK", "0") != "0":
-            # Usually the first process fails with the same error. While this one sleeps, torchrun
-            # then ends it, so that the console shows the error once instead of eight times.
-            time.sleep(3)
+            time.sleep(3)  # rank 0 says the same first, and torchrun ends this rank meanwhile
         if not isinstance(e, UserError):
             sys.excepthook(*sys.exc_info())
-            os._exit(1)  # an orderly exit could wait for processes that wait for this one
+            os._exit(1)  # an orderly exit could wait for ranks that wait for this one
         with suppress(OSError):
             print(f"error: {e}", file=sys.stderr, flush=True)
         os._exit(2)

@@ -52,7 +52,7 @@ SIZES = [
 ]
 
 # Each is a wide multiple of what right scripts showed: train_gpt.py with 8 seeds of the demo and of
-# the speedrun, the record attempt with 8 of the demo and 3 of the speedrun.
+# the speedrun, a record attempt with 8 of the demo and 3 of the speedrun.
 LOSS_BOUND = 1e-5  # share of the loss, for a sum in float32; at most 9e-8 was seen
 # For targets up to a token, where later tokens begin other documents, so that the sums of another
 # kind of attention may get another shape; 0 was seen.

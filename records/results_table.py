@@ -16,7 +16,7 @@ from records.logs import BadInput, printable, read
 from records.stats import spread
 
 MARKERS = ("<!-- table: python records/results_table.py -->", "<!-- end of table -->")
-ELSEWHERE = {"tokens"}  # whose runs have a table on the page of speedrun_2026
+ELSEWHERE = {"tokens"}  # whose runs have a table on the page of 2026-11-26_lookups
 HEADER = ("| record | runs | val loss, mean (SD) | time, mean (SD) | steps | tokens | "
           "what was asked, and what came out |")
 

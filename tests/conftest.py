@@ -3,7 +3,6 @@
 Every test that imports `train_gpt` gets the script under test: the repository's, or with
 `--script=my_record.py` another one. Then only the tests run that every script must pass: those in
 EVERY_SCRIPT that are not marked `method`, which is for tests that pin what train_gpt.py trains.
-Tests marked `both_scripts` run on train_gpt.py and on the record attempt.
 """
 
 import importlib.util
@@ -24,7 +23,6 @@ for number in (signal.SIGINT, signal.SIGHUP):
     signal.signal(number, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
-ATTEMPT = ROOT / "records" / "speedrun_2026" / "train_gpt.py"
 SCRIPT = ROOT / "train_gpt.py"  # the script under test; --script changes it
 EVERY_SCRIPT = ("test_training.py", "test_reliability.py", "test_processes.py", "test_settings.py",
                 "test_loader.py", "test_honesty.py")
@@ -83,23 +81,6 @@ def pytest_collection_modifyitems(config, items):
         pinned = [item for item in items if item.get_closest_marker("method")]
         config.hook.pytest_deselected(items=pinned)
         items[:] = [item for item in items if item not in pinned]
-
-
-def pytest_generate_tests(metafunc):
-    if "script" in metafunc.fixturenames:
-        scripts = ["train_gpt"]
-        both = metafunc.definition.get_closest_marker("both_scripts")
-        if both and not metafunc.config.option.script:
-            scripts.append("speedrun_2026")
-        metafunc.parametrize("script", scripts, indirect=True, scope="session")
-
-
-@pytest.fixture(scope="session")
-def script(request):
-    """The script under test, as a module. Tests marked `both_scripts` also get the attempt."""
-    if request.param not in sys.modules:
-        load_script(ATTEMPT, request.param)
-    return sys.modules[request.param]
 
 
 @contextmanager

@@ -13,8 +13,6 @@ from test_race import STAND_IN, place, starts  # noqa: F401, place is a fixture
 
 from records import ablate, logs
 
-ATTEMPT = ROOT / "records" / "speedrun_2026" / "train_gpt.py"
-
 
 def changed(text, *changes):
     for old, new in changes:
@@ -68,16 +66,6 @@ def test_marks_draw_the_lines_between_parts():
         "    return model(x) ** 2 + len(str(z))\n",)
     both = changed(new, ("y = y + 2  # part: two", "y = y + 2  # part: two  # part: three"))
     assert ablate.without(both, parts(both)["three"].places) == BASE.replace("rate\n", "rate * 2\n")
-
-
-@pytest.mark.method
-def test_the_parts_of_the_record_attempt_make_it_up():
-    """Without all of its parts it is train_gpt.py again, but for comments."""
-    old = (ROOT / "train_gpt.py").read_text()
-    new = ATTEMPT.read_text()
-    found = ablate.parts_of(old, new)
-    everything = [place for part in found for place in part.places]
-    assert ablate.program(ablate.without(new, everything)) == ablate.program(old)
 
 
 COPY = changed(STAND_IN, ("OFFSET = 0.0", "OFFSET = -0.1"),  # pays

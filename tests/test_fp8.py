@@ -1,15 +1,15 @@
-"""The FP8 linear on the CPU's reference kernels, at small sizes."""
+"""The head: the FP8 linear on the CPU's reference kernels, at small sizes, and the loss."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from test_model import sequence, tiny_model
+from test_model import WINDOW, sequence, tiny_model
 
-from train_gpt import BLOCK, FP8_SCALES, GPT, PRESETS, CastedLinear, FP8Linear, to_fp8
-
-SCALES = (2.0, 2.0**9, 2.0**19)  # the record's, for a mean loss over 48K tokens
+from train_gpt import (BLOCK, GPT, GRADIENT_SCALE, INPUT_SCALE, PRESETS, WEIGHT_SCALE, CastedLinear,
+                       CrossEntropy, FP8Linear, to_e4m3)
 
 
 def operands(T=32, D=48, V=64):
@@ -28,7 +28,7 @@ def relative_error(got, want):
 def test_forward_and_gradients_are_close_to_float32():
     x, w, g = operands()
     x8, w8 = x.clone().requires_grad_(), w.clone().requires_grad_()
-    got = FP8Linear.apply(x8, w8, SCALES)
+    got = FP8Linear.apply(x8, w8, 2.0**19)
     got.backward(g)
     x32, w32 = x.float().requires_grad_(), w.clone().requires_grad_()
     y = F.linear(x32, w32)
@@ -42,56 +42,52 @@ def test_forward_and_gradients_are_close_to_float32():
     assert 0.001 < relative_error(w8.grad, w32.grad) < 0.12
 
 
-@pytest.mark.parametrize("dtype, limit",
-                         [(torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)])
-def test_casts_saturate_and_stay_finite(dtype, limit):
-    x = torch.tensor([1e9, -1e9, 3e38, limit, 1.0])
-    assert to_fp8(x, 1.0, dtype).float().tolist() == [limit, -limit, limit, limit, 1.0]
+def test_casts_saturate_and_stay_finite():
+    x = torch.tensor([1e9, -1e9, 3e38, 224.0, 1.0])
+    assert to_e4m3(x, 2.0).float().tolist() == [448, -448, 448, 448, 2]
     broken = torch.tensor([float("nan")])
-    assert to_fp8(broken, 1.0, dtype).float().isnan().all()  # a broken run must stay visible
+    assert to_e4m3(broken, 1.0).float().isnan().all()  # a broken run must stay visible
 
 
-def test_scales_fit_a_mean_loss_over_the_training_sequence():
+def test_scales_fit_the_losses_of_a_training_step():
     """At the values that the speedrun's head meets, the casts neither saturate nor flush much to
     zero."""
     hp = PRESETS["speedrun"]
-    T, V, D = hp.train_seq_len, 2048, 768
-    # Sequences are short because the table of angles would be large.
-    short = dataclasses.replace(hp, num_kv_heads=6, train_seq_len=BLOCK, val_seq_len=BLOCK)
+    tokens, V, D = hp.tokens_per_step, 2048, 768
     with torch.device("meta"):
-        x_scale, w_scale, grad_scale = GPT(short, torch.bfloat16, flex=True).lm_head.fp8_scales
-    # The loss is divided by the number of micro-batches before its backward pass.
-    assert (x_scale, w_scale, grad_scale / hp.micro_batches) == SCALES == FP8_SCALES
-    x = F.rms_norm(torch.randn(64, D), (D,))
+        # Validation is short because the table of angles would be large.
+        head = GPT(dataclasses.replace(hp, val_seq_len=BLOCK), torch.bfloat16, flex=True).lm_head
+    # The record's, for a mean over the 48K tokens of a micro-batch
+    assert (INPUT_SCALE, WEIGHT_SCALE) == (2, 2**9)
+    assert head.fp8_scale / hp.micro_batches == GRADIENT_SCALE * hp.train_seq_len == 2**19
     spike = torch.zeros(1, D)
     spike[0, 0] = D**0.5  # the largest value that a normed row can have
-    for rows in (x, spike):
-        assert float((rows * x_scale).abs().max()) <= 448
-    # A token that is wrong for sure has a gradient of -1/T; the others p/T. Head gradients of a
-    # fresh and a trained model.
+    for rows in (F.rms_norm(torch.randn(64, D), (D,)), spike):
+        assert float((rows * INPUT_SCALE).abs().max()) <= 448
+    # A token that is wrong for sure has a gradient of -1 / tokens; the others p / tokens. Head
+    # gradients of a fresh and a trained model.
     for peak in (0.0, 12.0):
         logits = torch.randn(64, V, requires_grad=True)
         with torch.no_grad():
             logits[:, 0] += peak
-        loss = F.cross_entropy(logits, torch.randint(V, (64,)), reduction="sum") / T
-        (loss / hp.micro_batches).backward()
-        g8 = to_fp8(logits.grad, grad_scale, torch.float8_e5m2).float()
-        assert float(g8.abs().max()) < 57344 / 16
+        (CrossEntropy.apply(logits, torch.randint(V, (64,))) / tokens).backward()
+        g8 = (logits.grad * head.fp8_scale).to(torch.float8_e5m2).float()
+        assert float(g8.abs().max()) < 12  # it was at most 10.7 before it was rounded
         flushed = logits.grad.abs().where(g8 == 0, 0).sum() / logits.grad.abs().sum()
         assert float(flushed) < 0.01, "too large a part of the gradient is flushed to zero"
     # The gradient of a sum over tokens, in place of their mean, would saturate.
-    assert float((logits.grad * T * grad_scale).abs().max()) > 57344
-    assert 0.8 < 448 / w_scale < 0.9  # the largest weight that does not saturate
+    assert float((logits.grad * tokens * head.fp8_scale).abs().max()) > 57344
+    assert 0.8 < 448 / WEIGHT_SCALE < 0.9  # the largest weight that does not saturate
 
 
 def test_plain_outside_training_and_without_fp8():
-    x, _, _ = operands(V=32)
-    layer = CastedLinear(48, 32, fp8_scales=SCALES)
-    layer.reset_parameters()
-    plain = F.linear(x, layer.weight.bfloat16())
+    x, w, _ = operands(V=32)
+    layer = CastedLinear(48, 32, fp8_scale=2.0**19)
+    layer.weight = torch.nn.Parameter(w)
+    plain = F.linear(x, w.bfloat16())
     assert not torch.equal(layer(x), plain)
     torch.testing.assert_close(layer.eval()(x), plain, rtol=0, atol=0)
-    layer.fp8_scales = None
+    layer.fp8_scale = None
     torch.testing.assert_close(layer.train()(x), plain, rtol=0, atol=0)
 
 
@@ -99,13 +95,13 @@ def test_a_whole_training_step_of_the_model():
     """Loss and gradients of a tiny model with the FP8 head against the same model without it."""
     plain, hp = tiny_model(dtype=torch.bfloat16)
     with_fp8, _ = tiny_model(dtype=torch.bfloat16, use_fp8=True)
-    assert with_fp8.lm_head.fp8_scales and not plain.lm_head.fp8_scales
+    assert with_fp8.lm_head.fp8_scale and not plain.lm_head.fp8_scale
     tokens, targets = (t[:128] for t in sequence())
     window = torch.tensor(128)
-    a, b = plain(tokens, targets, window), with_fp8(tokens, targets, window)
-    assert a.item() != b.item() and a.item() == pytest.approx(b.item(), abs=0.02)
+    a, b = (model(tokens, targets, window) / hp.tokens_per_step for model in (plain, with_fp8))
+    assert a.item() != b.item() and a.item() == pytest.approx(b.item(), abs=0.002)
     for loss in (a, b):
-        (loss / hp.micro_batches).backward()
+        loss.backward()
     # The gradient of a mixing weight is a sum in which most cancels, so all of these are compared
     # as one vector.
     mixing = [name for name, _ in plain.named_parameters()
@@ -115,3 +111,52 @@ def test_a_whole_training_step_of_the_model():
     assert len(mixing) == 4 + 3 + 1 and relative_error(*together) < 0.25
     for (name, p), q in zip(plain.named_parameters(), with_fp8.parameters()):
         assert name in mixing or relative_error(q.grad, p.grad) < 0.1, name
+
+
+# ---- The loss
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("largest", [1.0, 76.0])
+def test_the_loss_and_its_gradient_are_those_of_torch(dtype, tolerance, largest, monkeypatch):
+    """Also at the largest logits that a softcap of 38 lets through, and for targets of -1."""
+    if dtype == torch.float64:
+        monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    generator = torch.Generator().manual_seed(0)
+    values = largest * torch.rand(300, 500, dtype=dtype, generator=generator)
+    values[0], values[1], values[2, :250] = 0, largest, largest
+    target = torch.randint(500, (300,), generator=generator)
+    target[[2, 3, 299]] = torch.tensor([499, -1, -1])
+    ours, theirs = values.clone().requires_grad_(), values.clone().requires_grad_()
+    got = CrossEntropy.apply(ours, target)
+    want = F.cross_entropy(theirs, target, ignore_index=-1, reduction="sum")
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=0)
+    for loss in (got, want):
+        (loss / 7).backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=tolerance)
+    assert not ours.grad[[3, 299]].any() and ours.grad[2].any()
+    assert CrossEntropy.apply(values, torch.full((300,), -1)) == 0
+
+
+def test_the_largest_logits_in_the_largest_vocabulary_do_not_overflow():
+    logits = torch.full((2, 65536), 76.0, requires_grad=True)
+    loss = CrossEntropy.apply(logits, torch.tensor([65535, -1]))
+    loss.backward()
+    assert loss.item() == pytest.approx(math.log(65536), rel=1e-5)
+    want = torch.full((2, 65536), 2.0**-16)
+    want[0, -1] -= 1
+    want[1] = 0
+    torch.testing.assert_close(logits.grad, want, rtol=1e-4, atol=0)
+
+
+def test_a_loss_in_parts_is_the_whole_loss(monkeypatch):
+    """The last part is shorter, and one has no target."""
+    model, _ = tiny_model()
+    tokens, targets = sequence()
+    targets[100:210] = -1
+    found = []
+    for part in (256, 100):
+        monkeypatch.setattr(GPT, "LOGITS_TOKENS", part)
+        loss = model(tokens, targets, WINDOW)
+        found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    for whole, parts in zip(*found):
+        torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-4)

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ATTEMPT, launch, load_script
+from conftest import launch
 
 from train_gpt import GPT, PRESETS, build_block_masks, draw_weights, newton_schulz
 
@@ -194,36 +194,6 @@ def case_newton_schulz():
         assert found < 1e-5
 
 
-def case_record_attempt():
-    """The loss of the record attempt, which is compiled alone, with the candidates of a memory that
-    has read a text."""
-    from helpers.interpreted import gpu_program
-    attempt = load_script(ATTEMPT, "attempt")
-    hp = dataclasses.replace(
-        attempt.PRESETS["demo"], model_dim=64, num_kv_heads=2, train_seq_len=512, val_seq_len=640,
-        memory_rows=2**12, memory_lag=0, use_fp8=False)
-    plain, model = (attempt.GPT(hp, torch.float32, flex=flex) for flex in (False, True))
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for p in plain.parameters():
-            p += torch.randn(p.shape) * (0.05 if p.ndim > 1 else 0.2)
-    for borders in ([], [100]):
-        plain.memory.remember(sequence(512, borders)[0])
-    model.load_state_dict(plain.state_dict())
-    batch = sequence(512, [0, 60, 300])
-    assert (plain.memory.recall(batch[0]).kinds >= 0).sum() > 1000
-    model.loss = gpu_program(model.loss)
-    found = []
-    for each in (model, plain):
-        loss = each(*batch, as_window(256))
-        (loss / hp.micro_batches).backward()
-        gradients = {name: p.grad for name, p in each.named_parameters()}
-        found.append({"loss": loss.detach()} | gradients)
-    found = differences(*found)
-    say("the record attempt", found)
-    assert equal(found), found
-
-
 def block_lists(tokens, window):
     return [getattr(mask, name) for mask in build_block_masks(tokens, EOT, window, flex=True)
             for name in LISTS]
@@ -249,7 +219,7 @@ def case_block_lists():
 
 
 # Cases in one string share a process, whose start takes ten seconds.
-PROCESSES = ["float32 newton_schulz", "bfloat16_and_fp8 block_lists", "record_attempt"]
+PROCESSES = ["float32 newton_schulz", "bfloat16_and_fp8 block_lists"]
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import refused, write_shard
 
+import train_gpt
 from train_gpt import (PRESETS, Shard, UserError, World, find_shards, load_validation, step_starts,
                        train_batches)
 
@@ -17,10 +18,11 @@ SIZES = [5000, 130, 9000]
 
 @pytest.fixture
 def shards(tmp_path):
-    """Shards whose tokens count up across them, so that a token says where it comes from."""
-    start = 0
+    """Shards whose tokens count up across them, so that a token says where it comes from. The first
+    one is the end-of-text token."""
+    start = -1
     for i, size in enumerate(SIZES):
-        write_shard(tmp_path / f"s_{i}.bin", np.arange(start, start + size))
+        write_shard(tmp_path / f"s_{i}.bin", np.arange(start, start + size) % sum(SIZES))
         start += size
     found = find_shards(f"{tmp_path}/s_*.bin")
     assert [shard.tokens for shard in found] == SIZES
@@ -59,10 +61,14 @@ def stream(shards, world_size, epochs=1, first=0):
 
 def test_the_union_over_ranks_is_one_stream(shards):
     steps = list(stream(shards, 1))
-    assert len(steps) == 8
-    # 3 steps of 1536 in the first shard, none in the second, 5 in the third; tails are left out.
-    assert torch.equal(torch.cat(steps[:3]), torch.arange(4608, dtype=torch.int32))
-    assert torch.equal(torch.cat(steps[3:]), torch.arange(5130, 5130 + 7680, dtype=torch.int32))
+    assert len(steps) == 10
+    # Steps of 1536: three in the first shard, none in the second, five in the third, and one more
+    # in each that ends at its end.
+    whole = (0, 3), (4, 9)
+    for (first, last), start, end in zip(whole, (0, 5130), (4999, 14129), strict=True):
+        tokens = torch.arange(start - 1, end - 1, dtype=torch.int32) % sum(SIZES)
+        assert torch.equal(torch.cat(steps[first:last]), tokens[:1536 * (last - first)])
+        assert torch.equal(steps[last], tokens[-1536:])
     for world_size in (2, 3, 6):
         for a, b in zip(steps, stream(shards, world_size), strict=True):
             assert torch.equal(a, b), world_size
@@ -112,11 +118,11 @@ def test_validation_predicts_exactly_val_tokens(shards, world_size, val_tokens):
              for rank in range(world_size)]
     sequences = sum(parts, [])
     predicted = torch.cat([targets[targets >= 0] for _, targets in sequences]).sort().values
-    assert torch.equal(predicted, torch.arange(1, val_tokens + 1))
+    assert torch.equal(predicted, torch.arange(val_tokens))
     for inputs, targets in sequences:
         assert inputs.shape == targets.shape == (256,)
         real = targets >= 0
-        assert torch.equal(inputs[real].long() + 1, targets[real])
+        assert torch.equal((inputs[real].long() + 1) % sum(SIZES), targets[real])
     lengths = [len(part) for part in parts]
     assert max(lengths) - min(lengths) <= 1
 
@@ -129,11 +135,26 @@ def test_a_shard_without_tokens_is_refused(tmp_path):
 
 
 @pytest.mark.method
-def test_steps_cover_each_shard_without_gap_or_repeat():
+def test_steps_cover_each_shard_but_for_two_percent():
     """The last step's last target is one token further than its inputs, so that 1,024 tokens do not
-    suffice for two steps of 512. Every second pass begins a block later."""
+    suffice for two steps of 512. Every second pass begins a block later. A last step overlaps the
+    one before where more than 2 % would be unread, as 21 of 1,046 tokens are and 20 of 1,045 are
+    not."""
     hp = hyperparameters(train_seq_len=256, micro_batches=2, epochs=3)
-    shards = [Shard("a", 1025, ""), Shard("b", 512, ""), Shard("c", 1024, "")]
-    odd = [("a", 0), ("a", 512), ("c", 0)]
-    even = [("a", 128), ("c", 128)]
+    shards = [Shard(name, tokens, "") for name, tokens in
+              (("a", 1025), ("b", 512), ("c", 1024), ("d", 1045), ("e", 1046))]
+    odd = [("a", 0), ("a", 512), ("c", 0), ("c", 511), ("d", 0), ("d", 512),
+           ("e", 0), ("e", 512), ("e", 533)]
+    even = [("a", 128), ("a", 512), ("c", 128), ("c", 511), ("d", 128), ("d", 532),
+            ("e", 128), ("e", 533)]
     assert [(shard.path, start) for shard, start in step_starts(shards, hp)] == odd + even + odd
+
+
+def test_validation_reads_no_more_than_it_needs(shards, monkeypatch):
+    read = []
+    monkeypatch.setattr(train_gpt, "read_tokens", lambda path, start, count, vocab_size: (
+        read.append((path[-7:], count)), torch.full((count,), vocab_size - 1))[1])
+    hp = hyperparameters(val_tokens=5100, val_seq_len=256)
+    load_validation(shards, hp, World(0, 1, CPU))
+    assert read[:2] == [("s_0.bin", 5000), ("s_1.bin", 101)]
+    assert not any(count for _, count in read[2:])

@@ -1,18 +1,17 @@
-"""Newton-Schulz, Muon and Adam: against oracles, in one process and (with gloo, by torchrun) in
-several; which optimizer trains which parameters; the state that is saved."""
+"""Newton-Schulz, Muon and Adam: against oracles, on one rank and (with gloo, by torchrun) on
+several; the state that is saved."""
 
 import dataclasses
 
 import pytest
 import torch
-from conftest import ROOT, TINY, load_checkpoint, load_script, refused, run_helper, train
+from conftest import run_helper
 from test_model import ALONE, WINDOW, sequence, tiny_model
 from torch import nn
 
 import train_gpt
-from train_gpt import (PRESETS, Adam, Muon, Optimizer, build_optimizers,
-                       evaluate, gather_training_state, newton_schulz,
-                       train_step)
+from train_gpt import (PRESETS, Adam, Muon, Optimizer, evaluate, gather_training_state,
+                       newton_schulz, train_step)
 
 HP = dataclasses.replace(PRESETS["demo"], dtype="float32", cooldown_frac=0.0)
 
@@ -56,7 +55,7 @@ def test_zero_matrices_stay_zero():
 def test_the_matrices_of_a_stacked_parameter_are_orthogonalized_one_by_one(parts, rows, cols):
     torch.manual_seed(0)
     params = {name: nn.Parameter(torch.zeros(parts, rows, cols)) for name in "ab"}
-    muon = Muon(params, 1.0, with_momentum(0.0), ALONE)
+    muon = Muon(params, with_momentum(0.0), ALONE, lr=1.0)
     for p in params.values():
         p.grad = torch.randn(p.shape)
     take_step(muon)
@@ -74,11 +73,11 @@ def test_agrees_with_the_muon_of_torch(monkeypatch):
     monkeypatch.setattr(train_gpt, "lr_scale", lambda step, hp: scales[step])
     ours = [nn.Parameter(torch.randn(s)) for s in ((32, 16), (16, 32), (32, 16), (16, 16))]
     theirs = [nn.Parameter(p.detach().clone()) for p in ours]
-    oracle = torch.optim.Muon(theirs, nesterov=True, weight_decay=0.0, ns_steps=5, eps=1e-7,
+    oracle = torch.optim.Muon(theirs, nesterov=True, weight_decay=0.5, ns_steps=5, eps=1e-7,
                               ns_coefficients=(3.4445, -4.775, 2.0315))
     hp = dataclasses.replace(HP, dtype="bfloat16", muon_momentum_start=0.8, muon_momentum_end=0.9,
                              muon_momentum_steps=4)
-    table = [Muon({str(i): ours[i] for i in same_shape}, 0.05, hp, ALONE)
+    table = [Muon({str(i): ours[i] for i in same_shape}, hp, ALONE, 0.05, weight_decay=0.5)
              for same_shape in ((0, 2), (1,), (3,))]
     for step, scale in enumerate(scales):
         oracle.param_groups[0]["lr"] = 0.05 * scale
@@ -98,6 +97,7 @@ def test_agrees_with_the_muon_of_torch(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adam_is_torchs(dtype, monkeypatch):
+    """By the settings' betas and epsilon, and by an optimizer's own."""
     torch.manual_seed(0)
     scales = [1.0, 1.0, 0.5, 0.25]
     monkeypatch.setattr(train_gpt, "lr_scale", lambda step, hp: scales[step])
@@ -106,10 +106,12 @@ def test_adam_is_torchs(dtype, monkeypatch):
     theirs = [nn.Parameter(value.clone()) for value in values]
     hp = dataclasses.replace(HP, dtype=str(dtype).removeprefix("torch."), adam_beta1=0.8,
                              adam_beta2=0.95, adam_eps=1e-7)
-    table = [Adam({"0": ours[0]}, 0.1, hp, ALONE),
-             Adam({"1": ours[1], "2": ours[2]}, 0.02, hp, ALONE)]
-    groups = [dict(params=theirs[:1], lr=0.1), dict(params=theirs[1:], lr=0.02)]
-    reference = torch.optim.Adam(groups, fused=True, betas=(0.8, 0.95), eps=1e-7)
+    own = dict(betas=(0.5, 0.9), eps=0.0, weight_decay=0.5)
+    table = [Adam({"0": ours[0]}, hp, ALONE, lr=0.1),
+             Adam({"1": ours[1], "2": ours[2]}, hp, ALONE, lr=0.02, **own)]
+    groups = [dict(params=theirs[:1], lr=0.1, betas=(0.8, 0.95), eps=1e-7, weight_decay=0.0),
+              dict(params=theirs[1:], lr=0.02, **own)]
+    reference = torch.optim.AdamW(groups, fused=True)
     for step, scale in enumerate(scales):
         for group, peak in zip(reference.param_groups, (0.1, 0.02)):
             group["lr"] = peak * scale
@@ -148,9 +150,9 @@ def test_a_step_follows_the_mean_gradient_of_its_micro_batches():
                            lr_floor=0.0)
     batches = [sequence(seed=seed) for seed in range(3)]
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    mean = torch.stack([model(*batch, WINDOW) for batch in batches]).mean()
+    mean = sum(model(*batch, WINDOW) for batch in batches) / (3 * 256)
     gradients = dict(zip(before, torch.autograd.grad(mean, list(model.parameters()))))
-    descent = Descent(dict(model.named_parameters()), 0.5, hp, ALONE)
+    descent = Descent(dict(model.named_parameters()), hp, ALONE, lr=0.5)
     loss = train_step(model, batches, [descent], 4, hp, ALONE)
     assert float(loss) == pytest.approx(float(mean.detach()), abs=1e-6)
     assert not loss.requires_grad, "it would keep the activations"
@@ -173,108 +175,15 @@ def test_a_validation_is_the_mean_over_its_tokens_and_leaves_the_model_in_traini
     assert all(module.training for module in model.modules())
 
 
-# ---- Which optimizer trains what
-
-def test_the_table_has_a_stack_for_each_shape_of_matrices():
-    model, hp = tiny_model(num_kv_heads=2)
-    table = build_optimizers(model, hp, ALONE)
-    muons = {frozenset(row.params): row for row in table if isinstance(row, Muon)}
-    assert set(muons) == {frozenset(f"blocks.{layer}.{name}" for layer in layers)
-                          for name, layers in (("attn.qkv", (0, 1, 3)),
-                                               ("attn.proj.weight", (0, 1, 3)),
-                                               ("mlp.fc.weight", range(4)),
-                                               ("mlp.proj.weight", range(4)))}
-    assert {row.peak_lr for row in muons.values()} == {hp.muon_lr}
-    adams = {frozenset(row.params): row.peak_lr for row in table if isinstance(row, Adam)}
-    mixes = {f"blocks.{layer}.residual_mix" for layer in range(4)}
-    mixes |= {f"blocks.{layer}.attn.value_mix" for layer in (0, 1, 3)}
-    assert adams == {  # two kv heads are as wide as the model, so all embeddings have one shape
-        frozenset({"lm_head.weight"}): hp.head_lr,
-        frozenset({"embed.weight", "value_embeds.0.weight"}): hp.embed_lr,
-        frozenset({"skip_weights"} | mixes): hp.scalar_lr}
-
-
-def test_a_vector_or_a_number_that_no_row_names_is_trained_by_adam():
-    model, hp = tiny_model()
-    model.gains = nn.Parameter(torch.ones(7))
-    model.temperature = nn.Parameter(torch.tensor(1.0))
-    last = build_optimizers(model, hp, ALONE)[-1]
-    assert type(last) is Adam and last.peak_lr == hp.scalar_lr
-    assert {"gains", "temperature", "skip_weights"} <= set(last.params)
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    take_step(last)
-    for p in (model.gains, model.temperature):
-        torch.testing.assert_close(p.detach(), torch.ones_like(p) - hp.scalar_lr)
-
-
-def test_a_row_that_no_parameter_fits_is_refused():
-    """It may have a mistake in its pattern; what it was meant for would train at another rate."""
-    model, hp = tiny_model()
-    model.tokens = model.embed
-    del model.embed, model.value_embeds
-    with refused(r"no parameter fits the row embed.*weight"):
-        build_optimizers(model, hp, ALONE)
-
-
-# Lines of the script at which a tweak is made.
-TWEAK_MODEL = "        self.skip_weights = "
-TWEAK_STREAM = "norm(self.embed(tokens_T))\n"
-TWEAK_OPTIMIZERS = "    optimizers = build_optimizers("
-
-
-def tweaked(folder, parameter, use="", frozen=()):
-    """A copy of the script, as a module, whose model has one more parameter, `own`. What enters the
-    layers is multiplied by `use`, if given, and the parameters in `frozen` need no gradient."""
-    text = (ROOT / "train_gpt.py").read_text()
-    freeze = "".join(f"    model.get_parameter({name!r}).requires_grad_(False)\n"
-                     for name in frozen)
-    for place, before, after in (
-            (TWEAK_MODEL, f"        self.own = nn.Parameter({parameter})\n", ""),
-            (TWEAK_STREAM, "", f" * ({use})\n" if use else "\n"),
-            (TWEAK_OPTIMIZERS, freeze, "")):
-        assert text.count(place) == 1, f"the script has no single line {place!r} any more"
-        text = text.replace(place, before + (place.rstrip("\n") if after else place) + after)
-    path = folder / "tweaked.py"
-    path.write_text(text)
-    return load_script(path, "tweaked")
-
-
-def test_check_finds_a_matrix_that_no_row_takes(tmp_path, shards):
-    script = tweaked(tmp_path, "torch.ones(2, 3)", "self.own.sum()")
-    with pytest.raises(script.UserError, match="no row of the table in .* takes own$"):
-        train(script, *TINY, *shards, "--check")
-
-
-def test_a_parameter_that_nothing_uses_is_named(tmp_path, shards):
-    script = tweaked(tmp_path, "torch.ones(2)")
-    with pytest.raises(script.UserError, match="no gradient reaches own:"):
-        train(script, *TINY, *shards, f"--records={tmp_path}")
-
-
-@pytest.mark.parametrize("frozen", ["embed.weight", "blocks.0.mlp.fc.weight", "skip_weights"])
-def test_frozen_parameters_stay_and_the_others_train(tmp_path, shards, frozen):
-    """Also where a run resumes; a frozen matrix needs no row in the table."""
-    script = tweaked(tmp_path, "torch.ones(2, 3)", "self.own.mean()", {"own", frozen})
-    train(script, *TINY, *shards, f"--records={tmp_path}", "--save_every=3", "--micro_batches=2")
-    paths = sorted(tmp_path.glob("*/step*.pt"))
-    first, last = (torch.load(path, weights_only=True)["state"]["model"] for path in paths)
-    unchanged = {name for name in first if torch.equal(first[name], last[name])}
-    assert unchanged == {"own", frozen}
-    train(script, f"--resume={paths[0]}", f"--records={tmp_path}/again")
-    again = load_checkpoint(tmp_path / "again")["state"]["model"]
-    assert all(torch.equal(again[name], last[name]) for name in last)
-
-
 # ---- What is saved
 
 @pytest.mark.parametrize("kind, state", [
     (Adam, [torch.zeros(4, 4)]),  # one for two parameters
-    (Adam, [torch.zeros(4), torch.zeros(4)]),  # of a matrix's rows, but World divides no vector
+    (Adam, [torch.zeros(4), torch.zeros(4)]),  # of a matrix's rows, but World shards no vector
     (Muon, torch.zeros(3, 4, 1))])  # a stack of another length than the parameters'
 def test_a_state_that_would_not_be_saved_whole_is_refused(kind, state):
     model = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in "ab"})
-    optimizer = kind(dict(model.named_parameters()), 0.1, HP, ALONE)
+    optimizer = kind(dict(model.named_parameters()), HP, ALONE, lr=0.1)
     gather_training_state(model, [optimizer])
     optimizer.state["more"] = state
     with pytest.raises((AssertionError, ValueError)):
@@ -285,11 +194,11 @@ def test_a_state_that_would_not_be_saved_whole_is_refused(kind, state):
     assert saved[f"{kind.__name__} more"]["b.weight"].shape == (4, 1)
 
 
-# ---- Several processes
+# ---- Several ranks
 
 @pytest.mark.parametrize("ranks, dtype", [(3, "float32"), (4, "bfloat16")])
-def test_distributed_optimizers_equal_a_single_process(ranks, dtype):
-    """With 5, 2 and 1 parameters of a shape: the stacks are filled up, and some processes have none
-    of the matrices. Two optimizers are a user's own. The collectives come early or late, as NCCL's
+def test_distributed_optimizers_equal_a_single_rank(ranks, dtype):
+    """With 5, 2 and 1 parameters of a shape: the stacks are filled up, and some ranks have none of
+    the matrices. Two optimizers are a user's own. The collectives come early or late, as NCCL's
     may, and the state is saved in the middle and restored."""
     assert run_helper("optimizer_worker.py", dtype, ranks=ranks).count("equal") == ranks

@@ -18,13 +18,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ATTEMPT, ROOT, byte_documents, load_script, write_shard
+from conftest import ROOT, byte_documents, write_shard
 from mutants import MUTANTS
 from test_data_vocab import write_vocabulary
 
 import train_gpt
 from data import vocab
-from records import ablate, compare, launch, logs, race, results_table
+from records import ablate, launch, logs, race, results_table
 
 FOLDERS = sorted(path.parent for path in ROOT.glob("records/*/README.md"))
 PAGES = [ROOT / "README.md", *sorted(path for pattern in ("*/*.md", "records/*/README.md")
@@ -269,18 +269,14 @@ TRAINING = [found for found in map(training, COMMANDS) if found]
 assert len(COMMANDS) > 75 and len(TRAINING) > 25, "the commands are not found"
 
 
-def program(path: str):
-    return load_script(ATTEMPT, "attempt") if ROOT / path == ATTEMPT else train_gpt
-
-
 @pytest.mark.parametrize("path, flags", TRAINING, ids=str)
 def test_flags_of_training_exist_and_keep_the_tokens_of_a_step(path, flags):
     assert (ROOT / path).is_file() or path in ("my_record.py", "my_optimizer.py")
-    hp, command = program(path).parse_flags(flags)
+    hp, command = train_gpt.parse_flags(flags)
     if "micro_batches" in command.named and "model_dim" not in command.named:  # no miniature
         tokens = SPEEDRUN.micro_batches * SPEEDRUN.train_seq_len
         assert hp.micro_batches * hp.train_seq_len == tokens
-    program(path).check_settings(hp, world_size=1)
+    train_gpt.check_settings(hp, world_size=1)
 
 
 def test_flags_of_the_tools_exist():
@@ -326,10 +322,10 @@ def test_the_machines_that_are_named_train():
     rows = table(section(README, "Which command on which hardware"))
     assert len(rows) == 3
     for hardware, command, _ in rows:
-        path, flags = training(started(command.strip("`"))[0])
-        hp, _ = program(path).parse_flags(flags or ["--preset=speedrun"])
+        _, flags = training(started(command.strip("`"))[0])
+        hp, _ = train_gpt.parse_flags(flags or ["--preset=speedrun"])
         for ranks in re.findall(r"\d+(?= or| GPUs)", hardware) or ["1"]:
-            program(path).check_settings(hp, int(ranks))
+            train_gpt.check_settings(hp, int(ranks))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -338,8 +334,8 @@ def test_the_machines_that_are_named_train():
 def figures(folder: Path) -> set[str]:
     """The numbers that a page may give of the runs in a folder: their count, their steps, their
     tokens in millions; medians of seconds and losses, or means and SDs, as the folder's own page
-    has it; the targets in its commands, if all runs end at or below; the figures of what they are
-    compared with, which is nanoGPT or, of a miniature, the folder of train_gpt.py."""
+    has it; the targets in its commands, if all runs end at or below; the figures of nanoGPT, where
+    they are compared with it."""
     sides = sorted({path.parent for path in folder.glob("*/*.log")})
     if (folder / "nanogpt.csv").exists() and sides:
         return set().union(*map(figures, sides))
@@ -356,16 +352,6 @@ def figures(folder: Path) -> set[str]:
         found.add(f"{average([run.seconds for run in runs]):.1f}")
     targets = re.findall(r"--target[= ](\d\S*)", page)
     found |= {target for target in targets if max(losses) <= float(target)}
-    theirs = folder.with_name(
-        re.sub("(speedrun_2026|(without|small)_memory)$", "speedrun", folder.name))
-    if theirs != folder and theirs.is_dir():
-        ours, theirs = (compare.Side(side.name, logs.read([side])[0], None)
-                        for side in (folder, theirs))
-        judged = compare.compare(ours, theirs, None)
-        found |= {f"{theirs.loss['mean']:.3f}", *(str(run.steps) for run in theirs.runs)}
-        for test in (judged["loss"], judged["paired"]["loss"]):
-            size = abs(test["difference"])
-            found |= {f"{size:.4f}", f"{size:.2f}", f"{test['p']:.2g}"}
     if (home / "nanogpt.csv").exists():
         lines = (home / "nanogpt.csv").read_text().splitlines()
         rows = csv.DictReader(line for line in lines if line[0] != "#")
@@ -403,11 +389,10 @@ def test_every_number_in_a_marked_table_or_paragraph_is_that_of_the_logs(page, m
             assert numbers and {number.replace(",", "") for number in numbers} <= known, text
 
 
-@pytest.mark.parametrize("folder", ["techniques", "speedrun_2026"])
-def test_the_ablations_are_those_of_the_verdict(folder):
-    verdict = json.loads((ROOT / "records" / folder / "verdict.json").read_text())
+def test_the_ablations_are_those_of_the_verdict():
+    verdict = json.loads((ROOT / "records" / "techniques" / "verdict.json").read_text())
     rows = {row["candidate"]: row for row in verdict}
-    (shown,) = blocks(TEXTS[f"records/{folder}/README.md"], "ablation")
+    (shown,) = blocks(TEXTS["records/techniques/README.md"], "ablation")
     parts = []
     for line in shown.splitlines()[2:]:
         name, lines = line.strip("| ").split(" | ")[:2]

@@ -46,9 +46,9 @@ def break_off():
 
 
 @contextmanager
-def before_step(script, number: int, do):
+def before_step(number: int, do):
     """Calls do() when that training step is about to be made. (The warmup makes one of step 0.)"""
-    train_step = script.train_step
+    train_step = train_gpt.train_step
 
     @functools.wraps(train_step)
     def interrupted(*args):
@@ -57,14 +57,14 @@ def before_step(script, number: int, do):
         return train_step(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(script, "train_step", interrupted)
+        patch.setattr(train_gpt, "train_step", interrupted)
         yield
 
 
-def broken_run(script, records, shards, *flags, step=8) -> Path:
+def broken_run(records, shards, *flags, step=8) -> Path:
     """The newest checkpoint of a run that ended in the middle of that step."""
-    with before_step(script, step, break_off), pytest.raises(Broken):
-        train(script, *RUN, *shards, f"--records={records}", *flags)
+    with before_step(step, break_off), pytest.raises(Broken):
+        train(train_gpt, *RUN, *shards, f"--records={records}", *flags)
     return newest_checkpoint(records)
 
 
@@ -110,18 +110,18 @@ def assert_same_run(folder, other):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, shards, script):
+def whole(tmp_path_factory, shards):
     """An uninterrupted run of RUN."""
     folder = tmp_path_factory.mktemp("whole")
-    train(script, *RUN, *shards, f"--records={folder}")
+    train(train_gpt, *RUN, *shards, f"--records={folder}")
     return folder
 
 
 @pytest.fixture(scope="module")
-def long(tmp_path_factory, shards, script):
+def long(tmp_path_factory, shards):
     """An uninterrupted run of LONG on one rank."""
     folder = tmp_path_factory.mktemp("long")
-    train(script, *LONG, *shards, f"--records={folder}")
+    train(train_gpt, *LONG, *shards, f"--records={folder}")
     return folder
 
 
@@ -140,11 +140,11 @@ def two_launchers(*flags, scripts, folders=(None, None)) -> tuple[list[int], str
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory, shards, script):
+def two(tmp_path_factory, shards):
     """An uninterrupted run of LONG on two ranks, which two launchers start."""
     folder = tmp_path_factory.mktemp("two")
     status, output = two_launchers(*LONG, *shards, f"--records={folder}",
-                                   scripts=[script.__file__] * 2)
+                                   scripts=[train_gpt.__file__] * 2)
     assert status == [0, 0], output
     return folder
 
@@ -197,7 +197,7 @@ def kill_once(flags: list[str], name: str, ranks, number, to_launcher: bool, cha
     return "launcher" if ranks and target == process.pid else "rank"
 
 
-def killed_run(number: int, records: Path, shards, path: str) -> Counter:
+def killed_run(number: int, records: Path, shards) -> Counter:
     """A run that is killed three or four times, and resumed each time from its newest checkpoint,
     or begun anew where there is none. Returns how often each signal met whom."""
     chance = random.Random(number)
@@ -209,37 +209,34 @@ def killed_run(number: int, records: Path, shards, path: str) -> Counter:
     logs = {}  # {path: content when its process had ended}
     for kill in range(4 if number < 4 else 3):
         end, to_launcher = ends[(number // 4 * 3 + kill) % len(ends)]
-        target = kill_once(command(*flags, ranks=ranks, script=path), name, ranks, end,
-                           to_launcher, chance)
+        target = kill_once(command(*flags, ranks=ranks), name, ranks, end, to_launcher, chance)
         kills[end.name, target] += 1
         before, logs = logs, {log: log.read_bytes() for log in records.glob("*.log")}
         assert before.items() <= logs.items(), "a log has changed after its process ended"
         assert len(logs) <= len(before) + 1, "each start has one log"
         if list(records.glob("*/step*.pt")):
             flags = [f"--resume={newest_checkpoint(records)}", f"--name={name}"]
-    launch(*flags, ranks=ranks, script=path)
+    launch(*flags, ranks=ranks)
     assert logs.items() < {log: log.read_bytes() for log in records.glob("*.log")}.items()
     return kills
 
 
-@pytest.mark.both_scripts
-def test_forty_kills_at_random_moments(tmp_path, shards, long, two, script):
+def test_forty_kills_at_random_moments(tmp_path, shards, long, two):
     """Twelve runs, three of them on two ranks; two at a time. Each ends with the losses and the
     bits of a run that was left alone."""
     numbers = range(12)
     with ThreadPoolExecutor(2) as pool:
-        kills = sum(pool.map(lambda number: killed_run(number, tmp_path / str(number), shards,
-                                                       script.__file__), numbers), Counter())
+        kills = sum(pool.map(lambda number: killed_run(number, tmp_path / str(number), shards),
+                             numbers), Counter())
     assert kills.total() == 40 and {name for name, _ in kills} == {"SIGKILL", "SIGTERM", "SIGINT"}
     assert {target for _, target in kills} == {"launcher", "rank"}
     for number in numbers:
         assert_same_run(tmp_path / str(number), long if number % 4 else two)
 
 
-@pytest.mark.both_scripts
-def test_kills_at_every_place(tmp_path, shards, long, script):
+def test_kills_at_every_place(tmp_path, shards, long):
     """In a step, a validation, a save, a resumption, a line: killed_runs.py names the places."""
-    done = run_helper("killed_runs.py", script.__file__, tmp_path, *SAVES, *shards)
+    done = run_helper("killed_runs.py", train_gpt.__file__, tmp_path, *SAVES, *shards)
     assert done == "17\n"
     assert_same_run(tmp_path, long)
     assert checkpoints(tmp_path).count("unfinished") == 2, "they do no harm"
@@ -248,16 +245,15 @@ def test_kills_at_every_place(tmp_path, shards, long, script):
 # --------------------------------------------------------------------------------------------------
 # Checkpoints and --resume
 
-@pytest.mark.both_scripts
-def test_checkpoints_hold_all_that_decides_the_rest(whole, script):
+def test_checkpoints_hold_all_that_decides_the_rest(whole):
     assert checkpoints(whole) == ["step00000009.pt", "step00000012.pt"], "the two newest are kept"
     saved = load_checkpoint(whole)
     assert saved["step"] == 12 and saved["seconds"] > 0
     assert f"script: sha256 {saved['script']} " in log_of(whole)
-    assert script.Hyperparameters(**saved["settings"]).seed == 1
+    assert train_gpt.Hyperparameters(**saved["settings"]).seed == 1
     weights = saved["state"].pop("model")
     owned = set().union(*saved["state"].values())
-    # The attempt's memory is no parameter, and of integers.
+    # A copy may have a buffer of integers, which is no parameter.
     trained = {name for name, weight in weights.items() if weight.is_floating_point()}
     assert owned == trained, "every parameter has state"
     assert f"\ncheckpoint: {newest_checkpoint(whole)}\n" in log_of(whole)
@@ -268,19 +264,18 @@ def test_without_save_every_nothing_is_saved(tmp_path, shards):
     assert list(tmp_path.iterdir()) == [log_path(tmp_path)]
 
 
-@pytest.mark.both_scripts
-def test_a_resumed_run_ends_in_the_same_bits(tmp_path, shards, whole, script, monkeypatch):
+def test_a_resumed_run_ends_in_the_same_bits(tmp_path, shards, whole, monkeypatch):
     """It has its own log, which begins with the validation of the checkpoint, counts on from the
     parent's time, and leaves what is there alone. Nothing needs to be named but the checkpoint."""
     monkeypatch.chdir(tmp_path)
-    checkpoint = broken_run(script, "mine", shards)
+    checkpoint = broken_run("mine", shards)
     assert checkpoint.name == "step00000006.pt" and not checkpoint.is_absolute()
     (checkpoint.parent / "unfinished").write_text("of a kill")
     saved = torch.load(checkpoint, weights_only=True)
     torch.save(saved | {"seconds": 1000.0}, checkpoint)
     before = contents("mine")
     parent = steps_of("mine")
-    train(script, f"--resume={checkpoint}")
+    train(train_gpt, f"--resume={checkpoint}")
     assert before.items() < contents("mine").items()
     assert f"\nresumed: {checkpoint.absolute()} at step 6\n" in newest_log("mine").read_text()
     own = steps_of("mine")
@@ -296,17 +291,17 @@ def test_a_resumed_run_ends_in_the_same_bits(tmp_path, shards, whole, script, mo
     assert sorted(path.name for path in new.iterdir()) == ["step00000009.pt", "step00000012.pt"]
 
 
-@pytest.mark.both_scripts
-def test_settings_stay_but_those_that_are_named(tmp_path, shards, script):
+def test_settings_stay_but_those_that_are_named(tmp_path, shards):
     """Also the seed that was drawn, and a dtype that this machine would not choose."""
-    auto = script.resolve(script.PRESETS["demo"], torch.device("cpu")).dtype
+    auto = train_gpt.resolve(train_gpt.PRESETS["demo"], torch.device("cpu")).dtype
     other = "bfloat16" if auto == "float32" else "float32"
-    checkpoint = broken_run(script, tmp_path, shards, "--seed=-1", f"--dtype={other}",
+    checkpoint = broken_run(tmp_path, shards, "--seed=-1", f"--dtype={other}",
                             "--muon_lr=0.03")
     new = {"head_lr": 0.02, "save_every": 4, "adam_beta2": 0.9, "name": "changed"}
     old = torch.load(checkpoint, weights_only=True)["settings"]
     assert old["seed"] >= 0 and old["dtype"] == other and old["muon_lr"] == 0.03
-    train(script, f"--resume={checkpoint}", *(f"--{name}={value}" for name, value in new.items()))
+    flags = [f"--{name}={value}" for name, value in new.items()]
+    train(train_gpt, f"--resume={checkpoint}", *flags)
     assert load_checkpoint(tmp_path)["settings"] == old | new
     (log,) = tmp_path.glob("*_changed.log")
     head = dict(line.split(" = ") for line in log.read_text().split("\n=")[0].splitlines())
@@ -315,18 +310,17 @@ def test_settings_stay_but_those_that_are_named(tmp_path, shards, script):
     assert saved == ["step00000008.pt", "step00000012.pt"]
 
 
-@pytest.mark.both_scripts
-def test_another_script_is_said_in_one_line(tmp_path, shards, script, monkeypatch, capsys):
-    checkpoint = broken_run(script, tmp_path, shards)
+def test_another_script_is_said_in_one_line(tmp_path, shards, monkeypatch, capsys):
+    checkpoint = broken_run(tmp_path, shards)
     copy = tmp_path / "other.py"
-    copy.write_text(Path(script.__file__).read_text() + "\n# tweaked\n")
-    monkeypatch.setattr(script, "__file__", str(copy))
+    copy.write_text(Path(train_gpt.__file__).read_text() + "\n# tweaked\n")
+    monkeypatch.setattr(train_gpt, "__file__", str(copy))
     capsys.readouterr()
-    train(script, f"--resume={checkpoint}")
+    train(train_gpt, f"--resume={checkpoint}")
     changed = "changed: the script is not the one that saved the checkpoint"
     for text in (steps_of(tmp_path), capsys.readouterr().out):
         assert re.findall("(?m)^changed: .*", text) == [changed]
-    train(script, f"--resume={newest_checkpoint(tmp_path)}")
+    train(train_gpt, f"--resume={newest_checkpoint(tmp_path)}")
     assert "\nchanged: " not in steps_of(tmp_path)
 
 
@@ -334,7 +328,7 @@ def test_data_may_be_added_but_what_was_read_must_stay(tmp_path, shards):
     folder = tmp_path / "data"
     shutil.copytree(Path(shards[0].split("=")[1]).parent, folder)
     data = [f"--train_files={folder}/t_train_*.bin", shards[1]]
-    checkpoint = broken_run(train_gpt, tmp_path / "r", data)
+    checkpoint = broken_run(tmp_path / "r", data)
     one, two = sorted(folder.glob("t_train_*.bin"))
     good = one.read_bytes()
 
@@ -422,7 +416,7 @@ class Harmful:
 
 
 def test_what_is_no_whole_checkpoint_is_one_line(tmp_path, shards, whole):
-    checkpoint = broken_run(train_gpt, tmp_path / "r", shards)
+    checkpoint = broken_run(tmp_path / "r", shards)
     bad = tmp_path / "bad"
     bad.mkdir()
     (bad / "empty").touch()
@@ -503,15 +497,13 @@ def assert_same_losses(folder, other):
     assert [line.loss for line in mine] == pytest.approx([line.loss for line in theirs], abs=0.02)
 
 
-@pytest.mark.both_scripts
 def test_two_launchers_train_as_one_process(two, long):
     assert "\nranks: 2\n" in log_of(two) and "\nranks: 1\n" in log_of(long)
     assert_same_losses(two, long)
 
 
-@pytest.mark.both_scripts
 @pytest.mark.parametrize("what", ["script", "data"])
-def test_two_machines_with_different_files_are_refused(tmp_path, shards, script, what):
+def test_two_machines_with_different_files_are_refused(tmp_path, shards, what):
     """As where one copy was edited, or the second machine has other shards under the same names,
     on which it would train and validate by itself."""
     patterns = dict(flag.lstrip("-").split("=") for flag in shards)
@@ -521,7 +513,7 @@ def test_two_machines_with_different_files_are_refused(tmp_path, shards, script,
             (folder / name).mkdir(parents=True)
             for path in glob.glob(pattern):
                 shutil.copy(path, folder / name)
-        shutil.copy(script.__file__, folder / "same.py")
+        shutil.copy(train_gpt.__file__, folder / "same.py")
     if what == "script":
         with open(folders[1] / "same.py", "a") as file:
             file.write("# edited\n")
@@ -542,7 +534,7 @@ def test_two_machines_with_different_files_are_refused(tmp_path, shards, script,
 def test_other_numbers_of_ranks_and_an_error_on_one_of_them(tmp_path, shards, whole):
     """A run of one rank is resumed on two, is ended by an error on rank 1 alone, which is printed
     once, and is resumed on one."""
-    checkpoint = broken_run(train_gpt, tmp_path, shards, step=5)
+    checkpoint = broken_run(tmp_path, shards, step=5)
     script = planted(tmp_path, "require(step < 7 or world.rank == 0, 'planted error')")
     done = launch(f"--resume={checkpoint}", ranks=2, script=script, check=False)
     assert done.returncode == 1
@@ -610,17 +602,16 @@ def small_disk(tmp_path):
 ROOMS = {"the checkpoints": 200_000, "the log as well": 30}
 
 
-@pytest.mark.both_scripts
 @pytest.mark.parametrize("freed", [3, 8, 99])
 @pytest.mark.parametrize("what", ROOMS)
-def test_a_full_disk_does_not_end_a_run(small_disk, shards, whole, script, capsys, what, freed):
+def test_a_full_disk_does_not_end_a_run(small_disk, shards, whole, capsys, what, freed):
     """It is full from step 2 on: for one line, to step 8, or to the end, so that no save fails, or
     those of steps 3 and 6, or all. One line says so for the log, one for the checkpoints, and one
     at the end if the last checkpoint is missing."""
     folder = small_disk.folder
-    with (before_step(script, 2, lambda: small_disk.fill(ROOMS[what])),
-          before_step(script, freed, small_disk.free)):
-        train(script, *RUN, *shards, f"--records={folder}")
+    with (before_step(2, lambda: small_disk.fill(ROOMS[what])),
+          before_step(freed, small_disk.free)):
+        train(train_gpt, *RUN, *shards, f"--records={folder}")
     saved = ["step00000009.pt", "step00000012.pt"] if freed < 12 else []
     assert [name for name in checkpoints(folder) if name != "ballast"] == saved
     if saved:
@@ -676,12 +667,11 @@ def test_a_run_needs_no_console(tmp_path, shards, whole, console):
 # --------------------------------------------------------------------------------------------------
 # Weights and data that go wrong during a run
 
-@pytest.mark.both_scripts
 @pytest.mark.parametrize("bad", ["nan", "inf"])
-def test_weights_that_are_not_finite_are_never_saved(tmp_path, shards, whole, script, bad):
+def test_weights_that_are_not_finite_are_never_saved(tmp_path, shards, whole, bad):
     """Here the last step before a save makes them; its loss was computed before, and no validation
     was due. The run resumes from the checkpoint before it."""
-    train_step = script.train_step
+    train_step = train_gpt.train_step
 
     def poisoned(model, batches, optimizers, step, hp, world):
         loss = train_step(model, batches, optimizers, step, hp, world)
@@ -690,10 +680,10 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, shards, whole, sc
         return loss
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(script, "train_step", poisoned)
-        with pytest.raises(script.UserError, match="^step 6: val_loss is nan") as raised:
-            train(script, *RUN, *shards, f"--records={tmp_path}")
+        patch.setattr(train_gpt, "train_step", poisoned)
+        with pytest.raises(train_gpt.UserError, match="^step 6: val_loss is nan") as raised:
+            train(train_gpt, *RUN, *shards, f"--records={tmp_path}")
     assert checkpoints(tmp_path) == ["step00000003.pt"]
     assert steps_of(tmp_path).endswith(f"\nerror: {raised.value}\n")
-    train(script, f"--resume={newest_checkpoint(tmp_path)}")
+    train(train_gpt, f"--resume={newest_checkpoint(tmp_path)}")
     assert_same_run(tmp_path, whole)

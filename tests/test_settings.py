@@ -20,10 +20,10 @@ HP = PRESETS["speedrun"]
 CPU = torch.device("cpu")
 
 
-def prepare(*flags, script=train_gpt, ranks=1):
+def prepare(*flags, ranks=1):
     """The plan of a run that does not resume."""
-    hp, command = script.parse_flags([*TINY, "--use_fp8=false", *map(str, flags)])
-    return script.prepare(hp, command, "", script.World(0, ranks, CPU), None)
+    hp, command = train_gpt.parse_flags([*TINY, "--use_fp8=false", *map(str, flags)])
+    return train_gpt.prepare(hp, command, "", train_gpt.World(0, ranks, CPU), None)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -180,30 +180,28 @@ def test_settings_that_contradict_each_other_are_refused(tiny, flags, words):
         prepare(*tiny, *flags.split(), ranks=2)
 
 
-@pytest.mark.both_scripts
-def test_check_makes_every_check_and_starts_nothing(tmp_path, shards, script, monkeypatch, capsys):
+def test_check_makes_every_check_and_starts_nothing(tmp_path, shards, monkeypatch, capsys):
     flags = [*TINY, *shards, "--check", "--micro_batches=4", f"--records={tmp_path}/none"]
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with refused("3 processes cannot share 4 micro-batches", script.UserError):
-        train(script, *flags)
+    with refused("3 processes cannot share 4 micro-batches", train_gpt.UserError):
+        train(train_gpt, *flags)
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in "0", "1":
         monkeypatch.setenv("RANK", rank)
-        train(script, *flags)
+        train(train_gpt, *flags)
         assert capsys.readouterr().out == "checks passed\n"
     path = write_shard(tmp_path / "bad.bin", [256] * 900 + [257] + [256] * 5000)
-    with refused(f"{path} .* 257.*--vocab_size=257", script.UserError):
-        train(script, *flags, f"--val_files={path}")
+    with refused(f"{path} .* 257.*--vocab_size=257", train_gpt.UserError):
+        train(train_gpt, *flags, f"--val_files={path}")
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.both_scripts
 @pytest.mark.parametrize("without", ["value_embeds", "attention"])
-def test_an_ablation_of_every_layer_trains(tmp_path, shards, script, without):
+def test_an_ablation_of_every_layer_trains(tmp_path, shards, without):
     """The first ablation that anyone tries. Without attention there are no value embeddings."""
-    dots = "." * len(script.PRESETS["demo"].windows)
+    dots = "." * len(train_gpt.PRESETS["demo"].windows)
     flags = ["--value_embeds=" + dots] + ["--attention=" + dots] * (without == "attention")
-    train(script, *TINY, *shards, f"--records={tmp_path}", *flags)
+    train(train_gpt, *TINY, *shards, f"--records={tmp_path}", *flags)
     curve = losses(log_of(tmp_path), "train_loss")
     assert len(curve) == 6 and curve[-1] < curve[0] - 0.5
     names = load_checkpoint(tmp_path)["state"]["model"]
@@ -218,28 +216,27 @@ VALUES = st.one_of(
                      "LLL", "..10", "xxxx", "9999999999", "1e9", "128", "65536", "-1", "**"]))
 
 
-@pytest.mark.both_scripts
 @settings(max_examples=int(os.environ.get("STRANGE_SETTINGS", 100)), deadline=None,
           suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_strange_settings_make_a_plan_or_one_line(shards, tmp_path, script, monkeypatch, data):
+def test_strange_settings_make_a_plan_or_one_line(shards, tmp_path, monkeypatch, data):
     """STRANGE_SETTINGS=2000 ./run.sh test tests/test_settings.py -k strange tries more of them."""
     monkeypatch.chdir(tmp_path)
-    names = [field.name for field in dataclasses.fields(script.Hyperparameters)]
+    names = [field.name for field in dataclasses.fields(train_gpt.Hyperparameters)]
     names += ["preset", "resume", "no_such_flag"]
     changes = data.draw(st.dictionaries(st.sampled_from(names), VALUES, min_size=1, max_size=3))
     flags = [f"--{name}={value}" for name, value in changes.items()]
     try:
-        plan = prepare(*shards, *flags, script=script)
-    except script.UserError as e:
+        plan = prepare(*shards, *flags)
+    except train_gpt.UserError as e:
         assert "\n" not in str(e) or any("\n" in str(value) for value in changes.values())
     else:
         hp = plan.hp
         last = hp.num_iterations
-        assert 0 <= script.lr_scale(0, hp) <= 100 and 0 <= script.lr_scale(last, hp) <= 100
-        assert script.window_tokens(0, hp) > 0 and script.window_tokens(last, hp) > 0
-        assert script.tokens_seen(0, hp) == 0 <= script.tokens_seen(last, hp)
-        assert all(0 <= script.muon_momentum(step, hp) <= 1 for step in (0, 5, 10**6))
+        assert 0 <= train_gpt.lr_scale(0, hp) <= 100 and 0 <= train_gpt.lr_scale(last, hp) <= 100
+        assert train_gpt.window_tokens(0, hp) > 0 and train_gpt.window_tokens(last, hp) > 0
+        assert train_gpt.tokens_seen(0, hp) == 0 <= train_gpt.tokens_seen(last, hp)
+        assert all(0 <= train_gpt.muon_momentum(step, hp) <= 1 for step in (0, 5, 10**6))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -96,32 +96,30 @@ def test_settings_of_an_earlier_record_train(tmp_path, shards, record):
     assert len(curve) == 3 and curve[-1] < curve[0]
 
 
-@pytest.mark.both_scripts
-def test_the_warmup_leaves_no_trace(tmp_path, shards, script, monkeypatch):
-    train(script, *TINY, *shards, f"--records={tmp_path}/a")
-    monkeypatch.setattr(script, "warm_up", lambda *args: None)
-    train(script, *TINY, *shards, f"--records={tmp_path}/b")
+def test_the_warmup_leaves_no_trace(tmp_path, shards, monkeypatch):
+    train(train_gpt, *TINY, *shards, f"--records={tmp_path}/a")
+    monkeypatch.setattr(train_gpt, "warm_up", lambda *args: None)
+    train(train_gpt, *TINY, *shards, f"--records={tmp_path}/b")
     assert_same_weights(tmp_path / "a", tmp_path / "b")
 
 
 # --------------------------------------------------------------------------------------------------
 # The log and the clock
 
-@pytest.mark.both_scripts
-def test_the_log_has_its_sections_and_its_last_lines(tmp_path, shards, script, capsys):
-    train(script, *TINY, *shards, f"--records={tmp_path}", "--name=my_try", "--head_lr=0.0123")
+def test_the_log_has_its_sections_and_its_last_lines(tmp_path, shards, capsys):
+    train(train_gpt, *TINY, *shards, f"--records={tmp_path}", "--name=my_try", "--head_lr=0.0123")
     log = log_of(tmp_path)
     console = capsys.readouterr().out
     name = r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\dZ_my_try\.log"
     assert re.fullmatch(name, log_path(tmp_path).name)
     settings, environment, rest = log.split(f"\n{SEPARATOR}\n", 2)
     source, steps = rest.rsplit(f"\n{SEPARATOR}\n", 1)
-    fields = dataclasses.fields(script.Hyperparameters)
+    fields = dataclasses.fields(train_gpt.Hyperparameters)
     assert "num_iterations = 6" in settings.splitlines() and "seed = 1" in settings.splitlines()
     assert len(settings.splitlines()) == len(fields)
     for key in ("command", "host", "cpu", "torch", "ranks", "threads", "git", "data", "script"):
         assert re.search(rf"^{key}: .+", environment, re.M), key
-    with open(script.__file__) as f:
+    with open(train_gpt.__file__) as f:
         text = f.read()
     assert source.rstrip("\n") == text.rstrip("\n")
     assert hashlib.sha256(text.encode()).hexdigest() in environment
@@ -163,26 +161,25 @@ def test_step_lines_give_the_tokens_and_the_schedules(tmp_path, shards):
         assert int(window) == [128, 128, 128, 256, 256, 384, 384][step]
 
 
-@pytest.mark.both_scripts
-def test_validating_and_saving_stop_the_clock(tmp_path, shards, script, monkeypatch):
+def test_validating_and_saving_stop_the_clock(tmp_path, shards, monkeypatch):
     """The time that they take does not show in the times of the steps around them, and the time of
     each step is that of this step: on a CPU its loss is read at once."""
     now = [0.0]
-    monkeypatch.setattr(script.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: now[0])
 
     def slowed(name: str, seconds: float):
-        original = getattr(script, name)
+        original = getattr(train_gpt, name)
 
         def slow(*args, **kwargs):
             now[0] += seconds
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(script, name, slow)
+        monkeypatch.setattr(train_gpt, name, slow)
 
     slowed("evaluate", 1000)
     slowed("save_checkpoint", 500)
     slowed("train_step", 2)
-    train(script, *TINY, *shards, f"--records={tmp_path}", "--save_every=2")
+    train(train_gpt, *TINY, *shards, f"--records={tmp_path}", "--save_every=2")
     form = r"step:(\d+)/6 \w+:\S+ train_time:(\d+)ms step_avg:(\S+)ms"
     times = re.findall(form, log_of(tmp_path))
     assert [int(t) for _, t, _ in times] == [2000 * int(step) for step, _, _ in times]
@@ -234,10 +231,10 @@ def test_the_clock_on_cuda_starts_and_stops_with_an_idle_device(monkeypatch):
     assert list(clock.read_losses(keep=0)) == [(2, 2.0, pytest.approx(7.3 + 4.0))]
 
 
-@pytest.mark.both_scripts
-def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_step(tmp_path, shards, script):
-    with pytest.raises(script.UserError, match=r"^step [1-9]: train.loss is (nan|inf)") as raised:
-        train(script, *TINY, *shards, f"--records={tmp_path}", "--scalar_lr=1e9",
+def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_step(tmp_path, shards):
+    words = r"^step [1-9]: train.loss is (nan|inf)"
+    with pytest.raises(train_gpt.UserError, match=words) as raised:
+        train(train_gpt, *TINY, *shards, f"--records={tmp_path}", "--scalar_lr=1e9",
               "--num_iterations=9", "--val_loss_every=0")
     *_, loss, last = log_of(tmp_path).splitlines()
     assert re.search(" train_loss:(nan|inf) ", loss) and last == f"error: {raised.value}"
@@ -248,10 +245,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_step(tmp_path, sha
 # --------------------------------------------------------------------------------------------------
 # Errors and checks
 
-@pytest.mark.both_scripts
-def test_errors_are_one_line_with_status_2(tmp_path, shards, script):
+def test_errors_are_one_line_with_status_2(tmp_path, shards):
     done = launch(*TINY, *shards, "--num_iterations=5000", "--epochs=1", f"--records={tmp_path}",
-                  script=script.__file__, check=False)
+                  check=False)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith("error: ") and "raise --epochs" in done.stderr, done.stderr
     assert not list(tmp_path.iterdir()), "nothing was begun"
@@ -271,41 +267,38 @@ def test_an_error_in_a_users_own_code_keeps_its_traceback(tmp_path, shards, code
     assert last.startswith("error: ") and last.endswith(message)
 
 
-@pytest.mark.both_scripts
-def test_a_copy_elsewhere_under_another_name_runs(tmp_path, shards, script):
-    shutil.copy(script.__file__, tmp_path / "my_record.py")
+def test_a_copy_elsewhere_under_another_name_runs(tmp_path, shards):
+    shutil.copy(train_gpt.__file__, tmp_path / "my_record.py")
     done = launch(*TINY, *shards, "--num_iterations=2", script=tmp_path / "my_record.py",
                   cwd=tmp_path)
     assert len(losses(done.stdout)) == 2
     assert load_checkpoint(tmp_path / "records")["step"] == 2
 
 
-@pytest.mark.both_scripts
-def test_the_saved_model_is_the_trained_one_and_safe_to_load(tmp_path, shards, script):
-    train(script, *TINY, *shards, f"--records={tmp_path}")
+def test_the_saved_model_is_the_trained_one_and_safe_to_load(tmp_path, shards):
+    train(train_gpt, *TINY, *shards, f"--records={tmp_path}")
     saved = load_checkpoint(tmp_path)
     assert saved["step"] == 6
-    hp = script.Hyperparameters(**saved["settings"])
-    model = script.GPT(hp, torch.float32, flex=False)
+    hp = train_gpt.Hyperparameters(**saved["settings"])
+    model = train_gpt.GPT(hp, torch.float32, flex=False)
     model.load_state_dict(saved["state"]["model"])
-    world = script.World(0, 1, torch.device("cpu"))
-    sequences = script.load_validation(script.find_shards(hp.val_files), hp, world)
-    val_loss = script.evaluate(model, sequences, 6, hp, world)
+    world = train_gpt.World(0, 1, torch.device("cpu"))
+    sequences = train_gpt.load_validation(train_gpt.find_shards(hp.val_files), hp, world)
+    val_loss = train_gpt.evaluate(model, sequences, 6, hp, world)
     assert val_loss == pytest.approx(losses(log_of(tmp_path))[-1], abs=1e-4)
 
 
-@pytest.mark.both_scripts
-def test_the_lists_of_blocks_agree_with_the_rule_by_token(script):
+def test_the_lists_of_blocks_agree_with_the_rule_by_token():
     """FlexAttention asks the rule about partial blocks alone, so the rule must allow every pair of
     a full block."""
-    blocks = 1024 // script.BLOCK
+    blocks = 1024 // train_gpt.BLOCK
     position = torch.arange(1024)
     full_blocks = 0
     for spacing in (7, 200, 384, 500, 5000):
         tokens = torch.zeros(1024, dtype=torch.int32)
         tokens[::spacing] = 256
         window = torch.tensor(512, dtype=torch.int32)
-        for mask in script.build_block_masks(tokens, 256, window, flex=True):
+        for mask in train_gpt.build_block_masks(tokens, 256, window, flex=True):
             def listed(name):
                 count, order = getattr(mask, f"{name}_num_blocks"), getattr(mask, f"{name}_indices")
                 chosen = torch.arange(blocks) < count[0, 0, :, None]
@@ -315,7 +308,7 @@ def test_the_lists_of_blocks_agree_with_the_rule_by_token(script):
             full = listed("full_kv")
             assert not (listed("kv") & full).any()
             allowed = mask.mask_mod(0, 0, position[:, None], position)
-            allowed = allowed.view(blocks, script.BLOCK, blocks, script.BLOCK).transpose(1, 2)
+            allowed = allowed.view(blocks, train_gpt.BLOCK, blocks, train_gpt.BLOCK).transpose(1, 2)
             assert allowed[full].all(), "a full block holds a pair that the rule forbids"
             full_blocks += int(full.sum())
     assert full_blocks > 10

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ATTEMPT, run_helper, write_shard
+from conftest import run_helper, write_shard
 from helpers.fake_mode import mode_of
 from test_interpreted import why_not
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
@@ -17,6 +17,7 @@ from torch._functorch._aot_autograd.autograd_cache import check_cacheable
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import flex_attention as flex_module
 
+import train_gpt
 from train_gpt import GPT, PRESETS
 
 HP = PRESETS["speedrun"]
@@ -105,13 +106,11 @@ def backward_in_another_thread(loss, backward=torch.Tensor.backward):
         pool.submit(backward, loss).result()
 
 
-@pytest.mark.both_scripts
-def test_nothing_recompiles_after_the_warmup(script, tmp_path, monkeypatch):
+def test_nothing_recompiles_after_the_warmup(tmp_path, monkeypatch):
     """Everything that is compiled on a GPU (the model with its FP8 head, and what optimizers
     compile) goes through the warmup. Then real steps, growing windows and validations follow, under
     the stance that makes a recompile an error. torch gives up a function that has been compiled for
     more than 8 kinds of arguments, so none may come near that."""
-    is_attempt = script.__file__ == str(ATTEMPT)
     compiled = []
 
     def backend(graph, inputs):
@@ -124,37 +123,30 @@ def test_nothing_recompiles_after_the_warmup(script, tmp_path, monkeypatch):
         "--train_seq_len=256", "--val_seq_len=512", "--val_tokens=2000", "--micro_batches=2",
         "--window_end=384", "--num_iterations=8", "--save_every=0", "--seed=1", "--dtype=bfloat16",
         "--epochs=100"]
-    if is_attempt:
-        flags += ["--memory_rows=1000", "--memory_lag=100"]
-    hp, _ = script.parse_flags(flags)
-    script.check_settings(hp, 1)
-    hp = dataclasses.replace(script.resolve(hp, torch.device("cpu")), use_fp8=True)
+    hp, _ = train_gpt.parse_flags(flags)
+    train_gpt.check_settings(hp, 1)
+    hp = dataclasses.replace(train_gpt.resolve(hp, torch.device("cpu")), use_fp8=True)
     write_shard(tmp_path / "s.bin", torch.randint(257, (9000,)).numpy())
-    shards = script.find_shards(f"{tmp_path}/s.bin")
-    cpu = script.World(0, 1, torch.device("cpu"))
-    monkeypatch.setattr(script, "attention", dense)
+    shards = train_gpt.find_shards(f"{tmp_path}/s.bin")
+    cpu = train_gpt.World(0, 1, torch.device("cpu"))
+    monkeypatch.setattr(train_gpt, "attention", dense)
     monkeypatch.setattr(torch.Tensor, "backward", backward_in_another_thread)
-    model = script.GPT(hp, torch.bfloat16, flex=True)
+    model = train_gpt.GPT(hp, torch.bfloat16, flex=True)
     compile = partial(torch.compile, dynamic=False, fullgraph=True, backend=backend)
-    if is_attempt:
-        model.loss = compile(model.loss)
-        whole, functions = model, {script.GPT.loss}
-    else:
-        whole, functions = compile(model), {script.GPT.forward}
-    functions.add(script.newton_schulz)
-    monkeypatch.setattr(script, "newton_schulz", compile(script.newton_schulz))
-    optimizers = script.build_optimizers(model, hp, cpu)
-    batches = script.train_batches(shards, hp, cpu, 0)
-    sequences = script.load_validation(shards, hp, cpu)
-    script.warm_up(whole, optimizers, hp, cpu)
+    whole, functions = compile(model), {train_gpt.GPT.forward, train_gpt.newton_schulz}
+    monkeypatch.setattr(train_gpt, "newton_schulz", compile(train_gpt.newton_schulz))
+    optimizers = train_gpt.build_optimizers(model, hp, cpu)
+    batches = train_gpt.train_batches(shards, hp, cpu, 0)
+    sequences = train_gpt.load_validation(shards, hp, cpu)
+    train_gpt.warm_up(whole, optimizers, hp, cpu)
     assert torch._functorch.config.autograd_cache_allow_custom_autograd_functions
     in_warmup = len(compiled)
     assert in_warmup >= 2 + 4  # training, validation, and four shapes of matrices
     assert sum(number_of(nodes_of(graph), "_scaled_mm") for graph in compiled) == 3
     with torch.compiler.set_stance("fail_on_recompile"):
         for step in range(hp.num_iterations):
-            script.evaluate(whole, sequences, step, hp, cpu)
-            loss = script.train_step(whole, next(batches), optimizers, step, hp, cpu)
+            train_gpt.evaluate(whole, sequences, step, hp, cpu)
+            loss = train_gpt.train_step(whole, next(batches), optimizers, step, hp, cpu)
             assert loss.isfinite()
         tokens = torch.zeros(384, dtype=torch.int32)
         with pytest.raises(RuntimeError, match="recompile"):
@@ -162,4 +154,4 @@ def test_nothing_recompiles_after_the_warmup(script, tmp_path, monkeypatch):
     assert len(compiled) == in_warmup
     entries = {function.__name__: len(_debug_get_cache_entry_list(function.__code__))
                for function in functions}
-    assert entries["loss" if is_attempt else "forward"] == 2 and max(entries.values()) < 8, entries
+    assert entries["forward"] == 2 and max(entries.values()) < 8, entries

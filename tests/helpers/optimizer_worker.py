@@ -1,7 +1,7 @@
-"""Run by torchrun, with a dtype as its argument: some steps of several optimizers on this process's
-part of the micro-batches, with a save and a restore in the middle, against one process that has all
-micro-batches. The processes exchange by gloo, and by collectives that are as early or as late as
-NCCL's may be, with the same bits."""
+"""Run by torchrun, with a dtype as its argument: some steps of several optimizers on this rank's
+part of the micro-batches, with a save and a restore in the middle, against one rank that has all
+micro-batches. The ranks exchange by gloo, and by collectives that are as early or as late as NCCL's
+may be, with the same bits."""
 
 import dataclasses
 import os
@@ -26,10 +26,10 @@ SHAPES += 3 * [(6, 4)]
 
 
 class Momentum(Optimizer):
-    """Plain momentum on this process's rows, as a user would write it."""
+    """Plain momentum on this rank's rows, as a user would write it."""
 
-    def __init__(self, params, lr, hp, world):
-        super().__init__(params, lr, hp, world)
+    def __init__(self, params, hp, world, lr):
+        super().__init__(params, hp, world, lr)
         self.state["velocity"] = [torch.zeros_like(p) for p in params.values()]
 
     def begin(self):
@@ -39,9 +39,9 @@ class Momentum(Optimizer):
         self.updated = []
         for p, gradient, velocity in zip(self.params.values(), self.gradients,
                                          self.state["velocity"]):
-            velocity = self.world.rows(velocity)
+            velocity = self.world.shard(velocity)
             velocity.mul_(0.9).add_(gradient.result())
-            self.world.rows(p.detach()).sub_(self.lr(step) * velocity)
+            self.world.shard(p.detach()).sub_(self.lr(step) * velocity)
             self.updated.append(self.world.all_gather(p.detach()))
 
     def finish(self, step):
@@ -53,16 +53,16 @@ class Shampoo(Muon):
     """Preconditions both sides of a gradient, as Shampoo and SOAP do: one method, and state in
     shapes that are not the parameters'."""
 
-    def __init__(self, params, lr, hp, world):
-        super().__init__(params, lr, hp, world)
+    def __init__(self, params, hp, world, lr):
+        super().__init__(params, hp, world, lr)
         n, rows, cols = self.gradients.shape
         del self.state["momentum"]
         self.state["left"] = torch.zeros(n, rows, rows, device=world.device)
         self.state["right"] = torch.zeros(n, cols, cols, device=world.device)
 
     def direction(self, gradients, step):
-        left = self.world.rows(self.state["left"])
-        right = self.world.rows(self.state["right"])
+        left = self.world.shard(self.state["left"])
+        right = self.world.shard(self.state["right"])
         left.lerp_(gradients @ gradients.mT, 0.1)
         right.lerp_(gradients.mT @ gradients, 0.1)
         return self.root(left) @ gradients @ self.root(right)
@@ -85,19 +85,19 @@ def build(world, seed):
         return {f"p{i}": params[f"p{i}"] for i in numbers}
 
     return model, [
-        Muon(named(0, 1, 2, 3, 4), 0.05, HP, world),
-        Muon(named(5, 6), 0.03, HP, world),
-        Muon(named(7), 0.04, HP, world),
-        Adam(named(8), 0.01, HP, world),
-        Adam(named(9, 11, 12), 0.02, HP, world),
-        Momentum(named(10), 0.02, HP, world),
-        Adam(named(13), 0.01, HP, world),  # whose 50 rows cannot be divided among 3 or 4
-        Shampoo(named(14, 15, 16), 0.02, HP, world),
+        Muon(named(0, 1, 2, 3, 4), HP, world, 0.05),
+        Muon(named(5, 6), HP, world, 0.03, weight_decay=0.5),
+        Muon(named(7), HP, world, 0.04),
+        Adam(named(8), HP, world, 0.01, betas=(0.7, 0.9), eps=1e-8, weight_decay=0.1),
+        Adam(named(9, 11, 12), HP, world, 0.02),
+        Momentum(named(10), HP, world, 0.02),
+        Adam(named(13), HP, world, 0.01),  # whose 50 rows cannot be divided among 3 or 4
+        Shampoo(named(14, 15, 16), HP, world, 0.02),
     ]
 
 
 def take_steps(model, optimizers, steps, mine):
-    """Steps on the gradients of those micro-batches that are this process's."""
+    """Steps on the gradients of those micro-batches that are this rank's."""
     for step in steps:
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
@@ -126,7 +126,7 @@ def assert_equal(a, b):
 def assert_close(a, b):
     if HP.dtype == "float32":
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    else:  # each process rounds its gradients
+    else:  # each rank rounds its gradients
         torch.testing.assert_close(a, b, rtol=0.01, atol=0.02)
 
 
@@ -143,7 +143,7 @@ share = MICRO_BATCHES // world.size
 mine = range(world.rank * share, (world.rank + 1) * share)
 got = None
 
-# Four steps, by one process and by all together, whatever their collectives are like.
+# Four steps, by one rank and by all together, whatever their collectives are like.
 alone, alone_optimizers = build(ALONE, seed=0)
 take_steps(alone, alone_optimizers, range(4), range(MICRO_BATCHES))
 want = gather_training_state(alone, alone_optimizers)
@@ -167,7 +167,7 @@ assert owned == {
     "Adam mean_square": adam, "Momentum velocity": {10}, "Shampoo left": shampoo,
     "Shampoo right": shampoo}, owned
 
-# Every process has the very same bits.
+# Every rank has the very same bits.
 for kind, tensors in got.items():
     for name, tensor in tensors.items():
         first = tensor.clone()
@@ -175,7 +175,7 @@ for kind, tensors in got.items():
             dist.broadcast(first, src=0)
         assert torch.equal(first, tensor), (kind, name)
 
-# From what was saved in the middle, others go on to the same bits. The first process alone has it.
+# From what was saved in the middle, others go on to the same bits. Rank 0 alone has it.
 model, optimizers = build(world, seed=1 + world.rank)
 take_steps(model, optimizers, range(1), mine)  # leaves a state of its own to be overwritten
 load_training_state(saved if world.rank == 0 else None, model, optimizers, world)
@@ -183,7 +183,7 @@ assert_same(gather_training_state(model, optimizers), saved, assert_equal)
 take_steps(model, optimizers, range(2, 4), mine)
 assert_same(gather_training_state(model, optimizers), got, assert_equal)
 
-# And so does one process from what several have saved.
+# And so does one rank from what several have saved.
 alone, alone_optimizers = build(ALONE, seed=9)
 load_training_state(saved, alone, alone_optimizers, ALONE)
 take_steps(alone, alone_optimizers, range(2, 4), range(MICRO_BATCHES))

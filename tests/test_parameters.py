@@ -1,0 +1,263 @@
+"""The table PARAMETERS: what each parameter starts from, which optimizer trains it and how fast,
+and what is refused."""
+
+import dataclasses
+
+import pytest
+import torch
+from conftest import TINY, load_checkpoint, load_script, refused, train
+from test_model import ALONE, HP, tiny_model
+from test_optimizers import take_step
+from torch import nn
+
+import train_gpt
+from train_gpt import (GPT, PARAMETERS, Adam, Muon, build_optimizers, draw_weights, normal,
+                       parameter, uniform, zero)
+
+
+def with_row(monkeypatch, *row, without=None):
+    """Puts a row in front of the table, which may leave nothing to another one."""
+    others = [other for i, other in enumerate(PARAMETERS) if i != without]
+    monkeypatch.setattr(train_gpt, "PARAMETERS", [row, *others])
+
+
+def fresh_model(**changes):
+    """A model that is not drawn yet, and its settings."""
+    hp = dataclasses.replace(HP, **changes)
+    return GPT(hp, torch.float32, flex=False), hp
+
+
+# ---- Initial weights
+
+def test_initial_weights():
+    model, _ = tiny_model(randomize=False, model_dim=256, num_kv_heads=2)
+    for block in model.blocks:
+        assert not block.mlp.proj.weight.any()
+        assert float(block.mlp.fc.weight.detach().std()) == pytest.approx(0.5 / 16, rel=0.02)
+        assert block.residual_mix.tolist() == [1, 0]
+        if block.attn is not None:
+            assert block.attn.qkv.shape == (2 + 1 + 1, 2 * 16, 256)  # four matrices for Muon
+            assert float(block.attn.qkv.detach().std()) == pytest.approx(0.5 / 16, rel=0.02)
+            assert not block.attn.proj.weight.any()
+            assert block.attn.value_mix.tolist() == [0.5, 0.5]
+    assert not model.lm_head.weight.any()
+    assert len(model.lm_head.weight) == 320 == len(model.embed.weight), "the padded vocabulary"
+    for embed in (model.embed, *model.value_embeds.values()):
+        assert float(embed.weight.detach().std()) == pytest.approx(1, rel=0.02)
+    assert model.skip_weights.tolist() == [1, 1]
+
+
+def drawn(seed=3, dtype=torch.float32, **changes):
+    """The initial weights of a tiny model, by name."""
+    return tiny_model(seed, randomize=False, dtype=dtype, **changes)[0].state_dict()
+
+
+def test_draws_depend_on_seed_and_name_alone():
+    """So that runs of two scripts can be compared in pairs of equal seeds."""
+    base = drawn()
+    random = {name for name, p in base.items() if p.ndim > 1 and p.any()}
+    assert {"embed.weight", "blocks.3.mlp.fc.weight", "blocks.0.attn.qkv"} <= random
+    for changes in (dict(windows="LSSLSS", attention="xx.xxx", value_embeds="0..0.."),
+                    dict(windows="LS", attention="xx", value_embeds="0."),
+                    dict(attention="xxxx"), dict(value_embeds="01.0")):
+        other = drawn(**changes)
+        shared = {name for name in random & set(other) if base[name].shape == other[name].shape}
+        assert "embed.weight" in shared and len(shared) >= len(random) - 3
+        assert all(torch.equal(base[name], other[name]) for name in shared), changes
+    torch.manual_seed(5)
+    assert torch.equal(drawn()["embed.weight"], base["embed.weight"])
+    assert not torch.equal(drawn(seed=4)["embed.weight"], base["embed.weight"])
+    fc = [base[f"blocks.{layer}.mlp.fc.weight"] for layer in range(4)]
+    assert not any(torch.equal(fc[0], weight) for weight in fc[1:]), "layers begin alike"
+    rounded = drawn(dtype=torch.bfloat16)["embed.weight"]
+    assert torch.equal(rounded, base["embed.weight"].bfloat16())
+
+
+def test_nothing_trains_before_it_is_drawn():
+    model, _ = fresh_model()
+    undrawn = {name for name, p in model.named_parameters() if p.isnan().all()}
+    assert undrawn == {name for name, p in model.named_parameters() if p.ndim > 1}
+
+
+# ---- What is refused
+
+# Changes of a model, and what is said of them. Each names the parameter or the row.
+REFUSED = {
+    "a matrix without a row": (
+        lambda model: setattr(model, "own", parameter(2, 3)), r"no row for own \(2, 3\)"),
+    "a vector without a row": (
+        lambda model: setattr(model, "gains", nn.Parameter(torch.ones(7))),
+        r"no row for gains \(7,\)"),
+    "rows without a parameter": (
+        lambda model: delattr(model, "skip_weights") or [delattr(block, "residual_mix") or (
+            block.attn and delattr(block.attn, "value_mix")) for block in model.blocks],
+        r"no parameter belongs to the row skip_weights"),
+    "a new name": (
+        lambda model: setattr(model, "tokens", model._modules.pop("embed")),
+        r"no row for tokens\.weight \(320, 32\)"),
+    "zeros of a constructor": (
+        lambda model: nn.init.zeros_(model.blocks[1].attn.proj.weight),
+        r"blocks\.1\.attn\.proj\.weight has values.*parameter\(\.\.\.\)"),
+    "nn.Linear in a block": (
+        lambda model: setattr(model.blocks[2].mlp, "fc", nn.Linear(32, 128, bias=False)),
+        r"blocks\.2\.mlp\.fc\.weight has values"),
+    "nn.Embedding": (
+        lambda model: setattr(model, "embed", nn.Embedding(320, 32)),
+        r"embed\.weight has values"),
+    "a bias": (
+        lambda model: setattr(model.blocks[0].mlp.fc, "bias", nn.Parameter(torch.zeros(128))),
+        r"no row for blocks\.0\.mlp\.fc\.bias"),
+    "a vector that is left NaN": (
+        lambda model: setattr(model, "skip_weights", parameter(2)),
+        r"skip_weights lacks initial values"),
+    "a matrix whose row leaves it to its module": (
+        lambda model: setattr(model.blocks[0], "own_mix", nn.Parameter(torch.ones(2, 2))),
+        r"blocks\.0\.own_mix lacks initial values"),
+}
+
+
+@pytest.mark.parametrize("change, words", REFUSED.values(), ids=REFUSED)
+def test_a_model_that_does_not_fit_the_table_is_refused(change, words):
+    model, _ = fresh_model()
+    with torch.no_grad():
+        change(model)
+    with refused(words):
+        draw_weights(model, 0)
+
+
+def test_weights_are_drawn_once():
+    model, _ = tiny_model(randomize=False)
+    with refused("has values"):
+        draw_weights(model, 0)
+
+
+@pytest.mark.parametrize("options, error, words", [
+    (dict(lr="head_rate"), AttributeError, "no attribute 'head_rate'"),
+    (dict(lr=0.1, momentum=0.9), TypeError, "unexpected keyword argument 'momentum'"),
+    (dict(), TypeError, "missing 1 required positional argument: 'lr'")])
+def test_a_row_with_a_mistake_in_its_options_keeps_its_traceback(options, error, words,
+                                                                 monkeypatch):
+    with_row(monkeypatch, r"lm_head\.weight", zero, Adam, options, without=0)
+    model, hp = fresh_model()
+    with refused(words, error):
+        build_optimizers(model, hp, ALONE)
+
+
+# ---- Who trains what
+
+def test_the_optimizers_of_the_table():
+    model, hp = tiny_model(num_kv_heads=2)
+    optimizers = build_optimizers(model, hp, ALONE)
+    layers = {"attn.qkv": (0, 1, 3), "attn.proj.weight": (0, 1, 3), "mlp.fc.weight": range(4),
+              "mlp.proj.weight": range(4)}
+    mixes = {f"blocks.{layer}.residual_mix" for layer in range(4)}
+    mixes |= {f"blocks.{layer}.attn.value_mix" for layer in (0, 1, 3)}
+    assert {(type(each), each.peak_lr, frozenset(each.params)) for each in optimizers} == {
+        # Two kv heads are as wide as the model, so all embeddings have one shape.
+        (Adam, hp.head_lr, frozenset({"lm_head.weight"})),
+        (Adam, hp.embed_lr, frozenset({"embed.weight", "value_embeds.0.weight"})),
+        (Adam, hp.scalar_lr, frozenset({"skip_weights"} | mixes)),
+        *((Muon, hp.muon_lr, frozenset(f"blocks.{i}.{name}" for i in which))
+          for name, which in layers.items())}
+    for each in optimizers:
+        assert each.weight_decay == 0
+        if type(each) is Adam:
+            assert (each.betas, each.eps) == ((hp.adam_beta1, hp.adam_beta2), hp.adam_eps)
+        else:
+            assert len({p.shape for p in each.params.values()}) == 1
+
+
+def test_the_options_of_a_row_reach_the_kernel(monkeypatch):
+    """After one step with these betas Adam's mean is half of the gradient, and its mean square a
+    quarter of the square; a large epsilon makes its update small, and weights decay."""
+    options = dict(lr="embed_lr", betas=(0.5, 0.75), eps=1000.0, weight_decay=0.5)
+    with_row(monkeypatch, r"embed\.weight", normal, Adam, options)
+    model, hp = tiny_model()
+    (adam,) = (o for o in build_optimizers(model, hp, ALONE) if "embed.weight" in o.params)
+    assert list(adam.params) == ["embed.weight"]
+    before = model.embed.weight.detach().clone()
+    model.embed.weight.grad = torch.full_like(before, 4.0)
+    take_step(adam)
+    assert torch.equal(adam.state["mean"][0], torch.full_like(before, 2.0))
+    assert torch.equal(adam.state["mean_square"][0], torch.full_like(before, 4.0))
+    want = before * (1 - 0.5 * hp.embed_lr) - hp.embed_lr * 4 / (4 + 1000)
+    torch.testing.assert_close(model.embed.weight.detach(), want)
+
+
+class Sign(Muon):
+    """Another optimizer of matrices."""
+
+    def direction(self, gradients, step):
+        return gradients.sign()
+
+
+def test_a_subclass_of_muon_gets_groups_by_shape_too(monkeypatch):
+    row = r"blocks\..*\.(fc|proj)\.weight", uniform, Sign, dict(lr=0.5)
+    with_row(monkeypatch, *row, without=3)
+    model, hp = fresh_model(attention="xxxx", num_kv_heads=2)
+    draw_weights(model, 0)
+    signs = [o for o in build_optimizers(model, hp, ALONE) if type(o) is Sign]
+    shapes = {next(iter(o.params.values())).shape: len(o.params) for o in signs}
+    assert shapes == {(128, 32): 4, (32, 128): 4, (32, 64): 4}
+    before = model.blocks[1].mlp.fc.weight.detach().clone()
+    for p in model.parameters():
+        p.grad = torch.full_like(p, -3.0)
+    for each in signs:
+        take_step(each)
+    torch.testing.assert_close(model.blocks[1].mlp.fc.weight.detach(), before + 0.5)
+
+
+def test_parameters_of_two_dtypes_do_not_share_an_adam():
+    model, hp = tiny_model()
+    model.embed.weight.data = model.embed.weight.data.bfloat16()
+    groups = [set(o.params) for o in build_optimizers(model, hp, ALONE)]
+    assert {"embed.weight"} in groups and {"value_embeds.0.weight"} in groups
+
+
+# ---- Copies of the script whose model has one more parameter
+
+def tweaked(folder, row, own, use="", frozen=()):
+    """A copy of the script, as a module, whose model has one more parameter, `own`. What enters the
+    layers is multiplied by `use`, if given, and the parameters in `frozen` need no gradient."""
+    text = open(train_gpt.__file__).read()
+    freeze = "".join(f"    model.get_parameter({name!r}).requires_grad_(False)\n"
+                     for name in frozen)
+    for place, new in (
+            ("        self.skip_weights", f"        self.own = {own}\n        self.skip_weights"),
+            ("norm(self.embed(tokens_T))\n", f"norm(self.embed(tokens_T)) * ({use or 1})\n"),
+            ("    optimizers = build_optimizers(", f"{freeze}    optimizers = build_optimizers("),
+            ("PARAMETERS = [\n", f"PARAMETERS = [\n    {row},\n" if row else "PARAMETERS = [\n")):
+        assert text.count(place) == 1, f"the script has no single line {place!r} any more"
+        text = text.replace(place, new)
+    path = folder / "tweaked.py"
+    path.write_text(text)
+    return load_script(path, "tweaked")
+
+
+def test_check_finds_a_matrix_that_no_row_takes(tmp_path, shards):
+    script = tweaked(tmp_path, "", "parameter(2, 3)", "self.own.sum()")
+    with pytest.raises(script.UserError, match=r"PARAMETERS has no row for own \(2, 3\)$"):
+        train(script, *TINY, *shards, "--check")
+
+
+def test_a_parameter_that_nothing_uses_is_named(tmp_path, shards):
+    script = tweaked(tmp_path, "('own', zero, Adam, dict(lr=0.1))", "parameter(2)")
+    with pytest.raises(script.UserError, match="no gradient reaches own:"):
+        train(script, *TINY, *shards, f"--records={tmp_path}")
+
+
+@pytest.mark.parametrize("frozen", ["embed.weight", "blocks.0.mlp.fc.weight", "skip_weights"])
+def test_frozen_parameters_have_no_optimizer_and_the_others_train(tmp_path, shards, frozen):
+    """Also where a run resumes."""
+    script = tweaked(tmp_path, "('own', normal, Muon, dict(lr=0.1))", "parameter(2, 3)",
+                     "self.own.mean()", {"own", frozen})
+    train(script, *TINY, *shards, f"--records={tmp_path}", "--save_every=3", "--micro_batches=2")
+    paths = sorted(tmp_path.glob("*/step*.pt"))
+    first, last = (torch.load(path, weights_only=True)["state"] for path in paths)
+    unchanged = {name for name in first["model"]
+                 if torch.equal(first["model"][name], last["model"][name])}
+    assert unchanged == {"own", frozen}
+    assert not any(unchanged & set(last[kind]) for kind in last if kind != "model")
+    train(script, f"--resume={paths[0]}", f"--records={tmp_path}/again")
+    again = load_checkpoint(tmp_path / "again")["state"]["model"]
+    assert all(torch.equal(again[name], last["model"][name]) for name in last["model"])
