@@ -82,10 +82,10 @@ PARTS = [
     ("matmuls", LIBRARY + r"(gemm|gemv|nvjet|cutlass|splitk|aten::(mm|bmm|addmm|baddbmm)$)"),
     ("optimizers, elementwise", r"adam|lerp"),
     ("loss and softcap", r"softmax|nll_loss|cross_entropy|sigmoid|logsumexp|_exp_|aten::exp$"),
-    ("FP8 casts", r"scaled_mm(?!.*rms_norm)"),
+    ("FP8 casts", r"scaled_mm"),
     ("embeddings and masks", r"embedding|cumsum|sort|index_put|aten::(index|eq|bitwise)"),
     ("activation", r"relu|threshold|gelu|silu"),
-    ("rotary with its norm", r"^triton.*_cat_"),
+    ("rotary with its norm", r"^triton.*_(cat|flip)_"),
     ("other norms", r"rms_norm|rsqrt|_pow_"),
     ("other", r""),
 ]

@@ -1,6 +1,7 @@
 """Runs a program as on an H100, on a machine without a GPU:
 
     PYTHONPATH=.:tests python tests/helpers/on_fake_gpu.py PROGRAM.py [arguments]
+    PYTHONPATH=.:tests python tests/helpers/on_fake_gpu.py -m MODULE [arguments]
 
 Tensors that the program puts on the GPU stay on the CPU. What it compiles, Inductor generates for
 the GPU, as it would there; but where the kernels would be launched, the graph itself runs on the
@@ -144,6 +145,8 @@ def pretend_to_run():
 if __name__ == "__main__":
     torch.set_num_threads(1)
     pretend_to_run()
-    sys.argv = sys.argv[1:]
+    is_module = sys.argv[1] == "-m"
+    start = runpy.run_module if is_module else runpy.run_path
+    sys.argv = sys.argv[1 + is_module:]
     with OnTheCpu():
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        start(sys.argv[0], run_name="__main__")
