@@ -22,8 +22,8 @@ from test_interpreted import why_not
 from test_model import sequence, tiny_model
 
 from train_gpt import (GPT, INPUT_SCALE, PRESETS, WEIGHT_SCALE, CrossEntropy, FP8Linear, World,
-                       attention, build_block_masks, build_optimizers, connect, dist, main, parse_flags,
-                       prepare, train_step)
+                       attention, build_block_masks, build_optimizers, connect, dist, main,
+                       parse_flags, prepare, train_step)
 
 needs_gpu = pytest.mark.gpu
 NEEDS_FP8 = pytest.mark.skipif(
