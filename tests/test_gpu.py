@@ -55,8 +55,10 @@ def loss_of_step(log, kind):
 
 
 def gpu_run(*flags):
-    """A whole run of the script. A run before it has left the compiler refusing to compile."""
+    """A whole run of the script, as in a process of its own. A run before it has left the compiler
+    refusing to compile."""
     torch.compiler.set_stance("default")
+    torch._dynamo.reset()
     main([*flags])
 
 
@@ -315,16 +317,17 @@ def test_a_second_start_finds_the_compiled_program(tmp_path, shards, capsys):
     program = [ROOT / "tests" / "cached_run.py"]
     if FAKED:
         program.insert(0, ROOT / "tests" / "helpers" / "on_fake_gpu.py")
+    starts = ["first", "second"][:1 if FAKED else 2]
     counts = []
-    for folder in ("first", "second"):
+    for folder in starts:
         done = subprocess.run(
             [sys.executable, *program, *settings, f"--records={tmp_path}/{folder}"],
             capture_output=True, text=True, timeout=400)
         assert done.returncode == 0, done.stdout + done.stderr
         counts.append(done.stdout.splitlines()[-1])
     warmups = [log_of(tmp_path / folder).split("\nwarmup: ")[1].split(",")[0]
-               for folder in ("first", "second")]
-    say(capsys, f"warmup: {warmups[0]}, then {warmups[1]}; {counts[1]}")
+               for folder in starts]
+    say(capsys, f"warmup: {', then '.join(warmups)}; {counts[-1]}")
     if FAKED:  # without a cache, whose keys cannot tell its graphs
         return
     assert "autograd_cache_hit" in counts[1]
