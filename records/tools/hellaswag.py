@@ -37,13 +37,11 @@ URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_
 ITEMS = 10042  # in the published file
 FOLDER = ROOT / "data" / "hellaswag"
 
-
 @dataclass
 class Item:
     context: list[int]  # begins with the end-of-text token
     endings: list[list[int]]
     label: int
-
 
 def download(folder: Path) -> Path:
     """The published file, fetched where it is not there yet."""
@@ -65,7 +63,6 @@ def download(folder: Path) -> Path:
         (unfinished / path.name).write_bytes(content)
         publish([unfinished / path.name], folder)
     return path
-
 
 def read_item(line: bytes, tokenizer) -> Item:
     """Raises UserError that says what is wrong with the line."""
@@ -89,7 +86,6 @@ def read_item(line: bytes, tokenizer) -> Item:
     encoded = [tokenizer.encode(" " + ending) for ending in endings]
     return Item([tokenizer.eot, *tokenizer.encode(context)], encoded, int(label))
 
-
 def read_items(path: Path, tokenizer, limit: int | None) -> list[Item]:
     items = []
     try:
@@ -106,7 +102,6 @@ def read_items(path: Path, tokenizer, limit: int | None) -> list[Item]:
     if not items:
         raise UserError(f"{path}: holds no item")
     return items
-
 
 @torch.no_grad()
 def ending_losses(trained: Trained, items: list[Item]) -> tuple[Tensor, Tensor]:
@@ -134,12 +129,10 @@ def ending_losses(trained: Trained, items: list[Item]) -> tuple[Tensor, Tensor]:
     summed = torch.stack([ending.sum() for ending in losses.split(lengths)])
     return summed.view(len(items), -1), torch.tensor(lengths).view(len(items), -1)
 
-
 def accuracy(scores: Tensor, labels: Tensor) -> tuple[float, float]:
     """(share of items whose lowest score is the right ending's, its standard error)"""
     share = float((scores.argmin(1) == labels).double().mean())
     return share, math.sqrt(share * (1 - share) / len(labels))
-
 
 def main():
     parser = arguments("hellaswag", __doc__)
@@ -168,7 +161,6 @@ def main():
     for name, scores in (("acc_norm", summed / torch.cat(lengths)), ("acc", summed)):
         share, error = accuracy(scores, labels)
         print(f"hellaswag_{name}:{share:.4f} standard_error:{error:.4f} n:{len(items)}")
-
 
 if __name__ == "__main__":
     sys.exit(start(main))

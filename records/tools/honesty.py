@@ -58,15 +58,12 @@ BORDERS_BOUND = 1e-4
 # For 8 steps on two processes; at most 0.0004 was seen, and at least 0.04 where they read the same.
 RANKS_BOUND = 0.03
 
-
 class Dishonest(Exception):
     """What was seen, in one line."""
-
 
 def expect(condition, message: str):
     if not condition:
         raise Dishonest(message)
-
 
 @contextlib.contextmanager
 def calls_of(model):
@@ -76,7 +73,6 @@ def calls_of(model):
         lambda _, args, named: calls.append((*args, *named.values())), with_kwargs=True)
     yield calls
     hook.remove()
-
 
 class Trial:
     """A copy, its settings for the check, and a folder with the data."""
@@ -154,7 +150,6 @@ class Trial:
         require(paths, f"{self.path} saves no checkpoint step{step:08}.pt; restore that")
         return paths[0]
 
-
 def difference(a: dict, b: dict) -> str | None:
     """The first tensor in which two training states differ."""
     a, b = ({f"{kind}, {name}": x for kind, tensors in state.items() for name, x in tensors.items()}
@@ -163,7 +158,6 @@ def difference(a: dict, b: dict) -> str | None:
               or not torch.equal(a[name], b[name]))
     return next(differ, None)
 
-
 # ---- The properties ------------------------------------------------------------------------------
 
 @torch.no_grad()
@@ -171,7 +165,6 @@ def token_losses(model, tokens, targets, window):
     """By the definition: [T], zero where a target does not count."""
     logits_TV = model.logits(model.features(tokens, window)).double()
     return F.cross_entropy(logits_TV, targets, ignore_index=-1, reduction="none")
-
 
 def check_validation(trial: Trial, model, optimizers, when: str) -> str:
     """Two validations agree and change nothing, and their loss is the definition's."""
@@ -194,7 +187,6 @@ def check_validation(trial: Trial, model, optimizers, when: str) -> str:
     return (f"validation: {losses[0]:.6f} twice, the cross-entropy of {count} targets, each "
             f"counted once, {when}")
 
-
 def check_targets(trial: Trial, calls):
     """Each target is the stream's next token, counted once, and read after those before it only."""
     at = 0  # how many targets were counted
@@ -211,7 +203,6 @@ def check_targets(trial: Trial, calls):
         at += end - first
     expect(at == trial.hp.val_tokens, f"validation counts {at} targets, expected "
            f"{trial.hp.val_tokens}")
-
 
 @torch.no_grad()
 def check_future(trial: Trial, model, when: str) -> str:
@@ -239,7 +230,6 @@ def check_future(trial: Trial, model, when: str) -> str:
     return (f"future: no loss up to a token changes with those from {', '.join(map(str, cuts))} "
             f"on, {when}")
 
-
 def check_model(trial: Trial):
     model, optimizers = trial.trained()
     generator = torch.Generator().manual_seed(1)
@@ -249,7 +239,6 @@ def check_model(trial: Trial):
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(0.1 * torch.randn(p.shape, generator=generator).to(p.dtype))
-
 
 def check_runs(trial: Trial):
     losses, state = trial.run("plain", "--val_loss_every=4")
@@ -264,7 +253,6 @@ def check_runs(trial: Trial):
            "same bits")
     yield check_ranks(trial, losses)
 
-
 def check_ranks(trial: Trial, losses: dict) -> str:
     others, _ = trial.run("two", "--val_loss_every=4", processes=2)
     largest = 0.0
@@ -274,7 +262,6 @@ def check_ranks(trial: Trial, losses: dict) -> str:
                f"process and {other} on two, which rounding does not explain")
         largest = max(largest, abs(loss - other))
     return f"processes: on two, the losses of 8 steps are those of one within {largest:.4f}"
-
 
 def check(path, flags=()):
     """Yields a line for each property that holds. Raises Dishonest with what was seen, and
@@ -289,7 +276,6 @@ def check(path, flags=()):
             if type(e).__name__ != "UserError" or isinstance(e, UserError):
                 raise
             raise UserError(f"{path}, in the check of its honesty: {e}") from None
-
 
 def main():
     words = sys.argv[1:]
@@ -309,7 +295,6 @@ def main():
         print(f"not honest: {seen}")
         sys.exit(3)
     print("honest")
-
 
 if __name__ == "__main__":
     sys.exit(run(main))

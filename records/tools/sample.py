@@ -34,7 +34,6 @@ ESCAPES = {code: f"\\x{code:02x}" for code in CONTROL if chr(code) not in "\n\t"
 NEEDED = ("BLOCK", "GPT", "Hyperparameters", "Rotary", "read_checkpoint",
           "window_tokens")  # what a training script must have
 
-
 class Trained(NamedTuple):
     """A run's model in evaluation mode, for use without a compiler, and the script that trained
     it."""
@@ -42,15 +41,12 @@ class Trained(NamedTuple):
     hp: object  # the script's Hyperparameters
     script: ModuleType
 
-
 def note(line: str):
     print(f"note: {line}", file=sys.stderr, flush=True)
-
 
 def one_line(text) -> str:
     """Text of unknown origin, made fit for a message."""
     return " ".join(str(text).split()).translate(ESCAPES)[:500]
-
 
 def number(kind: type, least: int):
     """The type of an argument that is a number of this kind, and not below `least`."""
@@ -61,7 +57,6 @@ def number(kind: type, least: int):
         return value
     parse.__name__ = f"{'whole number' if kind is int else 'number'} from {least} on"
     return parse
-
 
 def arguments(verb: str, description: str) -> ArgumentParser:
     """A parser with the arguments of every program that uses a trained model."""
@@ -76,7 +71,6 @@ def arguments(verb: str, description: str) -> ArgumentParser:
                         help="cpu or cuda; default: cuda where there is one, else cpu")
     return parser
 
-
 def checked_script(path: Path) -> ModuleType:
     """A training script as a module. Raises UserError where it cannot be loaded or is none."""
     try:
@@ -90,7 +84,6 @@ def checked_script(path: Path) -> ModuleType:
         raise UserError(f"{path}: is not a training script, because it has no {missing[0]}")
     return script
 
-
 def source_hash(path: Path) -> str | None:
     """The sha256 that a script's runs keep in their checkpoints; None where there is no script."""
     try:
@@ -99,7 +92,6 @@ def source_hash(path: Path) -> str | None:
     except (OSError, ValueError):  # unreadable, or not UTF-8
         pass
     return None
-
 
 def check_script(checkpoint: Path, saved: dict, path: Path, asked: bool):
     """Raises UserError where path is not the script of the run, unless it was asked for by name."""
@@ -118,7 +110,6 @@ def check_script(checkpoint: Path, saved: dict, path: Path, asked: bool):
     raise UserError(f"{message}; add --script FILE (the run's log contains its text), or "
                     f"--script {shlex.quote(str(path))} to try this one all the same")
 
-
 def folder_of(run: Path) -> Path:
     """The folder of the run that this log, folder or checkpoint belongs to."""
     if run.suffix == ".pt":
@@ -127,11 +118,9 @@ def folder_of(run: Path) -> Path:
         return run.with_suffix("")
     return run
 
-
 def checkpoints_of(folder: Path, last: int = 10**8) -> list[Path]:
     """A run's checkpoints up to the step `last`, the oldest first."""
     return sorted(path for path in folder.glob("step*.pt") if path.name <= f"step{last:08}.pt")
-
 
 def find_checkpoint(run: Path) -> Path:
     """The newest checkpoint of a run. If a resumed run has not saved one yet, it is the newest of
@@ -153,7 +142,6 @@ def find_checkpoint(run: Path) -> Path:
         raise UserError(f"{folder}: has no checkpoint; the run has not saved one yet, or was told "
                         "to save none (--save_every=0)")
     return checkpoints[-1]
-
 
 def load_model(run, device="cpu", script_path: Path | None = None) -> Trained:
     """The newest model of the run that this log, folder or checkpoint belongs to. script_path names
@@ -179,7 +167,6 @@ def load_model(run, device="cpu", script_path: Path | None = None) -> Trained:
         raise UserError(f"{checkpoint}: does not fit {path} ({reason})") from e
     return Trained(model.to(device).eval(), hp, script)
 
-
 def load_run(args) -> Trained:
     """The model of the run that the arguments name. Raises UserError."""
     try:
@@ -194,14 +181,12 @@ def load_run(args) -> Trained:
         note(f"the newest of {len(runs)} runs: {newest}")
     return load_model(newest, args.device, args.script)
 
-
 def tokenizer_of(hp, vocab_dir):
     """The tokenizer of a run's vocabulary. Raises UserError if it is not available."""
     names = {tokenizer.vocab_size: name for name, tokenizer in TOKENIZERS.items()}
     if hp.vocab_size not in names:
         raise UserError(f"no tokenizer is known for a vocabulary of {hp.vocab_size} tokens")
     return load_tokenizer(names[hp.vocab_size], vocab_dir)
-
 
 def features(trained: Trained, tokens: list[int]) -> Tensor:
     """What the model hands to its head, x_TD, for tokens whose last block is filled up, with the
@@ -221,7 +206,6 @@ def features(trained: Trained, tokens: list[int]) -> Tensor:
     return model.features(torch.tensor(padded, dtype=torch.int32, device=device),
                           torch.tensor(window, dtype=torch.int32, device=device))
 
-
 @torch.no_grad()
 def generate(trained: Trained, tokens: list[int], temperature: float = 0.8, top_k: int = 50,
              generator: torch.Generator | None = None):
@@ -237,7 +221,6 @@ def generate(trained: Trained, tokens: list[int], temperature: float = 0.8, top_
         tokens.append(int(ids[chosen]))
         yield tokens[-1]
 
-
 def start(main) -> int:
     def within_memory():
         try:
@@ -245,7 +228,6 @@ def start(main) -> int:
         except torch.OutOfMemoryError:
             raise UserError("the GPU's memory is full; ask for less, or use --device=cpu") from None
     return run(within_memory)
-
 
 def encode_prompt(prompt: str, tokenizer, vocab_size: int) -> list[int]:
     if tokenizer:
@@ -259,7 +241,6 @@ def encode_prompt(prompt: str, tokenizer, vocab_size: int) -> list[int]:
     raise UserError("--prompt: without the vocabulary it has to be token numbers from 0 to "
                     f"{vocab_size - 1}, such as '464 32'")
 
-
 def token_bytes(token: int, tokenizer) -> bytes:
     """A token in UTF-8, which may be a part of a character; without a tokenizer, its number."""
     if not tokenizer:
@@ -267,7 +248,6 @@ def token_bytes(token: int, tokenizer) -> bytes:
     if tokenizer.name == "bytes":
         return bytes([token])
     return tokenizer.encoding.decode_single_token_bytes(token)
-
 
 def main():
     parser = arguments("sample", __doc__)
@@ -317,7 +297,6 @@ def main():
         show(b"\n", final=True)
     if token == eot:
         note(f"end of text after {shown} tokens")
-
 
 if __name__ == "__main__":
     sys.exit(start(main))
