@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from data.common import UserError
+from data.common import UserError, sha256
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -112,10 +112,13 @@ def gpt2_merge_ranks(vocab_dir) -> dict[bytes, int]:
     try:
         if vocab_dir is None:
             return openai_public.gpt2()["mergeable_ranks"]
-        names = "vocab.bpe", "encoder.json"
-        return data_gym_to_mergeable_bpe_ranks(*(str(Path(vocab_dir) / name) for name in names),
-                                               *(GPT2_SHA256[name] for name in names))
-    except (OSError, ValueError) as e:  # a ValueError is a checksum's
+        paths = {name: str(Path(vocab_dir, name)) for name in GPT2_SHA256}
+        for name, path in paths.items():
+            if sha256(path) != GPT2_SHA256[name]:
+                raise ValueError(f"the checksum of {name} is another than GPT-2's")
+        # The checksums again: tiktoken may have an older file of that path in its cache.
+        return data_gym_to_mergeable_bpe_ranks(*paths.values(), *GPT2_SHA256.values())
+    except (OSError, ValueError) as e:
         what = "downloaded" if vocab_dir is None else f"read from {vocab_dir}"
         raise UserError(f"GPT-2's vocabulary could not be {what} ({type(e).__name__}: "
                         f"{' '.join(str(e).split())[:200]}); give --vocab_dir a folder with its "

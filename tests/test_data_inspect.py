@@ -10,10 +10,8 @@ from conftest import write_shard
 from data import common, inspect_shards
 from data.common import UserError, check_shard, run
 
-
 def with_sidecar(folder, tokenizer="bytes"):
     (folder / "t.json").write_text(json.dumps({"tokenizer": tokenizer}))
-
 
 def test_the_numbers(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(common, "PIECE_TOKENS", 8)
@@ -35,7 +33,6 @@ def test_the_numbers(tmp_path, monkeypatch, capsys):
         + "one document",
         "  it begins: 'no start'"]
 
-
 def test_without_a_vocabulary_all_but_the_text_is_told(tmp_path, monkeypatch, capsys):
     def unavailable(*_):
         raise UserError("no vocabulary")
@@ -44,7 +41,6 @@ def test_without_a_vocabulary_all_but_the_text_is_told(tmp_path, monkeypatch, ca
     said = capsys.readouterr().out
     assert "3 tokens (gpt2), ids 1 to 50256, 1 documents" in said
     assert "not decoded: no vocabulary" in said
-
 
 def test_a_bad_shard_is_named_and_the_others_are_still_reported(tmp_path, capsys):
     with_sidecar(tmp_path)
@@ -61,7 +57,6 @@ def test_a_bad_shard_is_named_and_the_others_are_still_reported(tmp_path, capsys
     with pytest.raises(UserError, match="none.bin: cannot be read"):
         inspect_shards.main([str(tmp_path / "none.bin"), "--tokenizer=bytes"])
 
-
 def test_the_tokenizer_comes_from_the_sidecar_or_the_flag(tmp_path, capsys):
     path = write_shard(tmp_path / "t_train_000001.bin", [256, 65])
     assert inspect_shards.tokenizer_of(Path(path)) == "gpt2"
@@ -76,7 +71,6 @@ def test_the_tokenizer_comes_from_the_sidecar_or_the_flag(tmp_path, capsys):
             inspect_shards.main([path])
     inspect_shards.main([path, "--tokenizer=bytes"])
     assert "it begins: 'A'" in capsys.readouterr().out
-
 
 @pytest.mark.parametrize("piece", [8, 50, 10_000])
 def test_what_other_shards_hold_too_is_counted(tmp_path, monkeypatch, capsys, piece):
