@@ -63,7 +63,7 @@ def require(condition, message: str):
 BLOCK = 128  # tokens; attention masks and windows count in whole blocks
 
 def flag(default, help: str, min=0, max=10**9, unit=1, pattern=".+"):
-    """A setting. A number is from min to max and a multiple of unit; a text fits the pattern."""
+    """A number is from min to max and a multiple of unit, a text fits the pattern."""
     return field(default=default, metadata=dict(help=help, limits=(min, max, unit, pattern)))
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Hyperparameters:
     save_every: int = flag(500, "steps between checkpoints; 0 saves none, not even at the end")
     val_loss_every: int = flag(125, "steps between validations, besides those at saves and the end")
     # Data. A step is micro_batches sequences, on all ranks together. A batch that grows changes
-    # tokens_per_step, tokens_seen, step_starts, train_batches and train_step.
+    # tokens_per_step, tokens_seen, step_starts, train_batches, train_step and the head's fp8_scale.
     train_files: str = flag("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
     val_files: str = flag("data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
     vocab_size: int = flag(50257, "vocabulary; its last token begins a document", min=2, max=65536)
@@ -243,10 +243,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
 # ---- 3. The head: FP8 and the loss --------------------------------------------------------------
 
 # Scales before a cast to FP8. e4m3 reaches 448: the head's input is normed, so at most sqrt(768) =
-# 28, and weights may reach 0.875 (training clamps larger ones, validation does not). A logit's
-# gradient is at most 1 / tokens_per_step, so at most 10.7 if scaled by that and this (the record's
-# 2^19 for a mean over 48K tokens); e5m2 reaches 57344. Another layer, a tied head, or a scaled
-# input, logit or loss needs other scales.
+# 28, and weights may reach 0.875 (training clamps larger ones, validation does not). e5m2 reaches
+# 57344: a logit's gradient is at most 1 / tokens_per_step, so at most 10.7 (the record's 2^19 for a
+# mean over 48K). Another layer, a tied head, or a scaled input, logit or loss needs other scales.
 INPUT_SCALE, WEIGHT_SCALE, GRADIENT_SCALE = 2.0, 2.0**9, 2.0**19 / (48 * 1024)
 
 def to_e4m3(x: Tensor, scale: float) -> Tensor:
@@ -285,8 +284,8 @@ class CrossEntropy(torch.autograd.Function):
 
     F.cross_entropy computes the same. But its gradient contains a sum over the vocabulary, with
     which the compiler fuses the cast to FP8 and its transposed copy into one kernel: 12.0 of the
-    88.8 ms of a micro-batch on an H200. Written out, softmax - target needs no sum: 7.4 ms. exp2
-    takes a GPU fewer instructions than exp; a CPU likes operators in place."""
+    88.8 ms of a micro-batch on an H200, and 7.4 in an earlier form without that sum. exp2 takes a
+    GPU fewer instructions than exp. A term added here needs a gradient in `backward`."""
 
     @staticmethod
     def forward(ctx, logits_TV: Tensor, target_T: Tensor) -> Tensor:
@@ -329,7 +328,7 @@ class CastedLinear(nn.Module):
         return y
 
 class Embedding(nn.Module):
-    """Rows of a matrix in `dtype`. Its gradient is summed in float32 and then cast."""
+    """Rows of a matrix in `dtype`. A sequence's gradient is summed in float32, then cast."""
 
     def __init__(self, rows: int, width: int, dtype: torch.dtype):
         super().__init__()
@@ -432,6 +431,7 @@ class GPT(nn.Module):
         rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len), hp.rope_base)
         self.blocks = nn.ModuleList(Block(hp, layer, rotary) for layer in range(len(hp.windows)))
         self.skip_weights = nn.Parameter(torch.ones(len(self.blocks) // 2))
+        # To tie them, assign embed.weight to the head, not the head's to embed.
         fp8_scale = GRADIENT_SCALE * hp.tokens_per_step if hp.use_fp8 else None
         self.lm_head = CastedLinear(hp.model_dim, rows, fp8_scale)
 
@@ -461,7 +461,8 @@ class GPT(nn.Module):
         return norm(x_TD)
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """Smoothly capped: z becomes c + c tanh(z / c). A softmax cancels the first c."""
+        """Smoothly capped: z becomes c + c tanh(z / c). A softmax cancels the first c, but a z-loss
+        must subtract it."""
         c = self.hp.lm_head_softcap
         return 2 * c * torch.sigmoid(self.lm_head(x_TD).float() * (2 / c))
 
@@ -652,8 +653,7 @@ def zero(x: Tensor, generator):
 def normal(x: Tensor, generator):
     x.normal_(generator=generator)
 
-def uniform(x: Tensor, generator):
-    """With a standard deviation of 0.5 / sqrt(inputs)."""
+def uniform(x: Tensor, generator):  # with a standard deviation of 0.5 / sqrt(inputs)
     bound = 0.5 * math.sqrt(3 / x.size(-1))
     x.uniform_(-bound, bound, generator=generator)
 
@@ -808,7 +808,7 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
         part = model(inputs_T, targets_T, window) / hp.tokens_per_step
         part.backward()
         loss += part.detach()
-    with torch.no_grad():
+    with torch.no_grad():  # p.grad is this rank's own sum: to clip, see Optimizer
         for optimizer in optimizers:
             optimizer.begin()
         for optimizer in optimizers:
@@ -832,8 +832,8 @@ def evaluate(model, sequences: list, step: int, hp: Hyperparameters, world: Worl
     return loss / targets
 
 def gather_training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict:
-    """What decides how training goes on, whole on every rank, not copied: {"model": {name: tensor},
-    "Muon momentum": ...}. What else changes from step to step, as averages do, belongs here."""
+    """What decides how training goes on, as the live tensors, whole on every rank: {"model": {name:
+    tensor}, "Muon momentum": ...}. What else a step keeps, as averages in float32, belongs here."""
     state = {"model": dict(model.state_dict())}
     for optimizer in optimizers:
         optimizer.gather_state()
@@ -900,7 +900,6 @@ def world_of_this_process() -> World:
 TIMEOUT = timedelta(minutes=10)  # how long a rank waits for another, also while rank 0 saves
 
 def connect(plan: "Plan | None", script: str, world: World) -> "Plan":
-    """Joins the other ranks, and returns rank 0's plan."""
     gpu = world.device if world.device.type == "cuda" else None
     try:
         dist.init_process_group("nccl" if gpu else "gloo", timeout=TIMEOUT, device_id=gpu)
@@ -942,9 +941,8 @@ def parse_flags(argv: list[str]) -> tuple[Hyperparameters, argparse.Namespace]:
     for f in fields(Hyperparameters):
         kind = true_or_false if f.type is bool else f.type
         values = ", ".join(f"{name}: {getattr(hp, f.name)}" for name, hp in PRESETS.items())
-        help = f"{f.metadata['help']} ({values})".replace("%", "%%")
-        parser.add_argument(f"--{f.name}", type=kind, metavar=kind.__name__,
-                            default=argparse.SUPPRESS, help=help)
+        text = f"{f.metadata['help']} ({values})".replace("%", "%%")
+        parser.add_argument(f"--{f.name}", type=kind, help=text, default=argparse.SUPPRESS)
     command = parser.parse_args(argv)
     hp = PRESETS[command.preset]
     command.named = {name: value for name, value in vars(command).items() if name in asdict(hp)}
@@ -1032,8 +1030,8 @@ def prepare(hp: Hyperparameters, command, script: str, world: World, saved: dict
     if saved:
         plan = replace(plan, step=saved["step"], seconds=saved["seconds"])
         require(plan.step <= hp.num_iterations, f"the run has done {plan.step} steps already")
-        require(plan.data_read(plan.step) == saved["data_read"], "--resume: keep the steps' tokens "
-                "(micro_batches, train_seq_len) and the shards read; new shards may follow them")
+        require(plan.data_read(plan.step) == saved["data_read"], "--resume: keep micro_batches, "
+                "train_seq_len, the shards read (more may follow) and how a script reads them")
     return plan
 
 def changes(hp: Hyperparameters, script: str, saved: dict) -> Iterator[str]:
@@ -1236,7 +1234,8 @@ def main(argv: list[str]):
 
     # What to train. TORCH_COMPILE_DISABLE=1 is for debugging on a GPU, with a CPU's attention.
     torch.manual_seed(hp.seed)
-    compiles = cuda and os.environ.get("TORCH_COMPILE_DISABLE") != "1"
+    switches = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
+    compiles = cuda and "1" not in map(os.environ.get, switches)
     model = GPT(hp, getattr(torch, hp.dtype), flex=compiles)
     draw_weights(model, hp.seed)
     model.to(world.device)

@@ -8,13 +8,11 @@ from conftest import ROOT
 from test_data_common import status_of
 
 import train_gpt
-from records.tools import honesty
-
+from records.tools import honesty, logs
 
 def test_the_script_is_honest(runs_here):
     assert [line.partition(":")[0] for line in honesty.check(train_gpt.__file__)] == [
         "validation", "future", "validation", "future", "runs", "processes"]
-
 
 def changed(folder: Path, *changes) -> Path:
     """A copy of train_gpt.py in which each (old, new) was replaced."""
@@ -25,7 +23,6 @@ def changed(folder: Path, *changes) -> Path:
     path = folder / "my_record.py"
     path.write_text(text)
     return path
-
 
 EMBED = "x_TD = x0_TD = norm(self.embed(tokens_T))"
 MLP = "return x_TD + self.mlp(norm(x_TD))"
@@ -67,12 +64,13 @@ IN_A_MODEL = {
     "label smoothing in validation": (ENTROPY, [
         ("CrossEntropy.apply(self.logits(x), target)", "F.cross_entropy(self.logits(x), target, "
          "ignore_index=-1, reduction='sum', label_smoothing=0.01)")]),
-    "half of the loss": (ENTROPY, [("return loss / targets", "return loss / targets / 2")]),
     "the last sequence is left out": ("validation counts 1024 targets, expected 1400", [
         (f"    for inputs_T, targets_T in sequences:\n        {CALL}",
          f"    for inputs_T, targets_T in sequences[:-1]:\n        {CALL}")]),
     "hard targets are left out": ("validation's sequence 0 does not predict", [
         (CALL, CALL.replace("targets_T", "targets_T.where(targets_T != 10, -1)"))]),
+    "the padding counts as targets": (ENTROPY, [
+        ("total[1] += (targets_T >= 0).sum()", "total[1] += len(targets_T)")]),
     "noise in validation": (RANDOM, [(EMBED, EMBED + " + 0.01 * torch.randn(len(tokens_T), 1)")]),
     "dropout on in validation": (RANDOM, [(RELU, f"F.dropout({RELU}, 0.1)")]),
     "an average overwrites the weights": (r"validation changes the training state \(model, ", [
@@ -103,7 +101,6 @@ IN_A_RUN = {
             ("return self.peak_lr * ", "return 0.99**len(VALIDATIONS) * self.peak_lr * ")]),
 }
 
-
 @pytest.mark.method
 @pytest.mark.parametrize("name", [*IN_A_MODEL, *IN_A_RUN])
 def test_what_is_planted_is_found(name, tmp_path, runs_here):
@@ -113,7 +110,6 @@ def test_what_is_planted_is_found(name, tmp_path, runs_here):
         list(honesty.check_model(trial) if name in IN_A_MODEL else honesty.check_runs(trial))
     assert "\n" not in str(seen.value)
 
-
 @pytest.mark.method
 def test_processes_that_read_the_same_data_are_found(tmp_path, runs_here):
     copy = changed(tmp_path, ("        start += world.rank * count * T\n", ""))
@@ -122,12 +118,15 @@ def test_processes_that_read_the_same_data_are_found(tmp_path, runs_here):
     with pytest.raises(honesty.Dishonest, match="_loss at step [2-8] is .* on one process and"):
         honesty.check_ranks(trial, losses)
 
-
 TRAINING = "            if self.training:\n                loss += "
 RIGHT = {
     "GELU": [(RELU, "F.gelu(self.fc(x_TD))")],
     "another softcap": [("return 2 * c * torch.sigmoid(self.lm_head(x_TD).float() * (2 / c))",
                          "return 30 * torch.tanh(self.lm_head(x_TD).float() / 30)")],
+    "tied head": [
+        ('    (r"lm_head\\.weight",                     zero,    Adam, dict(lr="head_lr")),    '
+         "# [50304, 768]\n", ""),
+        ("rows, fp8_scale)\n", "rows, fp8_scale)\n        self.lm_head.weight = self.embed.weight\n")],
     "gated attention": [
         ("        self.value_mix =", "        self.gate = CastedLinear(hp.model_dim, hp.num_heads)\n"
          "        self.value_mix ="),
@@ -155,14 +154,12 @@ RIGHT = {
     "a longer window in validation": [(CALL, CALL.replace("window", "2 * window"))],
 }
 
-
 @pytest.mark.method
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_idea_passes(name, tmp_path, runs_here):
     trial = honesty.Trial(changed(tmp_path, *RIGHT[name]), [], tmp_path)
     assert len(list(honesty.check_model(trial))) == 4
     assert next(honesty.check_runs(trial)).startswith("runs: ")
-
 
 @pytest.mark.method
 def test_right_ideas_together_pass_on_two_processes(tmp_path, runs_here):
@@ -171,6 +168,23 @@ def test_right_ideas_together_pass_on_two_processes(tmp_path, runs_here):
     copy = changed(tmp_path, *(change for name in together for change in RIGHT[name]))
     assert [*honesty.check(copy)][-1].startswith("processes: ")
 
+@pytest.mark.method
+def test_a_copy_of_a_former_script_passes_and_starts_from_other_weights(tmp_path, runs_here):
+    """Whose constructor draws, and whose loss is a mean: the script of a log from before."""
+    log = min((ROOT / "records" / "demo").glob("*.log"))
+    former = tmp_path / "former.py"
+    former.write_text(logs.read_run(log, log.stem).source)
+    trial = honesty.Trial(former, [], tmp_path)
+    assert len(list(honesty.check_model(trial))) == 4
+    assert next(honesty.check_runs(trial)).startswith("runs: ")
+
+    def weights(path, *flags):
+        return dict(line.split()[1:] for line in honesty.check(path, flags, [honesty.weights]))
+    ours, theirs = weights(ROOT / "train_gpt.py"), weights(former)
+    assert ours.keys() == theirs.keys() and ours["embed.weight"] != theirs["embed.weight"]
+    assert ours["skip_weights"] == theirs["skip_weights"]
+    copy = changed(tmp_path, (RELU, "F.gelu(self.fc(x_TD))"))
+    assert weights(copy) == ours != weights(copy, "--num_heads=4")
 
 @pytest.mark.method
 @pytest.mark.parametrize("words, status, message", [

@@ -1,6 +1,6 @@
 """Is a copy of train_gpt.py honest? Says so in seconds, on a CPU, with a tiny model in float32:
 
-    ./run.sh honest my_record.py [speedrun|demo] [--setting=value ...]
+    ./run.sh honest my_record.py [speedrun|short|demo] [--setting=value ...]
 
 Honest means that its validation loss is what the verdict of a race takes it for:
 
@@ -15,10 +15,12 @@ Honest means that its validation loss is what the verdict of a race takes it for
 The settings are those of the copy's demo, or the ones that are named; sizes, steps and data are the
 check's own. It prints a line for each property and ends with `honest`, or with what was seen and
 status 3. A wrong command, or settings that the copy refuses, are one line and status 2; another
-error of the copy keeps its traceback.
+error of the copy keeps its traceback. With --weights it prints but a hash of each parameter's
+initial values.
 """
 
 import contextlib
+import hashlib
 import itertools
 import os
 import re
@@ -96,13 +98,18 @@ class Trial:
         self.script.check_settings(hp, 2)
         self.hp = self.script.resolve(hp, self.world.device)
 
+    def drawn(self):
+        """The model with its initial weights."""
+        torch.manual_seed(self.hp.seed)
+        model = self.script.GPT(self.hp, torch.float32, flex=False)
+        if hasattr(self.script, "PARAMETERS"):  # before 2026-11-26 the model drew its own weights
+            self.script.draw_weights(model, self.hp.seed)
+        return model
+
     def trained(self):
         """(model, optimizers) after two steps, since an optimizer of a copy may skip one."""
         script, hp = self.script, self.hp
-        torch.manual_seed(hp.seed)
-        model = script.GPT(hp, torch.float32, flex=False)
-        if hasattr(script, "PARAMETERS"):  # before 2026-11-26 the model drew its own weights
-            script.draw_weights(model, hp.seed)
+        model = self.drawn()
         optimizers = script.build_optimizers(model, hp, self.world)
         batches = script.train_batches(script.find_shards(hp.train_files), hp, self.world, 0)
         for step in (0, 1):
@@ -263,38 +270,46 @@ def check_ranks(trial: Trial, losses: dict) -> str:
         largest = max(largest, abs(loss - other))
     return f"processes: on two, the losses of 8 steps are those of one within {largest:.4f}"
 
-def check(path, flags=()):
-    """Yields a line for each property that holds. Raises Dishonest with what was seen, and
-    UserError where the copy cannot be tried."""
+def check(path, flags=(), parts=(check_model, check_runs)):
+    """Yields the lines of these parts. Raises Dishonest with what was seen, and UserError where the
+    copy cannot be tried."""
     torch.set_num_threads(1)  # the last bits of sums depend on their number
     with tempfile.TemporaryDirectory() as folder:
         try:
             trial = Trial(Path(path).resolve(), flags, Path(folder))
-            yield from check_model(trial)
-            yield from check_runs(trial)
+            for part in parts:
+                yield from part(trial)
         except Exception as e:
             if type(e).__name__ != "UserError" or isinstance(e, UserError):
                 raise
             raise UserError(f"{path}, in the check of its honesty: {e}") from None
 
+def weights(trial: Trial):
+    """Lines with the name of each parameter, its shape and a hash of its initial values."""
+    for name, p in trial.drawn().named_parameters():
+        digest = hashlib.sha256(p.detach().numpy().tobytes()).hexdigest()[:16]
+        yield f"weights: {name} {'x'.join(map(str, p.shape))}_{digest}"
+
 def main():
-    words = sys.argv[1:]
+    words = [word for word in sys.argv[1:] if word != "--weights"]
     if {"-h", "--help"} & {*words}:
         print(__doc__)
         return
     path, flags = split_words(words)
     require(path in words, "name the script first: ./run.sh honest my_record.py "
-            "[speedrun|demo] [--setting=value ...]")
+            "[speedrun|short|demo] [--setting=value ...]")
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    asked = "--weights" in sys.argv
     try:
-        for line in check(path, flags):
+        for line in check(path, flags, [weights] if asked else [check_model, check_runs]):
             print(line, flush=True)
     except Dishonest as seen:
         print(f"not honest: {seen}")
         sys.exit(3)
-    print("honest")
+    if not asked:
+        print("honest")
 
 if __name__ == "__main__":
     sys.exit(run(main))
