@@ -88,17 +88,20 @@ IN_A_MODEL = {
          "        yield [*zip(inputs, targets), (inputs[0].roll(1), targets[0].roll(1))]\n")]),
 }
 MOMENTUM = ('self.state["momentum"] = torch', "self.momentum = torch")
+RESUMED = "resumed at step 12, and validates at other steps, ends with other numbers"
 IN_A_RUN = {
-    "momentum outside the state": ("a run that is resumed at step 12 ends with other numbers", [
+    "momentum outside the state": (RESUMED, [
         MOMENTUM, ('self.state["momentum"]', "self.momentum")]),
     "dropout in training, whose random state is not saved": (
-        "a run that is resumed at step 12 ends with other numbers", [
+        RESUMED, [
             (RELU, f"F.dropout({RELU}, 0.1, self.training)")]),
     "rates that count the validations": (
-        "a run of 16 steps that validates at other steps ends with other numbers", [
+        RESUMED, [
             (GLOBAL, "VALIDATIONS = []\n" + GLOBAL),
             (EVALUATE, EVALUATE + "    VALIDATIONS.append(step)\n"),
             ("return self.peak_lr * ", "return 0.99**len(VALIDATIONS) * self.peak_lr * ")]),
+    "processes that read the same data": ("_loss at step [2-8] is .* on one process and", [
+        ("        start += world.rank * count * T\n", "")]),
 }
 
 @pytest.mark.method
@@ -109,14 +112,6 @@ def test_what_is_planted_is_found(name, tmp_path, runs_here):
     with pytest.raises(honesty.Dishonest, match=words) as seen:
         list(honesty.check_model(trial) if name in IN_A_MODEL else honesty.check_runs(trial))
     assert "\n" not in str(seen.value)
-
-@pytest.mark.method
-def test_processes_that_read_the_same_data_are_found(tmp_path, runs_here):
-    copy = changed(tmp_path, ("        start += world.rank * count * T\n", ""))
-    trial = honesty.Trial(copy, [], tmp_path)
-    losses, _ = trial.run("plain", "--val_loss_every=4")
-    with pytest.raises(honesty.Dishonest, match="_loss at step [2-8] is .* on one process and"):
-        honesty.check_ranks(trial, losses)
 
 TRAINING = "            if self.training:\n                loss += "
 RIGHT = {

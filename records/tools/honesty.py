@@ -9,7 +9,7 @@ Honest means that its validation loss is what the verdict of a race takes it for
 - The validation loss is the cross-entropy of `logits(features(tokens, window))`, each validation
   token counted once, and the same each time.
 - A step trains on as many tokens as the copy's `tokens_seen` says.
-- Validation changes nothing: a run that validates at other steps, or was resumed, ends in the same
+- Validation changes nothing: a run that was resumed, and validates at other steps, ends in the same
   bits. Two processes train what one trains, but for rounding.
 
 The settings are those of the copy's demo, or the ones that are named; sizes, steps and data are the
@@ -54,11 +54,8 @@ SIZES = [
 
 # Each is a wide multiple of what right scripts showed, with 8 seeds of the demo and of `speedrun`.
 LOSS_BOUND = 1e-5  # share of the loss, for a sum in float32; at most 9e-8 was seen
-# For later tokens that begin other documents, where the sums of another kind of attention may get
-# another shape; 0 was seen.
-BORDERS_BOUND = 1e-4
-# For 8 steps on two processes; at most 0.0004 was seen, and at least 0.04 where they read the same.
-RANKS_BOUND = 0.03
+BORDERS_BOUND = 1e-4  # where later tokens begin other documents, so that sums change; 0 was seen
+RANKS_BOUND = 0.03  # of 8 steps; at most 0.0004 was seen, and from 0.04 on for two times one rank
 
 class Dishonest(Exception):
     """What was seen, in one line."""
@@ -131,8 +128,8 @@ class Trial:
         model.eval()
         return loss, calls
 
-    def run(self, name: str, *flags, processes=1) -> tuple[dict, dict]:
-        """Of a run of the copy, {(step, kind): loss} of its log, and its last training state."""
+    def run(self, name: str, *flags, processes=1) -> tuple[dict, list]:
+        """Of a run of the copy, {(step, kind): loss} of its log, and its checkpoints."""
         records = self.folder / name
         arguments = [*flags, f"--records={records}", "--name=honesty"]
         if not flags[0].startswith("--resume="):
@@ -149,21 +146,16 @@ class Trial:
                     f"{one_line((done.stderr.strip() or 'no output')[-400:])}")
         (log,) = records.glob("*.log")
         found = re.findall(r"(?m)^step:(\d+)/.* (train|val)_loss:(\S+) ", log.read_text())
-        losses = {(int(step), kind): float(loss) for step, kind, loss in found}
-        return losses, torch.load(self.checkpoint(name, STEPS), weights_only=True)["state"]
-
-    def checkpoint(self, name: str, step: int) -> Path:
-        paths = list((self.folder / name).glob(f"*/step{step:08}.pt"))
-        require(paths, f"{self.path} saves no checkpoint step{step:08}.pt; restore that")
-        return paths[0]
+        checkpoints = sorted(records.glob("*/step*.pt"))
+        require(checkpoints, f"{self.path} saves no checkpoint; restore that")
+        return {(int(step), kind): float(loss) for step, kind, loss in found}, checkpoints
 
 def difference(a: dict, b: dict) -> str | None:
     """The first tensor in which two training states differ."""
     a, b = ({f"{kind}, {name}": x for kind, tensors in state.items() for name, x in tensors.items()}
             for state in (a, b))
-    differ = (name for name in a | b if name not in a or name not in b
-              or not torch.equal(a[name], b[name]))
-    return next(differ, None)
+    return next((name for name in a | b if name not in a or name not in b
+                 or not torch.equal(a[name], b[name])), None)
 
 # ---- The properties ------------------------------------------------------------------------------
 
@@ -248,19 +240,13 @@ def check_model(trial: Trial):
                 p.add_(0.1 * torch.randn(p.shape, generator=generator).to(p.dtype))
 
 def check_runs(trial: Trial):
-    losses, state = trial.run("plain", "--val_loss_every=4")
-    changed = difference(state, trial.run("seldom", "--val_loss_every=0")[1])
-    expect(not changed, f"a run of {STEPS} steps that validates at other steps ends with other "
-           f"numbers ({changed})")
-    resume = f"--resume={trial.checkpoint('plain', SAVED)}"
-    changed = difference(state, trial.run("resumed", resume, "--val_loss_every=1")[1])
-    expect(not changed, f"a run that is resumed at step {SAVED} ends with other numbers "
-           f"({changed}): what it remembers must be in an optimizer's state")
-    yield (f"runs: with other validations, or resumed at step {SAVED}, {STEPS} steps end in the "
-           "same bits")
-    yield check_ranks(trial, losses)
-
-def check_ranks(trial: Trial, losses: dict) -> str:
+    losses, saved = trial.run("plain", "--val_loss_every=4")
+    _, resumed = trial.run("resumed", f"--resume={saved[0]}", "--val_loss_every=1")
+    states = (torch.load(path, weights_only=True)["state"] for path in (saved[-1], resumed[-1]))
+    changed = difference(*states)
+    expect(not changed, f"a run that is resumed at step {SAVED}, and validates at other steps, "
+           f"ends with other numbers ({changed}): what it remembers must be in an optimizer's state")
+    yield f"runs: resumed at step {SAVED}, with other validations, {STEPS} steps end in equal bits"
     others, _ = trial.run("two", "--val_loss_every=4", processes=2)
     largest = 0.0
     for step, kind in sorted(key for key in losses if key[0] <= 8):
@@ -268,7 +254,7 @@ def check_ranks(trial: Trial, losses: dict) -> str:
         expect(abs(loss - other) <= RANKS_BOUND, f"{kind}_loss at step {step} is {loss} on one "
                f"process and {other} on two, which rounding does not explain")
         largest = max(largest, abs(loss - other))
-    return f"processes: on two, the losses of 8 steps are those of one within {largest:.4f}"
+    yield f"processes: on two, the losses of 8 steps are those of one within {largest:.4f}"
 
 def check(path, flags=(), parts=(check_model, check_runs)):
     """Yields the lines of these parts. Raises Dishonest with what was seen, and UserError where the
