@@ -115,9 +115,8 @@ class ArgumentParser(argparse.ArgumentParser):
 def run(main, errors: tuple = ()) -> int:
     """Runs main(); the exit status of the program, which is what main returns, or 0.
 
-    A UserError, or an exception of the classes in `errors`, is one line and status 2, and so is an
-    error of the operating system; an interruption is one line and the status that the shell gives
-    that signal. A program that uses train_gpt says `run(main, errors=(train_gpt.UserError,))`.
+    A UserError, or one of the classes in `errors`, is one line and status 2, and so is an error of
+    the operating system; an interruption is one line and the status that a shell gives that signal.
     """
     def interrupt(signum, frame):
         raise KeyboardInterrupt(signum)
@@ -127,21 +126,17 @@ def run(main, errors: tuple = ()) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # a file's name need not be UTF-8
     try:
         return main() or 0
-    except (UserError, *errors) as e:
-        message = f"error: {e}"
-        status = 2
     except BrokenPipeError:  # the reader of our output, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except OSError as e:
-        where = f"{e.filename}: " if e.filename else ""
-        message = f"error: {where}{e.strerror or e}"
-        status = 2
     except KeyboardInterrupt as e:
-        message = "interrupted"
-        status = 128 + (e.args[0] if e.args else signal.SIGINT)
-    print(message, file=sys.stderr)
-    return status
+        print("interrupted", file=sys.stderr)
+        return 128 + (e.args[0] if e.args else signal.SIGINT)
+    except (UserError, OSError, *errors) as e:
+        if isinstance(e, OSError):
+            e = f"{e.filename}: {e.strerror}" if e.filename else e.strerror or e
+        print(f"error: {e}", file=sys.stderr)
+        return 2
 
 # ---- Files ---------------------------------------------------------------------------------------
 

@@ -7,8 +7,8 @@
 Reads every token. Prints for each file: tokens, range of ids, documents and their lengths, and how
 the first document begins. The tokenizer is the one named by NAME.json next to the shards, else
 GPT-2's. With --seen_in it also prints what share of all runs of 32 tokens stands in those shards
-too: where it is large, validation tests what was learned by heart. Exits with 2 where a shard is
-bad, and names the defect and the byte.
+too: where it is large, validation tests what was learned by heart. A shard that is bad is one line
+with the defect and its byte, and the status is 2.
 """
 
 import json
@@ -86,14 +86,13 @@ def share_seen(path: Path, others: list[Path]) -> float:
 
 def main(argv=None):
     p = ArgumentParser(description=__doc__, prog="./run.sh inspect")
-    p.add_argument("files", nargs="+", type=Path, metavar="FILE", help="token shard")
-    p.add_argument("--tokenizer", choices=TOKENIZERS, help="of the shards (see above)")
-    p.add_argument("--vocab_dir", metavar="DIR",
-                   help="folder with GPT-2's encoder.json and vocab.bpe (downloaded)")
-    p.add_argument("--seen_in", nargs="+", type=Path, default=[], metavar="FILE",
-                   help="shards in which to look for what the others hold")
+    add = p.add_argument
+    add("files", nargs="+", type=Path, metavar="FILE", help="token shard")
+    add("--tokenizer", choices=TOKENIZERS, help="of the shards (see above)")
+    add("--vocab_dir", metavar="DIR", help="of GPT-2's encoder.json and vocab.bpe (downloaded)")
+    add("--seen_in", nargs="+", type=Path, default=[], metavar="FILE", help="shards to look in")
     args = p.parse_args(argv)
-    bad = 0
+    status = 0
     for path in args.files:
         try:
             tokenizer_name = args.tokenizer or tokenizer_of(path)
@@ -105,11 +104,9 @@ def main(argv=None):
                              f"stand in {len(args.seen_in)} other shard(s) too")
             print("\n".join(lines))
         except UserError as e:
-            if len(args.files) == 1:
-                raise
-            bad += 1
             print(f"error: {e}", file=sys.stderr)
-    require(not bad, f"{bad} of {len(args.files)} shards are bad")
+            status = 2
+    return status
 
 if __name__ == "__main__":
     sys.exit(run(main))
