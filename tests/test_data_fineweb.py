@@ -3,9 +3,6 @@ and what does not stay."""
 
 import hashlib
 import http.server
-import multiprocessing
-import os
-import signal
 import threading
 from pathlib import Path
 
@@ -14,7 +11,7 @@ import pytest
 from conftest import refused
 
 from data import fineweb
-from data.common import UserError, run, shard_header
+from data.common import UserError, shard_header
 
 NAMES = ["fineweb_val_000000.bin", "fineweb_train_000001.bin", "fineweb_train_000002.bin"]
 
@@ -30,7 +27,6 @@ class Hub(http.server.ThreadingHTTPServer):
         self.files = {name: shard(i) for i, name in enumerate(NAMES)}
         self.sums = {}      # etags other than the file's SHA-256
         self.fetched = []   # names, one per GET
-        self.stall = None   # called in the middle of each file
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
@@ -42,12 +38,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.path.endswith(".bin"):
             self.server.fetched.append(self.path.rsplit("/", 1)[1])
         if content := self.answer():
-            half = len(content) // 2
-            self.wfile.write(content[:half])
-            if self.server.stall:
-                self.wfile.flush()
-                self.server.stall()
-            self.wfile.write(content[half:])
+            self.wfile.write(content)
 
     def answer(self):
         folder, name = self.path.rsplit("/", 1)
@@ -164,20 +155,3 @@ def test_verify(hub, tmp_path, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2 and f"{tmp_path / NAMES[2]}: its SHA-256 is not" in lines[1]
     assert (tmp_path / NAMES[2]).read_bytes() == shard(8)  # verifying changes nothing
-
-def test_a_killed_fetch_leaves_no_partial_file(hub, tmp_path):
-    fetch(tmp_path, chunks=0)
-    halfway, go_on = threading.Event(), threading.Event()
-    hub.stall = lambda: (halfway.set(), go_on.wait())
-    child = multiprocessing.get_context("fork").Process(
-        target=lambda: os._exit(run(lambda: fetch(tmp_path))))
-    child.start()
-    assert halfway.wait(60)
-    os.kill(child.pid, signal.SIGKILL)
-    child.join(60)
-    assert child.exitcode == -9 and list(tmp_path.glob("*.bin")) == [tmp_path / NAMES[0]]
-    go_on.set()
-    hub.stall = None
-    fetch(tmp_path)
-    assert all((tmp_path / name).read_bytes() == content for name, content in hub.files.items())
-    assert names(tmp_path) == sorted([*NAMES, "SHA256SUMS"])
