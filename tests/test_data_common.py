@@ -133,14 +133,12 @@ def test_a_folder_is_of_one_run_at_a_time(tmp_path):
         assert [path.name for path in folder.iterdir()] == ["lock"]
     assert not folder.exists()
 
-@pytest.mark.parametrize("number, goes_on", [
-    (errno.ENOSYS, True), (errno.ENOLCK, True), (errno.EOPNOTSUPP, True), (errno.EIO, False)])
-def test_a_file_system_without_locks_will_do(tmp_path, monkeypatch, number, goes_on):
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_will_do(tmp_path, monkeypatch, number):
     def no_locks(*_):
         raise OSError(number, "")
     monkeypatch.setattr(common.fcntl, "lockf", no_locks)
-    with contextlib.nullcontext() if goes_on else pytest.raises(OSError):
-        with staging(tmp_path / "unfinished") as folder:
-            (folder / "a").write_text("text")
-            common.publish([folder / "a"], tmp_path)
-    assert (tmp_path / "a").exists() == goes_on
+    with staging(tmp_path / "unfinished") as folder:
+        (folder / "a").write_text("text")
+        common.publish([folder / "a"], tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]

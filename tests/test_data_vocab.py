@@ -106,7 +106,7 @@ def test_where_the_vocabulary_cannot_be_had(vocab_dir, tmp_path, monkeypatch):
         (tmp_path / name).write_bytes((vocab_dir / name).read_bytes())
     merges = (vocab_dir / "vocab.bpe").read_bytes()
     (tmp_path / "vocab.bpe").write_bytes(b"#version: 0.1" + merges[13:])
-    with pytest.raises(UserError, match="could not be read from .*ValueError: the checksum of vocab.bpe is another"):
+    with pytest.raises(UserError, match="could not be read from .*the checksum of vocab.bpe is "):
         load_tokenizer("gpt2", str(tmp_path))
     monkeypatch.setitem(sys.modules, "tiktoken.load", None)
     with pytest.raises(UserError, match="needs tiktoken: pip install tiktoken"):

@@ -117,7 +117,7 @@ def test_labels_as_text_blank_lines_a_mark_and_limit(tmp_path):
     ([LINE, {**LINE, "ctx": ""}], "line 2: ctx is no text"),
     ([{**LINE, "endings": ["a", "b", "c"]}], "line 1: endings are not four texts"),
     ([{**LINE, "label": ""}], "line 1: label is not 0, 1, 2 or 3"),  # the test split hides them
-    (["", ""], "holds no item"), (None, "cannot be read (No such file or directory)")])
+    (["", ""], "holds no item"), (None, "No such file or directory")])
 def test_what_cannot_be_used_is_one_line(tmp_path, trained, run_sample, lines, message):
     path = tmp_path / "bad.jsonl"
     if lines:

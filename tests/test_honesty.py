@@ -121,10 +121,11 @@ RIGHT = {
     "tied head": [
         ('    (r"lm_head\\.weight",                     zero,    Adam, dict(lr="head_lr")),    '
          "# [50304, 768]\n", ""),
-        ("rows, fp8_scale)\n", "rows, fp8_scale)\n        self.lm_head.weight = self.embed.weight\n")],
+        ("rows, fp8_scale)\n",
+         "rows, fp8_scale)\n        self.lm_head.weight = self.embed.weight\n")],
     "gated attention": [
-        ("        self.value_mix =", "        self.gate = CastedLinear(hp.model_dim, hp.num_heads)\n"
-         "        self.value_mix ="),
+        ("        self.value_mix =",
+         "        self.gate = CastedLinear(hp.model_dim, hp.num_heads)\n        self.value_mix ="),
         ("        return self.proj(y_1HTK",
          "        y_1HTK = y_1HTK * torch.sigmoid(self.gate(x_TD)).T[None, :, :, None]\n"
          "        return self.proj(y_1HTK"),

@@ -88,8 +88,6 @@ def read_items(path: Path, tokenizer, limit: int | None) -> list[Item]:
                     break
                 if line.strip():
                     items.append(read_item(line, tokenizer))
-    except OSError as e:
-        raise UserError(f"{path}: cannot be read ({e.strerror})") from None
     except UserError as e:
         raise UserError(f"{path}: line {line_number}: {e}") from None
     require(items, f"{path}: holds no item")
@@ -121,11 +119,6 @@ def ending_losses(trained: Trained, items: list[Item]) -> tuple[Tensor, Tensor]:
     summed = torch.stack([ending.sum() for ending in losses.split(lengths)])
     return summed.view(len(items), -1), torch.tensor(lengths).view(len(items), -1)
 
-def accuracy(scores: Tensor, labels: Tensor) -> tuple[float, float]:
-    """(share of items whose lowest score is the right ending's, its standard error)"""
-    share = float((scores.argmin(1) == labels).double().mean())
-    return share, math.sqrt(share * (1 - share) / len(labels))
-
 def main():
     parser = arguments("hellaswag", __doc__)
     add = parser.add_argument
@@ -144,7 +137,8 @@ def main():
     summed, lengths = map(torch.cat, zip(*batches))
     labels = torch.tensor([item.label for item in items])
     for name, scores in (("acc_norm", summed / lengths), ("acc", summed)):
-        share, error = accuracy(scores, labels)
+        share = float((scores.argmin(1) == labels).double().mean())
+        error = math.sqrt(share * (1 - share) / len(labels))
         print(f"hellaswag_{name}:{share:.4f} standard_error:{error:.4f} n:{len(items)}")
 
 if __name__ == "__main__":

@@ -182,7 +182,8 @@ def check_validation(trial: Trial, model, optimizers, when: str) -> str:
     count = trial.hp.val_tokens
     expected = sum(float(token_losses(model, *call[:3]).sum()) for call in calls) / count
     expect(abs(losses[0] - expected) <= LOSS_BOUND * expected, "the validation loss is "
-           f"{losses[0]:.6f}, but the cross-entropy of logits(features()) is {expected:.6f}, {when}")
+           f"{losses[0]:.6f}, but the cross-entropy of logits(features()) is {expected:.6f}, "
+           f"{when}")
     return (f"validation: {losses[0]:.6f} twice, the cross-entropy of {count} targets, each "
             f"counted once, {when}")
 
@@ -245,7 +246,8 @@ def check_runs(trial: Trial):
     states = (torch.load(path, weights_only=True)["state"] for path in (saved[-1], resumed[-1]))
     changed = difference(*states)
     expect(not changed, f"a run that is resumed at step {SAVED}, and validates at other steps, "
-           f"ends with other numbers ({changed}): what it remembers must be in an optimizer's state")
+           f"ends with other numbers ({changed}): what it remembers must be in an optimizer's "
+           "state")
     yield f"runs: resumed at step {SAVED}, with other validations, {STEPS} steps end in equal bits"
     others, _ = trial.run("two", "--val_loss_every=4", processes=2)
     largest = 0.0

@@ -78,7 +78,8 @@ def checked_script(path: Path) -> ModuleType:
     except (Exception, SystemExit) as e:
         raise UserError(f"{path}: cannot be loaded ({type(e).__name__}: {one_line(e)})") from e
     missing = [name for name in NEEDED if not hasattr(script, name)]
-    require(not missing, f"{path}: is not a training script, because it has no {' or '.join(missing)}")
+    require(not missing, f"{path}: is not a training script, because it has no "
+            f"{' or '.join(missing)}")
     return script
 
 def source_hash(path: Path) -> str:
