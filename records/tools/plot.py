@@ -8,7 +8,7 @@ import textwrap
 from datetime import datetime
 from itertools import cycle, pairwise
 
-from records.tools.judge import differences_by_step, interval_of_pairs
+from records.tools.judge import ALPHA, differences_by_step, interval_of_pairs
 from records.tools.load import installed
 from records.tools.logs import BadInput, short
 
@@ -116,13 +116,13 @@ def finish_panel(panel, axis, ylabel):
 
 def draw_difference(panel, steps, rows, level):
     """A - B by step: a thin line a pair, a bold one their mean, and its interval."""
-    bands = [interval_of_pairs(column, level) for column in rows.T]
+    bands = [interval_of_pairs(column, level or ALPHA, bool(level)) for column in rows.T]
     known = [i for i, band in enumerate(bands) if band]
     if known:
-        percent = 100 * (1 - level) if level else 95
         panel.fill_between([steps[i] for i in known], *zip(*(bands[i] for i in known)),
                            color=DIFFERENCE, alpha=0.18, linewidth=0,
-                           label=f"{percent:g} % interval of the mean difference")
+                           label=f"{100 * (1 - (level or ALPHA)):g} % interval of the mean "
+                                 "difference")
     panel.plot(steps, rows.T, color=DIFFERENCE, linewidth=0.8, alpha=0.6)
     panel.plot(steps, rows.mean(axis=0), color=DIFFERENCE, linewidth=2.6, markersize=4,
                marker="o" * (len(steps) < 30), label=f"mean difference of {len(rows)} pairs")
