@@ -52,7 +52,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from records.tools import judge, load, logs
@@ -187,7 +187,7 @@ def verdict(a, b, comparison, target):
     if not (a.independent and b.independent):
         return ("Nothing is shown: the runs of a side are not independent (see the warnings), so "
                 "no p-value holds.")
-    if test_that_speaks(comparison, "loss")["difference"] is None:
+    if comparable_losses(a, b) and test_that_speaks(comparison, "loss")["difference"] is None:
         return ("Nothing is shown: the sides have no seed in common, and an e-value takes pairs. "
                 "Without --until_decided, all runs are compared.")
     sentences = [about_loss(a, b, comparison), about_time(a, b, comparison)]
@@ -195,7 +195,10 @@ def verdict(a, b, comparison, target):
         text = f"Unequal: {titles([a, b])[0]} has {', '.join(comparison['unequal'])}."
         sentences.insert(0, text)
     if target is not None:
-        sentences.append(about_target(a, b, comparison, target))
+        held = ["yes" if side.rules and side.rules[0]["holds"] else "not shown" for side in (a, b)]
+        names = titles([a, b])
+        sentences.append(f"Mean below {target:g} at p < {ALPHA}: {names[0]} {held[0]}, {names[1]} "
+                         f"{held[1]}.")
     if test_that_speaks(comparison, "loss")["E"] is not None:
         sentences.append("E assumes that the differences of pairs are roughly normal.")
     sentences += [f"But mind the warnings about {side.label}." for side in (a, b) if side.warnings]
@@ -203,12 +206,16 @@ def verdict(a, b, comparison, target):
 
 def other_validation(a, b):
     """Why losses do not compare, with the validation data of both sides."""
+    data = [{row for one in side.used for row in one.val_data} for side in (a, b)]
+    counts = [{one.validated_on[:2] for one in side.used} for side in (a, b)]
     texts = []
-    for name, side in zip(titles([a, b]), (a, b)):
-        data = {", ".join(run.val_data) or "data that the log does not name" for run in side.used}
-        sizes = {"/".join(value or "?" for value in run.validated_on[:2]) for run in side.used}
-        texts.append(f"{name} validates on {short(' | '.join(sorted(data)), 200)}, val_tokens/"
-                     f"vocab_size {' | '.join(sorted(sizes))}")
+    for name, own, other, sizes in zip(titles([a, b]), data, data[::-1], counts):
+        shards = ", ".join(sorted(own - other or own)) or "data that the log does not name"
+        texts.append(f"{name} validates on {short(shards, 300)}")
+        if counts[0] != counts[1]:
+            texts[-1] += ", " + " | ".join(
+                f"{tokens or 'unknown'} tokens of a vocabulary of {vocabulary or 'unknown'}"
+                for tokens, vocabulary in sorted(sizes, key=str))
     return f"Losses do not compare: {', but '.join(texts)}."
 
 def about_loss(a, b, comparison):
@@ -275,46 +282,6 @@ def about_time(a, b, comparison):
     text = claim_time(titles([a, b]), test, b.seconds["mean"], comparison["level"])
     return f"{text} on {a.used[0].hardware or 'hardware that the logs do not name'}."
 
-def about_target(a, b, comparison, target):
-    """Loss and speed together: who gets below the target, and who is there first."""
-    names = titles([a, b])
-    held = ["yes" if side.rules and side.rules[0]["holds"] else "not shown" for side in (a, b)]
-    text = f"Mean below {target:g} at p < {ALPHA}: {names[0]} {held[0]}, {names[1]} {held[1]}."
-    found = comparison["to_target"]
-    if not found:
-        return text
-    if not found["means"]:
-        counts = [f"{n} of {len(side.used)}" for n, side in zip(found["reached"], (a, b))]
-        return (f"{text} {names[0]} reaches {target:g} in {counts[0]} runs, {names[1]} in "
-                f"{counts[1]}.")
-    means = found["means"]
-    text += (f" To {target:g} it takes {names[0]} {means[0]:.1f} s and {names[1]} {means[1]:.1f} s "
-             "of training")
-    if not comparable_times(a, b):
-        return f"{text}, on hardware that differs."
-    said = claim_time(names, found["seconds"], means[1], comparison["level"])
-    return f"{text}. There, {said[0].lower() if said.startswith('No') else said[0]}{said[1:]}."
-
-def about_target(a, b, comparison, target):
-    """Loss and speed together: who gets below the target, and who is there first."""
-    names = titles([a, b])
-    held = ["yes" if side.rules and side.rules[0]["holds"] else "not shown" for side in (a, b)]
-    text = f"Mean below {target:g} at p < {ALPHA}: {names[0]} {held[0]}, {names[1]} {held[1]}."
-    found = comparison["to_target"]
-    if not found:
-        return text
-    if not found["means"]:
-        counts = [f"{n} of {len(side.used)}" for n, side in zip(found["reached"], (a, b))]
-        return (f"{text} {names[0]} reaches {target:g} in {counts[0]} runs, {names[1]} in "
-                f"{counts[1]}.")
-    means = found["means"]
-    text += (f" To {target:g} it takes {names[0]} {means[0]:.1f} s and {names[1]} {means[1]:.1f} s "
-             "of training")
-    if not comparable_times(a, b):
-        return f"{text}, on hardware that differs."
-    said = claim_time(names, found["seconds"], means[1], comparison["level"])
-    return f"{text}. There, {said[0].lower() if said.startswith('No') else said[0]}{said[1:]}."
-
 def claim_time(names, test, seconds, level):
     difference = test["difference"] or 0
     size = f"{plain(difference, 3, '+')} s, {100 * difference / max(seconds, 1e-9):+.1f} %"
@@ -342,67 +309,6 @@ def strength(test):
     return text + (f", lower in {test['lower']} of {runs_of(test['n'], 'pair')}"
                    if "lower" in test else "")
 
-# ---- For a submission ----------------------------------------------------------------------------
-
-STATISTICS = "Written by `./run.sh compare --statistics`."
-
-def statistics_of(side, target):
-    """The section of one side: its runs, their statistics, and their values as Python lists."""
-    losses, times = ([getattr(one, key) for one in side.used] for key in ("loss", "seconds"))
-    rows = [f"| {one.name} | {one.seed or '-'} | {one.loss} | {1000 * one.seconds:.0f}ms |"
-            for one in side.used]
-    lines = [f"## {side.name}", "",
-             f"{runs_of(len(side.used))}, {counted(side.used, 'steps')} steps, on "
-             f"{counted(side.used, 'hardware')}, torch {counted(side.used, 'torch')}.", "",
-             "| run | seed | val_loss | train_time |", "|---|---|---|---|", *rows, "",
-             "| | mean | std | min | median | max |", "|---|---|---|---|---|---|"]
-    for what, values, found, digits in (("val_loss", losses, side.loss, 10),
-                                        ("train_time (s)", times, side.seconds, 6)):
-        cells = [found["mean"], found["sd"], min(values), median(values), max(values)]
-        lines.append(f"| {what} | {' | '.join(number(one, f'.{digits}f') for one in cells)} |")
-    if target is not None:
-        p = number(side.loss["p"], ".10f")
-        lines += ["", f"p(mean val_loss < {target:g}) = **{p}**, one-sided t-test, n = "
-                  f"{len(losses)}"]
-    return [*lines, "", "```python", f"losses = {losses}", f"times = {times}"] + (
-        [f'scipy.stats.ttest_1samp(losses, {target:g}, alternative="less").pvalue'] * (
-            target is not None)) + ["```", ""]
-
-def statistics_against(a, b, comparison):
-    """The section of two sides: differences, and Welch's tests whatever else was tested."""
-    lines = [f"## {a.name} against {b.name}", ""]
-    if not comparable_losses(a, b):
-        return [*lines, other_validation(a, b), ""]
-    tests = [judge.welch(*judge.tested(a, b, "welch", key)) for key in ("loss", "seconds")]
-    ours, theirs = a.seconds["mean"], b.seconds["mean"]
-    lines += ["| | difference | Welch's t | two-sided p |", "|---|---|---|---|"]
-    for what, test, form in zip(("val_loss", "train_time (s)"), tests, ("+.10f", "+.6f")):
-        lines.append(f"| {what} | {number(test['difference'], form)} | {number(test['t'], '.3f')} "
-                     f"| {number(test['p'], '.7g')} |")
-    lines += ["", f"Relative train time: {100 * (ours / theirs - 1):+.6f} %, speedup "
-              f"{theirs / ours:.8f}x."]
-    if not comparable_times(a, b):
-        lines.append("The hardware, the ranks or the rules of the clock differ.")
-    return [*lines, "", comparison["verdict"], ""]
-
-def write_statistics(candidates, baseline, comparisons, target):
-    """statistics.md, beside the logs of A; it replaces only one that stems from here."""
-    sides = candidates + baseline
-    for side in sides:
-        if not side.used:
-            raise BadInput(f"--statistics: {side.name} has no finished run")
-    path = Path(os.path.commonpath([Path(one.path).resolve().parent for one in sides[0].runs]))
-    path /= "statistics.md"
-    if path.exists() and STATISTICS not in path.read_text(encoding="utf-8", errors="replace"):
-        raise BadInput(f"{path} was not written by --statistics: rename it")
-    lines = ["# Statistics", ""]
-    for side, comparison in zip(candidates, comparisons):
-        lines += statistics_against(side, *baseline, comparison)
-    for side in sides:
-        lines += statistics_of(side, target)
-    path.write_text("\n".join([*lines, STATISTICS, ""]), encoding="utf-8")
-    say(f"{path} is written", sys.stderr)
-
 # ---- Text ----------------------------------------------------------------------------------------
 
 MEASURES = (("val loss", "loss", ".5f", ""), ("time", "seconds", ".3f", " s"))
@@ -417,9 +323,6 @@ def percent(level):
 
 def runs_of(count, what="run"):
     return f"{count} {what}{'s' * (count != 1)}"
-
-def counted(runs, what):
-    return " | ".join(sorted({str(getattr(one, what) or "unknown") for one in runs}))
 
 def say(text="", file=None):
     print(printable(text), file=file)
@@ -657,7 +560,10 @@ def main(arguments=None):
 
         page.save(options.html, sides, comparisons, target)
     if options.statistics:
-        write_statistics(candidates, baseline, comparisons, target)
+        from records.tools import submission
+
+        path = submission.write(candidates, baseline, comparisons, target)
+        say(f"{path} is written", sys.stderr)
     if options.json:
         print(json.dumps({"version": 9, "target": target, "loss": options.loss, "sides": sides,
                           "comparison": only, "comparisons": [] if only else comparisons,

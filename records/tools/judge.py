@@ -318,7 +318,9 @@ def test_that_speaks(comparison, key):
     return comparison["paired"][key] if comparison["speaks"] == "paired" else comparison[key]
 
 def tested(a, b, speaks, key):
-    """The values of A and of B that a test takes."""
+    """The values of A and of B that a test takes; none where the losses do not compare."""
+    if key == "loss" and not comparable_losses(a, b):
+        return [], []
     runs = list(zip(*pairs_of(a, b))) or [(), ()] if speaks == "paired" else (a.used, b.used)
     return [[getattr(run, key) for run in side] for side in runs]
 
@@ -350,7 +352,6 @@ def compare(a, b, target, level=None):
         "no_effect": unchanged_losses(pairs),
         "speaks": speaks,
         "level": level or ALPHA,
-        "to_target": time_to_target(a, b, level or ALPHA, tests, speaks),
         "power": None,
     }
     for key in ("loss", "seconds"):
@@ -419,24 +420,12 @@ def unchanged_losses(pairs):
         return None
     return sum(len(one) for one, _ in logged)
 
-def time_to_target(a, b, level, tests, speaks):
-    """The times at which the runs reach the target; tested where every run reaches it, for those
-    that do are no fair sample."""
-    reached = [sum(run.reached is not None for run in side.used) for side in (a, b)]
-    if not any(reached):
-        return None
-    found = {"reached": reached, "means": None, "seconds": None}
-    if reached == [len(a.used), len(b.used)] and all(reached):
-        found["means"] = [fmean(run.reached[1] for run in side.used) for side in (a, b)]
-        places = tested(a, b, speaks, "reached")
-        found["seconds"] = tests[speaks](*[[place[1] for place in side] for side in places], level)
-    return found
-
 def differences_by_step(pairs):
     """Steps, and rows [pairs, steps] of A - B in the validation loss, for pairs (run of A, run of
-    B). None where they have no two steps in common, or do not run to the same one: on the way,
-    other schedules say little."""
-    if len({run.total for pair in pairs for run in pair}) != 1:
+    B). None where they have no two steps or not the data in common, or do not run to the same step:
+    on the way, other schedules say little."""
+    runs = [run for pair in pairs for run in pair]
+    if len({run.total for run in runs}) != 1 or not one_validation(runs):
         return None
     sides = [losses_by_step(runs) for runs in zip(*pairs)]
     steps = sorted(set(sides[0]) & set(sides[1]))
