@@ -44,7 +44,11 @@ def test_p_value_of_two_sides_by_welch_and_in_pairs():
     test = scipy_stats.ttest_1samp(np.subtract(a, b), 0)
     paired = judge.paired(a, b)
     assert paired["p"] == pytest.approx(test.pvalue) and paired["p"] < 0.05
-    assert paired["interval"] == pytest.approx(tuple(test.confidence_interval(0.95)))
+    for level in (0.01, 0.05):  # the decision's: 0 lies outside where p is below the level
+        interval = judge.paired(a, b, level)["interval"]
+        assert interval == pytest.approx(tuple(test.confidence_interval(1 - level)))
+        assert (interval[1] < 0) == (paired["p"] < level)
+    assert (paired["n"], paired["lower"]) == (4, 4)
     assert paired["sd"] == pytest.approx(np.std([0.02, 0.01, 0.03, 0.01], ddof=1))
     assert paired["difference"] == welch["difference"] == pytest.approx(-0.0175)
 

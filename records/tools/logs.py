@@ -150,7 +150,10 @@ def lines_of(text, loss_name):
     fields = {}
     for word in match[3].split():
         key, colon, value = word.partition(":")
-        if key in fields or "loss" in key and not (colon and LOSS.fullmatch(value)):
+        if key in fields:
+            return None
+        if re.search("loss(?!_)", key) and not (re.fullmatch(r"\w+_loss", key)
+                                                and LOSS.fullmatch(value)):
             return None
         if colon:
             fields[key] = value
