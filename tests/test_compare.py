@@ -179,8 +179,7 @@ def test_p_value_of_the_verdict_is_that_of_the_pairs_or_of_welchs_test(tmp_path)
     found = compared(a, other)
     assert found["speaks"] == "welch" and found["paired"]["seeds"] == ["4"]
     assert found["verdict"].startswith("No difference in loss is shown (A - B = -0.0110 nats a ")
-    assert (f"p = {p[1]:.2g}) by Welch's t-test of 4 runs against 4. Such a race would detect a "
-            "difference of") in found["verdict"]
+    assert f"p = {p[1]:.2g}) by Welch's t-test of 4 runs against 4." in found["verdict"]
     assert found["decision"] == "undecided"
 
 
@@ -278,7 +277,7 @@ def test_pairs_that_were_added_until_decided_have_an_e_value(tmp_path, capsys):
     found = json.loads(run_main(capsys, a, "--vs", base, "--until_decided=0.01", "--json")[1])
     result = found["comparison"]
     assert result["decision"] == "undecided" and result["paired"]["loss"]["p"] is None
-    assert result["paired"]["loss"]["needed"] == 5 and result["power"] is None
+    assert result["paired"]["loss"]["needed"] == 5
     assert "Some 5 pairs in all would likely decide it." in result["verdict"]
 
 

@@ -37,7 +37,7 @@ def test_the_files(tmp_path):
     image = (tmp_path / "x.png").read_bytes()
     assert image.startswith(b"\x89PNG") and int.from_bytes(image[16:20]) == 9 * 144
     text = (tmp_path / "x.svg").read_text()
-    for words in ("a$_b: mean of 4 runs", r"b\x1b<", "Validation loss of a$_b against b", "1 to 4",
+    for words in ("a$_b: 4 runs", r"b\x1b<", "Validation loss of a$_b against b", "1 to 4",
                   "target 3.28", "training time (seconds)", "training tokens (millions)",
                   "loss (nats a token)"):
         assert words in text, words

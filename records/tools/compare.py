@@ -23,8 +23,8 @@ reached at a step, as if they had finished there (--at=2690,2720: A at the first
 
 --target=LOSS is the loss to reach: by default 3.28, or none where the logs name another vocabulary
 than GPT-2's. --first finds the earliest step, the same for all runs, at which the rules of the
-speedrun and of its optimizer track hold for it. --follow writes the page of --html again every five
-seconds while runs are alive. --label, once for each side, says what they are called.
+speedrun and of its optimizer track hold for it. --label, once for each side, says what they are
+called.
 
 Where the sides ran the same seeds, their differences are tested in pairs, beside Welch's test. If
 pairs were added until a difference was decided, no p-value holds: --until_decided=0.01 judges by
@@ -41,7 +41,6 @@ warnings (in words), used (names), source (sha256; of a comparison, a diff) and 
 """
 
 import argparse
-import contextlib
 import difflib
 import hashlib
 import json
@@ -50,7 +49,6 @@ import os
 import re
 import sys
 import textwrap
-import time
 from pathlib import Path
 from statistics import fmean
 
@@ -122,11 +120,6 @@ def name_of(runs):
     if len(folders) == 1 and RECORDS not in folders:
         return folders.pop().name
     return runs[0].name
-
-def is_alive(run):
-    """Whether its log may still grow, or the next run of a series is about to begin. A log that has
-    not grown for ten minutes is given up."""
-    return time.time() - os.path.getmtime(run.path) < (60 if run.finished else 600)
 
 # ---- The verdict ---------------------------------------------------------------------------------
 
@@ -258,19 +251,11 @@ def about_steps(names, b, comparison):
             f"same loss, {plain(share * found['difference'], 2)} % of the run{between}.")
 
 def about_power(comparison):
-    """What the runs could have shown, or what is still to be done, where they show nothing."""
+    """How many pairs may decide it, where it is not."""
     test = test_that_speaks(comparison, "loss")
-    found = comparison["power"]
-    if judge.is_sure(test, comparison["level"]) or test["adjusted"] is None:
+    if test["E"] is None or judge.is_sure(test, comparison["level"]) or not test["needed"]:
         return ""
-    if test["E"] is not None:
-        needed = test["needed"]
-        return f" Some {needed} pairs in all would likely decide it." if needed else ""
-    if not found["detectable"]:
-        return ""
-    what = "pairs" if comparison["speaks"] == "paired" else "runs a side"
-    return (f" Such a race would detect a difference of {found['detectable']:.2g} in 4 cases of 5; "
-            f"to detect the one seen would take {found['needed'] or 'more than 100,000'} {what}.")
+    return f" Some {runs_of(test['needed'], 'pair')} in all would likely decide it."
 
 def about_time(a, b, comparison):
     if not comparable_times(a, b):
@@ -374,8 +359,7 @@ def print_side(side, target):
     say()
 
 def print_comparison(a, b, comparison):
-    level = percent(comparison["level"])
-    rows = [["at the end", f"{a.label} - {b.label}", f"{level} interval", "p or 1 / E", "lower in"]]
+    rows = [["at the end", f"{a.label} - {b.label}", "interval", "p or 1 / E", "lower in"]]
     pairs = len(comparison["paired"]["seeds"])
     for what, key, form, unit in MEASURES:
         paired = comparison["paired"][key]
@@ -383,9 +367,10 @@ def print_comparison(a, b, comparison):
         tests += [("Welch", comparison[key])] * (paired["E"] is None)
         for kind, test in tests:
             signs = f"{test['lower']} of {pairs}" if "lower" in test else "-"
+            between = interval(test["interval"], form)
+            between += f" ({percent(test['level'])})" if test["interval"] else ""
             rows.append([f"{what}, {kind}", number(test["difference"], f"+{form}", unit),
-                         interval(test["interval"], form), number(judge.p_value(test), ".2g"),
-                         signs])
+                         between, number(judge.p_value(test), ".2g"), signs])
     print_table(rows)
     say()
     print_changes(comparison)
@@ -393,9 +378,9 @@ def print_comparison(a, b, comparison):
     diff = ["missing in a log, no diff"] if comparison["source"] is None else comparison["source"]
     say("\n".join([*(diff[:DIFF_LINES] or ["the same"])]))
     if len(diff) > DIFF_LINES:
-        paths = " ".join(f"<(python3 records/tools/logs.py --source {(side.used or side.runs)[0].path})"
-                         for side in (b, a))
-        say(f"... and {len(diff) - DIFF_LINES} more lines: diff -u {paths}")
+        paths = [(side.used or side.runs)[0].path for side in (b, a)]
+        shown = " ".join(f"<(python3 records/tools/logs.py --source {path})" for path in paths)
+        say(f"... and {len(diff) - DIFF_LINES} more lines: diff -u {shown}")
     say()
 
 def print_candidates(candidates, baseline, comparisons):
@@ -459,7 +444,6 @@ def parse(arguments):
     parser.add_argument("--until_decided", type=float, metavar="LEVEL", help="by e-values")
     parser.add_argument("--plot", metavar="FILE", help="draw the losses into a .png or .svg")
     parser.add_argument("--html", metavar="FILE", help="a page for a browser")
-    parser.add_argument("--follow", action="store_true", help="keep it fresh while runs are alive")
     parser.add_argument("--statistics", action="store_true", help="write statistics.md beside A")
     parser.add_argument("--label", action="append", metavar="NAME", help="of a side, in order")
     parser.add_argument("--json", action="store_true", help="everything, for programs")
@@ -470,8 +454,6 @@ def parse(arguments):
         parser.error("--until_decided takes a level between 0 and 1, 0.01 say")
     if not re.fullmatch(r"\w+", options.loss):
         parser.error("--loss takes the name of a loss as it stands in a log, val_ema_loss say")
-    if options.follow and not options.html:
-        parser.error("--follow keeps a page fresh: add --html=FILE")
     if options.plot and not options.plot.endswith((".png", ".svg")):
         parser.error("--plot takes a .png or an .svg")
     return options
@@ -526,25 +508,9 @@ def print_verdicts(candidates, comparisons):
         say_wrapped(f"verdict{name}: {comparison['verdict']}", "")
         say()
 
-def follow(options):
-    """Write the page again and again, until no run is alive or Ctrl+C."""
-    from records.tools import page
-
-    say(f"{options.html} shows the runs while they train; Ctrl+C ends that", sys.stderr)
-    with contextlib.suppress(KeyboardInterrupt):
-        while True:
-            candidates, baseline, comparisons, target, _ = read_sides(options)
-            sides = candidates + baseline
-            if not any(is_alive(run) for side in sides for run in side.runs):
-                return
-            page.save(options.html, sides, comparisons, target, alive=True)
-            time.sleep(5)
-
 def main(arguments=None):
     """Print what is asked for; returns the exit status."""
     options = parse(arguments)
-    if options.follow:
-        follow(options)
     candidates, baseline, comparisons, target, unread = read_sides(options)
     for line in unread:
         say(line, sys.stderr)

@@ -4,7 +4,6 @@ words, plot.py and page.py draw it. What too few values cannot say is None."""
 
 import math
 import warnings
-from bisect import bisect_left
 from collections import Counter
 from itertools import chain, pairwise
 from statistics import fmean
@@ -13,12 +12,11 @@ from records.tools.load import installed
 
 with installed():
     import numpy as np
-    from scipy import special, stats
+    from scipy import stats
 
 ALPHA = 0.01                      # the speedrun's level of significance
 TARGET = 3.28                     # its loss, over GPT-2's vocabulary
 PRIOR = 4.0                       # see e_value
-POWER = 0.8                       # of ten true differences of this size, eight are shown
 MOST_RUNS = 100_000
 TRACK_MARGIN = 0.004              # of the optimizer track: 3.09 SDs of 0.0013, for p < 0.001
 
@@ -161,27 +159,6 @@ def pairs_until_decided(differences, level):
 # by e-values or not -> the tests of pairs, and of the sides
 TESTS = {False: {"paired": paired, "welch": welch},
          True: {"paired": until_decided, "welch": difference}}
-
-# ---- Power ---------------------------------------------------------------------------------------
-
-def power(a, b, is_paired):
-    """The difference that a two-sided t-test of these runs shows at p < ALPHA in 4 cases of 5 (by
-    Student's noncentral t); and the fewest runs a side, or pairs, that would show the one seen."""
-    samples = [np.subtract(a, b)] if is_paired else [a, b]
-    variances = [np.var(sample, ddof=1) for sample in samples]
-    if sum(variances) < 1e-24:
-        return {"detectable": None, "needed": None}
-
-    def detectable(counts):
-        parts = [variance / n for variance, n in zip(variances, counts)]
-        df = sum(parts) ** 2 / sum(part**2 / (n - 1) for part, n in zip(parts, counts))  # Welch's
-        bound = special.nctdtrinc(df, 1 - POWER, stats.t.ppf(1 - ALPHA / 2, df))
-        return float(math.sqrt(sum(parts)) * bound)
-
-    seen = abs(np.mean(a) - np.mean(b))
-    needed = bisect_left(range(MOST_RUNS), True, lo=2, key=lambda n: detectable([n, n]) <= seen)
-    return {"detectable": detectable([len(a), len(b)]),
-            "needed": needed if needed < MOST_RUNS else None}
 
 # ---- The rules of the field ----------------------------------------------------------------------
 
@@ -352,14 +329,10 @@ def compare(a, b, target, level=None):
         "no_effect": unchanged_losses(pairs),
         "speaks": speaks,
         "level": level or ALPHA,
-        "power": None,
     }
     for key in ("loss", "seconds"):
         found[key] = tests["welch"](*tested(a, b, "welch", key), found["level"])
         found["paired"][key] = tests["paired"](*tested(a, b, "paired", key), found["level"])
-    losses = tested(a, b, speaks, "loss")
-    if min(map(len, losses)) > 1 and not level:
-        found["power"] = power(*losses, by_seed)
     return found
 
 def compare_all(candidates, baseline, target, level=None, worth=None, more=0):

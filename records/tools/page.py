@@ -24,7 +24,6 @@ with installed():
 
 FRAME = Path(__file__).with_suffix(".html")
 DASHES = ("solid", "dash", "dashdot", "dot")
-POINTS = 40_000         # of all runs' losses: more would make the page slow
 HOVER = "%{hovertext}<extra></extra>"
 LAST = {"better": "star", "worse": "x", "no difference": "diamond", "undecided": "circle"}
 LOSS_WORDS = """<p>A thin line is a run. The bold one is their mean, or over seconds the run of
@@ -106,12 +105,6 @@ def level_line(y, **more):
     return {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y,
             "line": {"color": "#888", "width": 1.5}} | more
 
-def thinned(points, most):
-    """At most so many of the points, evenly, the first and the last among them."""
-    if len(points) <= most:
-        return points
-    return [points[i * (len(points) - 1) // (most - 1)] for i in range(most)]
-
 def one_line(curves):
     """Curves of points (x, y, hover text) as one line, with a gap after each: x, y and texts. A
     figure of 1,500 lines would be slow."""
@@ -125,7 +118,6 @@ def run_in_words(run):
 def loss_figure(sides, target):
     """Validation losses over steps, tokens or seconds, with buttons for these."""
     runs = [run for side in sides for run in side.runs]
-    most = max(2, POINTS // len(runs))
     units = {"step": "step %{x:,.0f}", "tokens": "%{x:,.4f} M tokens", "seconds": "%{x:,.2f} s"}
     if any(line.tokens is None for run in runs for line in run.validations):
         del units["tokens"]
@@ -134,7 +126,7 @@ def loss_figure(sides, target):
     changes = {axis: {"x": [], "y": [], "hovertemplate": []} for axis in units}
     traces = []
     for side, colour, dash in looks(sides):
-        shown = {run: thinned([line for line in run.validations if line.loss is not None], most)
+        shown = {run: [line for line in run.validations if line.loss is not None]
                  for run in side.runs}
         name = label(plot.label_of(side))
         for axis, change in changes.items():

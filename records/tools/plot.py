@@ -95,15 +95,8 @@ def draw_losses(panel, side, axis, colour, dash):
                linewidth=2.6 if len(runs) > 1 else 1.8, label=label_of(side))
 
 def label_of(side):
-    """What its bold curve is."""
-    runs = side.used or side.runs
-    name = short(side.name)
-    if len(runs) == 1:
-        return name
-    same = len({tuple(validation_curve(run, "step")[0]) for run in runs}) == 1
-    if same:
-        return f"{name}: mean of {len(runs)} runs"
-    return f"{name}: {len(runs)} runs, bold the one of median time"
+    count = len(side.used or side.runs)
+    return f"{short(side.name)}: {count} runs" if count > 1 else short(side.name)
 
 def finish_panel(panel, axis, ylabel):
     panel.set_xlabel(AXES[axis])
@@ -111,8 +104,6 @@ def finish_panel(panel, axis, ylabel):
     panel.grid(color="0.88", linewidth=0.7)
     panel.set_axisbelow(True)
     panel.ticklabel_format(style="plain", useOffset=False)
-    if axis == "step":
-        panel.xaxis.get_major_locator().set_params(integer=True)
 
 def draw_difference(panel, steps, rows, level):
     """A - B by step: a thin line a pair, a bold one their mean, and its interval."""
