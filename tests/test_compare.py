@@ -376,6 +376,19 @@ def test_a_change_without_effect_is_called_so(tmp_path):
     assert "no effect" not in verdict_of(a, b)  # a single digit of a single step
 
 
+def test_the_time_to_the_target_is_tested_where_all_reach_it(tmp_path):
+    a = write(tmp_path / "a", GOOD, ms=(80.0, 81.0))
+    b = write(tmp_path / "b", GOOD[::-1], ms=(100.0, 103.0))
+    found = compared(a, b)["to_target"]
+    times = [[run.reached[1] for run in side_of("A", folder).used] for folder in (a, b)]
+    assert found["reached"] == [4, 4] and found["means"] == pytest.approx(np.mean(times, axis=1))
+    assert found["seconds"]["p"] == pytest.approx(stats.ttest_rel(*times).pvalue)
+    assert ("To 3.28 it takes A 20.1 s and B 25.3 s: A is faster than B (-5.24 s, -20.7 %, "
+            "p = 3.8e-05, lower in 4 of 4 pairs).") in verdict_of(a, b)
+    b = write(tmp_path / "b", [3.3, *GOOD[1:]], ms=(100.0, 103.0))
+    assert "3.28 is reached in 4 of 4 runs of A and 3 of 4 of B." in verdict_of(a, b)
+
+
 # --------------------------------------------------------------------------------------------------
 # What is printed
 

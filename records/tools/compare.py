@@ -129,7 +129,8 @@ def compare_all(candidates, baseline, target, level=None, worth=None, more=0):
     for side, one in zip(candidates, found):
         one["source"] = source_diff(*[(each.used or each.runs)[0] for each in (baseline, side)])
         one["unequal"] = unequal(side, baseline)
-        one["verdict"] = verdict(side, baseline, one, target)
+        one["sentences"] = sentences_about(side, baseline, one, target)
+        one["verdict"] = " ".join(one["sentences"])
     return found
 
 def source_diff(old, new):
@@ -167,35 +168,33 @@ def unequal(a, b):
         found.append("other hardware, ranks or rules of the clock")
     return found
 
-def verdict(a, b, comparison, target):
-    """A few sentences, never more than the runs support."""
+def sentences_about(a, b, comparison, target):
+    """The verdict: a few sentences, never more than the runs support."""
     n_a = len(a.used)
     n_b = len(b.used)
     both = {tuple(run.validations) for run in a.used} & {tuple(run.validations) for run in b.used}
     if both:  # the same losses and times, digit for digit
-        return f"Nothing is shown: {len(both)} of the runs stand on both sides."
+        return [f"Nothing is shown: {len(both)} of the runs stand on both sides."]
     if not comparison["no_effect"] and min(n_a, n_b) < 2:
-        return (f"Nothing is shown: {runs_of(n_a, 'finished run')} of A against {n_b} of B, "
-                "and spread takes at least 2 a side.")
+        return [f"Nothing is shown: {runs_of(n_a, 'finished run')} of A against {n_b} of B, "
+                "and spread takes at least 2 a side."]
     if not (a.independent and b.independent):
-        return ("Nothing is shown: the runs of a side are not independent (see the warnings), so "
-                "no p-value holds.")
+        return ["Nothing is shown: the runs of a side are not independent (see the warnings), so "
+                "no p-value holds."]
     if comparable_losses(a, b) and test_that_speaks(comparison, "loss")["difference"] is None:
-        return ("Nothing is shown: the sides have no seed in common, and an e-value takes pairs. "
-                "Without --until_decided, all runs are compared.")
-    sentences = [about_loss(a, b, comparison), about_time(a, b, comparison)]
+        return ["Nothing is shown: the sides have no seed in common, and an e-value takes pairs. "
+                "Without --until_decided, all runs are compared."]
+    sentences = [about_loss(a, b, comparison), about_steps(a, b, comparison),
+                 about_power(comparison), about_time(a, b, comparison)]
     if comparison["unequal"]:
         text = f"Unequal: {titles([a, b])[0]} has {', '.join(comparison['unequal'])}."
         sentences.insert(0, text)
     if target is not None:
-        held = ["yes" if side.rules and side.rules[0]["holds"] else "not shown" for side in (a, b)]
-        names = titles([a, b])
-        sentences.append(f"Mean below {target:g} at p < {ALPHA}: {names[0]} {held[0]}, {names[1]} "
-                         f"{held[1]}.")
+        sentences.append(about_target(a, b, comparison, target))
     if test_that_speaks(comparison, "loss")["E"] is not None:
         sentences.append("E assumes that the differences of pairs are roughly normal.")
     sentences += [f"But mind the warnings about {side.label}." for side in (a, b) if side.warnings]
-    return " ".join(filter(None, sentences))
+    return list(filter(None, sentences))
 
 def other_validation(a, b):
     """Why losses do not compare, with the validation data of both sides."""
@@ -232,12 +231,13 @@ def about_loss(a, b, comparison):
     text = claim("loss", names, test, size, ("better", "worse"), comparison["level"], extent)
     if comparison["speaks"] == "welch":
         text += f" by Welch's t-test of {len(a.used)} runs against {len(b.used)}"
-    return f"{text}.{about_steps(names, b, comparison)}{about_power(comparison)}"
+    return f"{text}."
 
-def about_steps(names, b, comparison):
+def about_steps(a, b, comparison):
     """What the difference in nats, and its interval, are in steps."""
     found = comparison["paired"]["steps"]
-    if comparison["speaks"] != "paired" or not found["difference"]:
+    shown = comparison["speaks"] == "paired" and comparison["decision"] != "no difference"
+    if not (shown and found["difference"]):
         return ""
     earlier = found["difference"] < 0
     share = (-100 if earlier else 100) / b.used[0].steps
@@ -246,16 +246,16 @@ def about_steps(names, b, comparison):
         ends = [plain(share * steps, 2) for steps in sorted(found["interval"], reverse=earlier)]
         level = percent(comparison["paired"]["loss"]["level"])
         between = f" ({level} interval: {ends[0]} to {ends[1]} %)"
-    return (f" By the slope of its curve, {names[1]} would need "
+    return (f"By the slope of its curve, {titles([a, b])[1]} would need "
             f"{plain(abs(found['difference']))} {'more' if earlier else 'fewer'} steps for the "
             f"same loss, {plain(share * found['difference'], 2)} % of the run{between}.")
 
 def about_power(comparison):
     """How many pairs may decide it, where it is not."""
     test = test_that_speaks(comparison, "loss")
-    if test["E"] is None or judge.is_sure(test, comparison["level"]) or not test["needed"]:
+    if comparison["decision"] != "undecided" or test["E"] is None or not test["needed"]:
         return ""
-    return f" Some {runs_of(test['needed'], 'pair')} in all would likely decide it."
+    return f"Some {runs_of(test['needed'], 'pair')} in all would likely decide it."
 
 def about_time(a, b, comparison):
     if not comparable_times(a, b):
@@ -266,6 +266,23 @@ def about_time(a, b, comparison):
         return None
     text = claim_time(titles([a, b]), test, b.seconds["mean"], comparison["level"])
     return f"{text} on {a.used[0].hardware or 'hardware that the logs do not name'}."
+
+def about_target(a, b, comparison, target):
+    """Loss and speed together: who gets below the target, and who is there first."""
+    names = titles([a, b])
+    held = ["yes" if side.rules and side.rules[0]["holds"] else "not shown" for side in (a, b)]
+    text = f"Mean below {target:g} at p < {ALPHA}: {names[0]} {held[0]}, {names[1]} {held[1]}."
+    found = comparison["to_target"]
+    if not found or not comparable_losses(a, b):
+        return text
+    if not found["means"]:
+        counts = [f"{n} of {len(side.used)}" for n, side in zip(found["reached"], (a, b))]
+        return f"{text} {target:g} is reached in {counts[0]} runs of A and {counts[1]} of B."
+    ours, theirs = found["means"]
+    text += f" To {target:g} it takes {names[0]} {ours:.1f} s and {names[1]} {theirs:.1f} s"
+    if not comparable_times(a, b):
+        return f"{text}, on hardware that differs."
+    return f"{text}: {claim_time(names, found['seconds'], theirs, comparison['level'])}."
 
 def claim_time(names, test, seconds, level):
     difference = test["difference"] or 0
@@ -313,7 +330,8 @@ def say(text="", file=None):
     print(printable(text), file=file)
 
 def say_wrapped(text, indent="  "):
-    say(textwrap.fill(printable(text), WIDTH, subsequent_indent=indent))
+    together = printable(text).replace(" %", "\0%")  # no line begins with a percent sign
+    say(textwrap.fill(together, WIDTH, subsequent_indent=indent).replace("\0", " "))
 
 def tokens_text(tokens):
     for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -505,7 +523,9 @@ def report(candidates, baseline, comparisons, target):
 def print_verdicts(candidates, comparisons):
     for side, comparison in zip(candidates, comparisons):
         name = f" on {side.name}" if len(candidates) > 1 else ""
-        say_wrapped(f"verdict{name}: {comparison['verdict']}", "")
+        first, *others = comparison["sentences"]
+        for text in (f"verdict{name}: {first}", *others):
+            say_wrapped(text)
         say()
 
 def main(arguments=None):

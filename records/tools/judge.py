@@ -296,7 +296,7 @@ def test_that_speaks(comparison, key):
 
 def tested(a, b, speaks, key):
     """The values of A and of B that a test takes; none where the losses do not compare."""
-    if key == "loss" and not comparable_losses(a, b):
+    if key != "seconds" and not comparable_losses(a, b):
         return [], []
     runs = list(zip(*pairs_of(a, b))) or [(), ()] if speaks == "paired" else (a.used, b.used)
     return [[getattr(run, key) for run in side] for side in runs]
@@ -330,6 +330,7 @@ def compare(a, b, target, level=None):
         "speaks": speaks,
         "level": level or ALPHA,
     }
+    found["to_target"] = time_to_target(a, b, speaks, tests[speaks], found["level"])
     for key in ("loss", "seconds"):
         found[key] = tests["welch"](*tested(a, b, "welch", key), found["level"])
         found["paired"][key] = tests["paired"](*tested(a, b, "paired", key), found["level"])
@@ -392,6 +393,17 @@ def unchanged_losses(pairs):
     if not pairs or any(one != other for one, other in logged):
         return None
     return sum(len(one) for one, _ in logged)
+
+def time_to_target(a, b, speaks, test, level):
+    """How many runs of A and of B reach the target. Where all do, for those that do are no fair
+    sample otherwise, the mean times and their test."""
+    reached = [[run.reached for run in side.used if run.reached] for side in (a, b)]
+    found = {"reached": [len(places) for places in reached], "means": None, "seconds": None}
+    if all(reached) and found["reached"] == [len(a.used), len(b.used)]:
+        found["means"] = [fmean(seconds for _, seconds in places) for places in reached]
+        values = tested(a, b, speaks, "reached")
+        found["seconds"] = test(*[[seconds for _, seconds in side] for side in values], level)
+    return found if any(reached) else None
 
 def differences_by_step(pairs):
     """Steps, and rows [pairs, steps] of A - B in the validation loss, for pairs (run of A, run of
