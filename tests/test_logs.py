@@ -152,6 +152,18 @@ def test_our_own_log(tmp_path):
     assert logs.read_run(LOGS / "console_only.log", "x").tokens is None
 
 
+@pytest.mark.parametrize("setting, more, contents", [
+    ("'a/h*.bin'", {}, ["5 tokens 0f"]), ("'gone/*.bin'", {}, ["5 tokens 0f", "6 tokens 1f"]),
+    (None, {}, ["5 tokens 0f", "6 tokens 1f"]),
+    ("'a/h*.bin'", {"val_data": "b/c.bin 7 tokens 2f\nval_data: b/my d.bin 8 tokens 3f"},
+     ["7 tokens 2f", "8 tokens 3f"])])
+def test_the_validation_shards_of_new_and_former_logs(tmp_path, setting, more, contents):
+    """Which a log says by itself; former ones by the setting, not by a word in a path."""
+    env = {"data": "a/held.bin 5 tokens 0f\ndata: a/interval.bin 6 tokens 1f"} | more
+    run = read_text(tmp_path, log_text(env=env, hyper={"val_files": setting} if setting else {}))
+    assert run.validated_on == (None, "50257", *contents)
+
+
 def test_target_is_reached_on_the_line_between_validations(tmp_path):
     text = log_text((11.0, 4.0, 3.0, 2.0), every=100)
     for target, reached in ((3.25, (175, 17.5)), (4.0, (100, 10)), (2.0, (300, 30)),

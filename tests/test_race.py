@@ -69,6 +69,11 @@ LAUNCHER = "import os, sys\nos.execv(sys.executable, [sys.executable, *sys.argv[
 # It takes the flags that the script takes.
 HONESTY = """import sys
 text = open(sys.argv[1]).read()
+if "--weights" in sys.argv:
+    print(f"weights: embed.weight 4x4_{'DRAWS' in text}")
+    print("weights: head.weight 4x4_0")
+    print(f"weights: own.weight {len(text)}_{'DRAWS' in text}")
+    sys.exit()
 with open(__file__ + ".asked", "a") as file:
     print(*sys.argv[1:], file=file)
 print("validation: fine")
@@ -322,6 +327,18 @@ def test_a_copy_that_is_not_honest_is_not_raced(place, capsys):
     assert asked[1:] == [f"{place}/{name} demo --muon_lr=1" for name in ("record.py", "base.py")]
     verdict = (place / "records" / "race_record" / "verdict.txt").read_text()
     assert "honest" not in verdict
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_it_says_where_pairs_do_not_start_from_equal_weights(place, capsys, draws):
+    """Once, as the race begins; parameters of another shape differ anyway."""
+    (place / "record.py").write_text(STAND_IN + "# DRAWS\n" * draws + "# longer\n")
+    for _ in range(2):
+        run_race(place, "--repeat=1")
+        out = capsys.readouterr().out
+        assert ("race: record and base do not start from equal weights: of 2 parameters of the same"
+                " name and shape 1 differ, such as embed.weight; it takes" in out) == draws
+        draws = False
 
 
 def test_a_dishonest_copy_may_be_raced_and_the_verdict_says_so_first(place, capsys):

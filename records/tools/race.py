@@ -241,6 +241,8 @@ def begin_or_go_on(race: Race):
             say(f"{racer.name} is not raced: {error}")
     if race.racing:
         path.write_text(json.dumps(definition(race), indent=1))
+    if new and race.racing:
+        say_unequal_weights(race)
 
 # ---- The runs ------------------------------------------------------------------------------------
 
@@ -318,6 +320,28 @@ def check_honesty(race: Race, racer: Racer):
         racer.dishonest = f"{racer.script}: {last}"
         require(race.allow_dishonest, f"{racer.dishonest}; it is not raced, unless you add "
                 "--dishonest")
+
+def initial_weights(racer: Racer) -> dict:
+    """{name of a parameter: shape_hash}; nothing where the script does not tell."""
+    flags = [flag for flag in racer.flags if not flag.startswith("--text=")]
+    done = subprocess.run([sys.executable, "-W", "ignore", str(HONESTY), racer.script, *flags,
+                           "--weights"], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                          errors="replace", check=False)
+    return dict(re.findall(r"(?m)^weights: (\S+) (\S+)$", done.stdout))
+
+def say_unequal_weights(race: Race):
+    """Says which candidates' runs do not start where the baseline's of the same seed do: pairs
+    differ more then, so that more of them are needed."""
+    theirs = initial_weights(race.baseline)
+    for one in race.racing:
+        ours = initial_weights(one)
+        both = [name for name in ours if name in theirs
+                and ours[name].partition("_")[0] == theirs[name].partition("_")[0]]
+        other = [name for name in both if ours[name] != theirs[name]]
+        if other:
+            say(f"{one.name} and {race.baseline.name} do not start from equal weights: of "
+                f"{len(both)} parameters of the same name and shape {len(other)} differ, such as "
+                f"{other[0]}; it takes more pairs to decide")
 
 def curve(run) -> dict:
     """{step: validation loss}"""
