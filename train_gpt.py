@@ -327,8 +327,7 @@ class CastedLinear(nn.Module):
         return y
 
 class Embedding(nn.Module):
-    """Rows of a matrix in `dtype`. A sequence's gradient is summed in float32; sequences are added
-    up in `dtype`."""
+    """Rows in `dtype`. A sequence's gradient is summed in float32, sequences' sum is in `dtype`."""
 
     def __init__(self, rows: int, width: int, dtype: torch.dtype):
         super().__init__()
