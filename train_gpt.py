@@ -142,14 +142,13 @@ def tokens_seen(step: int, hp: Hyperparameters) -> int:
     return step * hp.tokens_per_step
 
 def window_tokens(step: int, hp: Hyperparameters) -> int:
-    """The long window in tokens. It grows linearly, in whole blocks: at first near text teaches
-    most, and a small window is fast (record 2024-11-24)."""
+    """The long window in tokens. It grows linearly, in whole blocks (record 2024-11-24)."""
     # As in the record, `grown` ends half a block below window_end.
     grown = (hp.window_end - BLOCK / 2) * step / max(1, hp.num_iterations)
     return max(hp.window_start, math.ceil(grown / BLOCK) * BLOCK)
 
 def window_tensor(step: int, hp: Hyperparameters, device: torch.device) -> Tensor:
-    """... as a tensor, so that nothing recompiles. (torch.tensor would wait for the device.)"""
+    """... as a tensor, since a number would recompile. (torch.tensor would wait for the device.)"""
     return torch.full((), window_tokens(step, hp), dtype=torch.int32, device=device)
 
 def lr_scale(step: int, hp: Hyperparameters) -> float:
@@ -195,7 +194,7 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     # block's last token are.
     earlier_NN = distance_NN > 0
     some_NN = (distance_NN == 0) | (earlier_NN & (last_N == first_N[:, None]))
-    all_NN = earlier_NN & (first_N == last_N[:, None])  # a CPU does not use it
+    all_NN = earlier_NN & (first_N == last_N[:, None])
 
     def ordered(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
         """For each row the number of chosen blocks, and a list of all that begins with them."""
@@ -225,7 +224,7 @@ def plain_mask(seen_NN: Tensor, sees) -> list[tuple[slice, Tensor]]:
     return mask
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: list, scale: float) -> Tensor:
-    """What FlexAttention computes, for CPUs, where that has no gradient."""
+    """The same for CPUs, where FlexAttention has no gradient."""
     if k.size(1) < q.size(1):  # grouped queries
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
     outputs = []
@@ -243,9 +242,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
 # ---- 3. The head: FP8 and the loss --------------------------------------------------------------
 
 # Scales before a cast to FP8. e4m3 reaches 448: the head's input is normed, so at most sqrt(768) =
-# 28, and weights may reach 0.875 (training clamps larger ones, validation does not). e5m2 reaches
-# 57344: a logit's gradient is at most 1 / tokens_per_step, so at most 10.7 (the record's 2^19 for a
-# mean over 48K). Another layer, a tied head, or a scaled input, logit or loss needs other scales.
+# 28, and weights may reach 0.875 (training clamps larger ones, validation does not). A logit's
+# gradient is at most 1 / tokens_per_step, and GPT multiplies this scale by tokens_per_step, so at
+# most 10.7 reaches e5m2 (57344), as in the record: 2^19 for a mean over 48K tokens. Another layer,
+# a tied head, or a scaled input, logit or loss needs other scales.
 INPUT_SCALE, WEIGHT_SCALE, GRADIENT_SCALE = 2.0, 2.0**9, 2.0**19 / (48 * 1024)
 
 def to_e4m3(x: Tensor, scale: float) -> Tensor:
@@ -272,7 +272,7 @@ class FP8Linear(torch.autograd.Function):
     def backward(ctx, grad_TV: Tensor):
         x8_TD, w8_VD = ctx.saved_tensors
         scale, dtype = ctx.gradient_scale, grad_TV.dtype
-        g8_TV = (grad_TV.float() * scale).to(torch.float8_e5m2).contiguous()  # at most 10.7
+        g8_TV = (grad_TV.float() * scale).to(torch.float8_e5m2).contiguous()
         g8_VT, x8_DT, w8_DV = (x.T.contiguous() for x in (g8_TV, x8_TD, w8_VD))
         grad_x_TD = fp8_matmul(g8_TV, w8_DV, scale * WEIGHT_SCALE, dtype, fast=False)
         grad_w_VD = fp8_matmul(g8_VT, x8_DT, scale * INPUT_SCALE, torch.float32, fast=False)
@@ -283,9 +283,8 @@ class CrossEntropy(torch.autograd.Function):
     of at most 76, whose exponentials cannot overflow.
 
     F.cross_entropy computes the same. But its gradient contains a sum over the vocabulary, with
-    which the compiler fuses the cast to FP8 and its transposed copy into one kernel: 12.0 of the
-    88.8 ms of a micro-batch on an H200, and 7.4 in an earlier form without that sum. exp2 takes a
-    GPU fewer instructions than exp. A term added here needs a gradient in `backward`."""
+    which the compiler fuses the cast to FP8 and its transposed copy into one slow kernel. A term
+    added in `forward` needs its gradient in `backward`."""
 
     @staticmethod
     def forward(ctx, logits_TV: Tensor, target_T: Tensor) -> Tensor:
@@ -328,7 +327,7 @@ class CastedLinear(nn.Module):
         return y
 
 class Embedding(nn.Module):
-    """Rows of a matrix in `dtype`. A sequence's gradient is summed in float32, then cast."""
+    """Rows in `dtype`. A sequence's gradient is summed in float32, sequences' sum is in `dtype`."""
 
     def __init__(self, rows: int, width: int, dtype: torch.dtype):
         super().__init__()
@@ -549,9 +548,9 @@ class Optimizer:
                 self.world.all_gather(x).result()
 
 class Adam(Optimizer):
-    """Adam (arXiv:1412.6980) by PyTorch's fused kernel of AdamW. Parameters in bfloat16 have a
-    state in bfloat16, in which a change below 1/512 of a value is rounded away: with a beta2 of
-    0.999 a mean square would never fall. Keep slower averages in float32."""
+    """Adam (arXiv:1412.6980) by PyTorch's fused kernel of AdamW. In bfloat16, weights and state, a
+    change below 1/512 of a value is rounded away: small steps do nothing, and with a beta2 of 0.999
+    a mean square never falls. Keep slower averages in float32."""
 
     def __init__(self, params, hp, world, lr, betas=None, eps=None, weight_decay=0.0):
         super().__init__(params, hp, world, lr, weight_decay)
@@ -596,6 +595,7 @@ class Muon(Optimizer):
         super().__init__(params, hp, world, lr, weight_decay)
         (shape,) = {p.shape for p in params.values()}
         stack = (math.ceil(len(params) / world.size) * world.size, *shape)  # such as [12, 768, 768]
+        # The ranks' sum is of gradients rounded to the activations' dtype.
         self.gradients = torch.zeros(stack, dtype=getattr(torch, hp.dtype), device=world.device)
         self.updates = torch.zeros_like(self.gradients)
         self.state["momentum"] = torch.zeros(stack, device=world.device)
@@ -869,7 +869,8 @@ def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: Worl
         tokens = torch.randint(hp.vocab_size, (length + 1,), device=world.device)
         return tokens[:-1].int(), tokens[1:].clone()  # aligned, as in train_batches
     evaluate(model, [random_sequence(hp.val_seq_len)], 0, hp, world)
-    model(*random_sequence(hp.train_seq_len), window_tensor(0, hp, world.device)).backward()
+    loss = model(*random_sequence(hp.train_seq_len), window_tensor(0, hp, world.device))
+    (loss / hp.tokens_per_step).backward()  # train_step will add to its gradients
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     require(not unused, f"no gradient reaches {', '.join(unused)}: use, freeze or remove it")
     train_step(model, [random_sequence(hp.train_seq_len)], optimizers, 0, hp, world)
@@ -880,7 +881,7 @@ def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: Worl
         gc.collect()
         gc.freeze()  # or Python would search the compiler's many objects for garbage in a step
 
-# ---- 9. What a run needs besides the method (skip it to read for the algorithm) -----------------
+# ---- 9. What a run needs besides the method: skip it to read for the algorithm ------------------
 
 def world_of_this_process() -> World:
     """As torchrun's environment says; without torchrun this process is alone."""
@@ -1008,8 +1009,7 @@ def prepare(hp: Hyperparameters, command, script: str, world: World, saved: dict
     check_settings(hp, world.size)
     hp = resolve(hp, world.device)
 
-    train_shards = find_shards(hp.train_files)
-    val_shards = find_shards(hp.val_files)
+    train_shards, val_shards = find_shards(hp.train_files), find_shards(hp.val_files)
     by_fingerprint = {}
     for shard in train_shards + val_shards:
         first = by_fingerprint.setdefault(shard.fingerprint, shard)
@@ -1276,8 +1276,8 @@ def main(argv: list[str]):
             val_due = hp.val_loss_every > 0 and step % hp.val_loss_every == 0
             if last or save_due or val_due:
                 clock.stop()
-                for done, loss, seconds in clock.read_losses(keep=0):
-                    log.write_loss("train_loss", done, hp, loss, seconds)
+                for done, value, seconds in clock.read_losses(keep=0):
+                    log.write_loss("train_loss", done, hp, value, seconds)
                 val_loss = evaluate(model, val_sequences, step, hp, world)
                 log.write_loss("val_loss", step, hp, val_loss, clock.seconds)
                 # Weights that are not finite are never saved: write_loss has ended the run.
@@ -1289,15 +1289,15 @@ def main(argv: list[str]):
                 break
             loss = train_step(model, next(batches_of_steps), optimizers, step, hp, world)
             clock.add_loss(step + 1, loss)
-            for done, loss, seconds in clock.read_losses(keep=int(cuda)):
-                log.write_loss("train_loss", done, hp, loss, seconds)
+            for done, value, seconds in clock.read_losses(keep=int(cuda)):
+                log.write_loss("train_loss", done, hp, value, seconds)
 
         log.write(f"throughput: {tokens_seen(step, hp) / max(clock.seconds, 1e-9):.0f} tokens/s")
         if cuda:
             log.write(f"peak_memory: {torch.cuda.max_memory_allocated() >> 20} MiB on rank 0")
         log.write(f"final_val_loss: {val_loss:.4f} nats per token, on {hp.val_tokens} tokens")
         log.write(f"log: {log.path}")
-    except Exception as e:  # so that the log ends with the reason
+    except Exception as e:  # so that rank 0's log ends with its reason; the others have none
         prefix = "" if isinstance(e, UserError) else f"{type(e).__name__}: "
         log.write(f"error: {prefix}{e}", console=False)
         raise

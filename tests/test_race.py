@@ -152,8 +152,8 @@ def test_a_race_in_turn_with_the_same_seeds(place, capsys):
             for side in ("record", "base")]
     p = stats.ttest_rel(*ends).pvalue
     verdict = " ".join((folder / "verdict.txt").read_text().split())
-    found = re.search(r"record is better than base \(record - base = (-0\.1\d*) nats a token, p = "
-                      r"(\S+)\) by 3 pairs\.", verdict)
+    found = re.search(r"record is better than base \(record - base = (-0\.1\d*) nats a token, 99 % "
+                      r"interval \S+ \.\. \S+, p = (\S+), lower in 3 of 3 pairs\)\.", verdict)
     assert found[2] == f"{p:.2g}" and verdict in " ".join(out.split())
     row = verdicts(place)["record"]
     assert row["p"] == pytest.approx(p) and row["E"] is None and row["keep"] is True

@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import (ROOT, TINY, launch, load_checkpoint, log_of, log_path, losses,
                       planted, train)
+from test_model import tiny_model
 
 import train_gpt
 
@@ -112,6 +113,21 @@ class Noted(train_gpt.World):
     def all_reduce(self, whole):
         self.sums.append(whole.clone())
         return train_gpt.Exchange(whole)
+
+
+def test_the_warmups_gradients_are_of_a_steps_mean():
+    """Those of the sum would overflow in FP8."""
+    model, hp = tiny_model(val_seq_len=256)
+    scales = []
+
+    def watch(module, inputs, loss):
+        if loss.requires_grad:
+            loss.register_hook(lambda gradient: scales.append(float(gradient)))
+
+    model.register_forward_hook(watch)
+    world = train_gpt.World(0, 1, torch.device("cpu"))
+    train_gpt.warm_up(model, train_gpt.build_optimizers(model, hp, world), hp, world)
+    assert scales == pytest.approx([1 / hp.tokens_per_step] * 2)
 
 
 @pytest.mark.method
