@@ -85,8 +85,8 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "record.py").write_text(STAND_IN.replace("OFFSET = 0.0", "OFFSET = -0.1"))
     (tmp_path / "launch.py").write_text(LAUNCHER)
     (tmp_path / "honesty.py").write_text(HONESTY)
-    monkeypatch.setattr(race, "LAUNCH", tmp_path / "launch.py")
-    monkeypatch.setattr(race, "HONESTY", tmp_path / "honesty.py")
+    monkeypatch.setattr(race.trial, "LAUNCH", tmp_path / "launch.py")
+    monkeypatch.setattr(race.trial, "HONESTY", tmp_path / "honesty.py")
     monkeypatch.setenv("STARTS", str(tmp_path / "starts"))
     monkeypatch.delenv("NPROC", raising=False)
     return tmp_path
@@ -125,7 +125,7 @@ def finished_logs(place, side):
 def test_its_page_is_fresh_after_every_run(place, monkeypatch, flags, judged):
     """... and with a fixed number of pairs it says nothing of their difference before the end."""
     pages = []
-    monkeypatch.setattr(race.page, "save", lambda path, sides, comparisons, target, notes, alive:
+    monkeypatch.setattr(race.verdict.page, "save", lambda path, sides, comparisons, target, notes, alive:
                         pages.append((len(sides[-1].runs), len(comparisons), notes, alive)))
     run_race(place, *flags)
     assert pages == [(1, judged, [], True), (2, judged, [], True), (2, judged, [], True),
@@ -425,8 +425,8 @@ import sys
 sys.path.insert(0, {root!r})
 from records.tools import race, logs
 from data import common
-race.LAUNCH = race.Path({launcher!r})
-race.HONESTY = race.LAUNCH.with_name("honesty.py")
+race.trial.LAUNCH = race.Path({launcher!r})
+race.trial.HONESTY = race.trial.LAUNCH.with_name("honesty.py")
 sys.exit(common.run(race.main, errors=(logs.BadInput,)))
 """
 
