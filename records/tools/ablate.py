@@ -80,7 +80,7 @@ def parts_of(old: str, new: str) -> list[Part]:
 
 def title(lines: list[str], at: int) -> str:
     """What an unmarked place is called: by the definition that it stands in, and its line."""
-    above = re.findall(r"(?m)^\s*(?:def|class) (\w+)", "".join(lines[:at + 1]))
+    above = re.findall(r"(?m)^\s*(?:def|class) (\w+)", "".join(lines[:at]))
     return f"{above[-1] if above else 'line'} {at + 1}"
 
 def without(text: str, *parts: Part) -> str:
@@ -142,10 +142,10 @@ def parts_to_race(options, script: str, words, folder: Path) -> tuple[str, list[
         name, colon, flags = one.partition(":")
         require(colon and flags.strip(), f"--part={one!r}: expected a name, a colon and flags")
         parts.append(Part(name.strip(), [], flags.strip()))
+    require(parts, f"{script} differs from {options.vs} in no more than comments: there is no part")
     names = [part.file for part in parts]
     require(len({*names}) == len(names), f"two parts are called {max(names, key=names.count)}: "
             "give them other names")
-    require(parts, f"{script} differs from {options.vs} in no more than comments: there is no part")
     path = folder / "parts.json"
     now = [old, text, options.part]
     if path.exists():
@@ -173,18 +173,18 @@ def decision(row: dict, level: float) -> str:
 
 def table_of(parts: list[Part], rows: dict, level: float) -> str:
     """In Markdown. What is lost without a part is its difference from the whole copy."""
-    lines = ["| part | lines | lost without it | pairs | p or 1 / E, adjusted | verdict |",
-             "|---" * 6 + "|"]
+    header = "| part | lines | lost without it | pairs | p or 1 / E, adjusted | verdict |"
+    lines = [header, "|---" * 6 + "|"]
     for part in parts:
         row = rows[part.file]
         found = decision(row, level)
-        lost = "-" if row["difference"] is None else f"{row['difference']:+.4f}"
+        lost = logs.number(row["difference"], "+.4f")
         if row["interval"]:
             low, high = row["interval"]
             lost += f" ± {(high - low) / 2:.4f}"
-        adjusted = "-" if row["adjusted"] is None else f"{row['adjusted']:.2g}"
-        lines.append(f"| {part.name} | {part.lines} | {lost} | {row['pairs']} | {adjusted} | "
-                     f"{WORDS.get(found, found)} |")
+        cells = [part.name, part.lines, lost, str(row["pairs"]),
+                 logs.number(row["adjusted"], ".2g"), WORDS.get(found, found)]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 def write_shortest(options, script: str, text: str, parts, rows, folder: Path):
@@ -192,13 +192,13 @@ def write_shortest(options, script: str, text: str, parts, rows, folder: Path):
     out = [part for part in parts
            if decision(rows[part.file], options.level) in ("better", "no difference")]
     shortest = without(text, *out)
-    name = Path(script).stem
-    (folder / f"{name}.py").write_text(shortest, encoding="utf-8")
-    diff = difflib.unified_diff(race.script_text(options.vs).splitlines(True),
-                                shortest.splitlines(True), options.vs, script)
-    (folder / f"{name}.patch").write_text("".join(diff), encoding="utf-8")
+    (folder / f"{Path(script).stem}.py").write_text(shortest, encoding="utf-8")
+    texts = [one.splitlines(True) for one in (race.script_text(options.vs), shortest)]
+    diff = difflib.unified_diff(*texts, options.vs, script)
+    path = folder / f"{Path(script).stem}.patch"
+    path.write_text("".join(diff), encoding="utf-8")
     left_out = ", ".join(f"{part.name} {part.flags}".strip() for part in out) or "nothing"
-    say(f"{folder / name}.patch keeps what pays; it leaves out: {left_out}")
+    say(f"{path} keeps what pays; it leaves out: {left_out}")
 
 def main(arguments=None):
     options, script, words = parse(sys.argv[1:] if arguments is None else arguments)
@@ -206,7 +206,6 @@ def main(arguments=None):
     folder = Path(options.records).expanduser() / f"ablate_{Path(script).stem}"
     folder.mkdir(parents=True, exist_ok=True)
     text, parts = parts_to_race(options, script, words, folder)
-    say(f"{len(parts)} part{'s' * (len(parts) > 1)}: {', '.join(part.name for part in parts)}")
     copies = [f"{folder / part.file}.py {part.flags}".strip() for part in parts]
     race.main([*copies, f"--vs={script}", f"--records={folder}", "--name=parts",
                f"--level={options.level / len(parts)}", *words])
