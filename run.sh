@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# ./run.sh [train] [SCRIPT.py] [speedrun|demo] [--repeat=N] [--text=FILE_OR_FOLDER] [settings]
+# ./run.sh [train] [SCRIPT.py] [speedrun|short|demo] [--repeat=N] [--text=PATH] [settings]
 #     trains: the speedrun where there is a CUDA GPU, else the demo, which ends with a sample.
 #     SCRIPT.py is a copy of train_gpt.py, --repeat=N trains N times, each with a seed of its own,
 #     and compares the runs, and --text trains the demo on a text of your own.
 # ./run.sh race my_record.py [more.py ...] [--vs=train_gpt.py]    are copies better?
 # ./run.sh ablate my_record.py [--vs=train_gpt.py]                what is each part of a copy worth?
+# ./run.sh bench [my_record.py ...] [--vs=train_gpt.py|LOG]      what does a step cost here?
 # ./run.sh honest my_record.py      is a copy's validation loss honest?
 # ./run.sh ideas                    what has been raced so far?
 # ./run.sh compare A [--vs B]       which of two folders of logs is better, and how surely?
@@ -22,7 +23,7 @@
 # GPU or core, as many as divide the micro-batches).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
-verbs="train demo speedrun race ablate honest ideas compare sample hellaswag tokenize inspect"
+verbs="train demo speedrun race ablate bench honest ideas compare sample hellaswag tokenize inspect"
 verbs+=" fineweb test help"
 die() { echo "error: $*" >&2; exit 2; }
 note() { echo "run.sh: $*" >&2; }
@@ -60,7 +61,7 @@ case "${1:-train}" in
   train) program=launch ;;
   race | ablate) program=$1; needed+=", scipy, matplotlib, plotly" ;;
   honest) program=honesty ;;
-  sample | hellaswag) program=$1 ;;
+  bench | sample | hellaswag) program=$1 ;;
   compare) program=compare; needed="numpy, scipy" ;;
   ideas) program=ledger; needed="numpy, scipy" ;;
   tokenize) program=tokenize_text; needed="numpy, tqdm" ;;
@@ -86,7 +87,7 @@ if [ -z "$python" ]; then
   $python -m pip install --disable-pip-version-check "${packages[@]}" >&2
   versions=$(works $python "$needed") || die ".venv cannot be used: $versions; remove it"
 fi
-[ "${program:-}" != launch ] || note "using $(command -v "$python") ($versions)"
+[ "${program:-}" != launch ] || echo "run.sh: using $(command -v "$python") ($versions)"
 case "${1:-train}" in
   # Until pytest has read tests/conftest.py, it would take the word after --script for a test.
   test) [ "${2:-}" != --script ] || set -- test "--script=${3:-}" "${@:4}"

@@ -63,7 +63,7 @@ def require(condition, message: str):
 BLOCK = 128  # tokens; attention masks and windows count in whole blocks
 
 def flag(default, help: str, min=0, max=10**9, unit=1, pattern=".+"):
-    """A setting. A number is from min to max and a multiple of unit; a text fits the pattern."""
+    """A number is from min to max and a multiple of unit, a text fits the pattern."""
     return field(default=default, metadata=dict(help=help, limits=(min, max, unit, pattern)))
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Hyperparameters:
     save_every: int = flag(500, "steps between checkpoints; 0 saves none, not even at the end")
     val_loss_every: int = flag(125, "steps between validations, besides those at saves and the end")
     # Data. A step is micro_batches sequences, on all ranks together. A batch that grows changes
-    # tokens_per_step, tokens_seen, step_starts, train_batches and train_step.
+    # tokens_per_step, tokens_seen, step_starts, train_batches, train_step and the head's fp8_scale.
     train_files: str = flag("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
     val_files: str = flag("data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
     vocab_size: int = flag(50257, "vocabulary; its last token begins a document", min=2, max=65536)
@@ -142,8 +142,7 @@ def tokens_seen(step: int, hp: Hyperparameters) -> int:
     return step * hp.tokens_per_step
 
 def window_tokens(step: int, hp: Hyperparameters) -> int:
-    """The long window in tokens. It grows linearly, in whole blocks: at first near text teaches
-    most, and a small window is fast (record 2024-11-24)."""
+    """The long window in tokens. It grows linearly, in whole blocks (record 2024-11-24)."""
     # As in the record, `grown` ends half a block below window_end.
     grown = (hp.window_end - BLOCK / 2) * step / max(1, hp.num_iterations)
     return max(hp.window_start, math.ceil(grown / BLOCK) * BLOCK)
@@ -244,9 +243,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
 
 # Scales before a cast to FP8. e4m3 reaches 448: the head's input is normed, so at most sqrt(768) =
 # 28, and weights may reach 0.875 (training clamps larger ones, validation does not). A logit's
-# gradient is at most 1 / tokens_per_step, so at most 10.7 if scaled by that and this (the record's
-# 2^19 for a mean over 48K tokens); e5m2 reaches 57344. Another layer, a tied head, or a scaled
-# input, logit or loss needs other scales.
+# gradient is at most 1 / tokens_per_step, and GPT multiplies this scale by tokens_per_step, so at
+# most 10.7 reaches e5m2 (57344), as in the record: 2^19 for a mean over 48K tokens. Another layer,
+# a tied head, or a scaled input, logit or loss needs other scales.
 INPUT_SCALE, WEIGHT_SCALE, GRADIENT_SCALE = 2.0, 2.0**9, 2.0**19 / (48 * 1024)
 
 def to_e4m3(x: Tensor, scale: float) -> Tensor:
@@ -273,7 +272,7 @@ class FP8Linear(torch.autograd.Function):
     def backward(ctx, grad_TV: Tensor):
         x8_TD, w8_VD = ctx.saved_tensors
         scale, dtype = ctx.gradient_scale, grad_TV.dtype
-        g8_TV = (grad_TV.float() * scale).to(torch.float8_e5m2).contiguous()  # at most 10.7
+        g8_TV = (grad_TV.float() * scale).to(torch.float8_e5m2).contiguous()
         g8_VT, x8_DT, w8_DV = (x.T.contiguous() for x in (g8_TV, x8_TD, w8_VD))
         grad_x_TD = fp8_matmul(g8_TV, w8_DV, scale * WEIGHT_SCALE, dtype, fast=False)
         grad_w_VD = fp8_matmul(g8_VT, x8_DT, scale * INPUT_SCALE, torch.float32, fast=False)
@@ -284,9 +283,8 @@ class CrossEntropy(torch.autograd.Function):
     of at most 76, whose exponentials cannot overflow.
 
     F.cross_entropy computes the same. But its gradient contains a sum over the vocabulary, with
-    which the compiler fuses the cast to FP8 and its transposed copy into one kernel: 12.0 of the
-    88.8 ms of a micro-batch on an H200. Written out, softmax - target needs no sum: 7.4 ms. exp2
-    takes a GPU fewer instructions than exp; a CPU likes operators in place."""
+    which the compiler fuses the cast to FP8 and its transposed copy into one slow kernel. exp2
+    takes a GPU fewer instructions than exp. A term added here needs a gradient in `backward`."""
 
     @staticmethod
     def forward(ctx, logits_TV: Tensor, target_T: Tensor) -> Tensor:
@@ -329,7 +327,7 @@ class CastedLinear(nn.Module):
         return y
 
 class Embedding(nn.Module):
-    """Rows of a matrix in `dtype`. Its gradient is summed in float32 and then cast."""
+    """Rows of a matrix in `dtype`. A sequence's gradient is summed in float32, then cast."""
 
     def __init__(self, rows: int, width: int, dtype: torch.dtype):
         super().__init__()
@@ -432,6 +430,7 @@ class GPT(nn.Module):
         rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len), hp.rope_base)
         self.blocks = nn.ModuleList(Block(hp, layer, rotary) for layer in range(len(hp.windows)))
         self.skip_weights = nn.Parameter(torch.ones(len(self.blocks) // 2))
+        # To tie them, assign embed.weight to the head, not the head's to embed.
         fp8_scale = GRADIENT_SCALE * hp.tokens_per_step if hp.use_fp8 else None
         self.lm_head = CastedLinear(hp.model_dim, rows, fp8_scale)
 
@@ -461,7 +460,8 @@ class GPT(nn.Module):
         return norm(x_TD)
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """Smoothly capped: z becomes c + c tanh(z / c). A softmax cancels the first c."""
+        """Smoothly capped: z becomes c + c tanh(z / c). A softmax cancels the first c, but a z-loss
+        must subtract it."""
         c = self.hp.lm_head_softcap
         return 2 * c * torch.sigmoid(self.lm_head(x_TD).float() * (2 / c))
 
@@ -548,9 +548,9 @@ class Optimizer:
                 self.world.all_gather(x).result()
 
 class Adam(Optimizer):
-    """Adam (arXiv:1412.6980) by PyTorch's fused kernel of AdamW. Parameters in bfloat16 have a
-    state in bfloat16, in which a change below 1/512 of a value is rounded away: with a beta2 of
-    0.999 a mean square would never fall. Keep slower averages in float32."""
+    """Adam (arXiv:1412.6980) by PyTorch's fused kernel of AdamW. In bfloat16, weights and state, a
+    change below 1/512 of a value is rounded away: small steps do nothing, and with a beta2 of 0.999
+    a mean square never falls. Keep slower averages in float32."""
 
     def __init__(self, params, hp, world, lr, betas=None, eps=None, weight_decay=0.0):
         super().__init__(params, hp, world, lr, weight_decay)
@@ -595,6 +595,7 @@ class Muon(Optimizer):
         super().__init__(params, hp, world, lr, weight_decay)
         (shape,) = {p.shape for p in params.values()}
         stack = (math.ceil(len(params) / world.size) * world.size, *shape)  # such as [12, 768, 768]
+        # Gradients are rounded to the activations' dtype before the ranks' sum.
         self.gradients = torch.zeros(stack, dtype=getattr(torch, hp.dtype), device=world.device)
         self.updates = torch.zeros_like(self.gradients)
         self.state["momentum"] = torch.zeros(stack, device=world.device)
@@ -652,8 +653,7 @@ def zero(x: Tensor, generator):
 def normal(x: Tensor, generator):
     x.normal_(generator=generator)
 
-def uniform(x: Tensor, generator):
-    """With a standard deviation of 0.5 / sqrt(inputs)."""
+def uniform(x: Tensor, generator):  # with a standard deviation of 0.5 / sqrt(inputs)
     bound = 0.5 * math.sqrt(3 / x.size(-1))
     x.uniform_(-bound, bound, generator=generator)
 
@@ -808,7 +808,7 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
         part = model(inputs_T, targets_T, window) / hp.tokens_per_step
         part.backward()
         loss += part.detach()
-    with torch.no_grad():
+    with torch.no_grad():  # p.grad is this rank's own sum: to clip, see Optimizer
         for optimizer in optimizers:
             optimizer.begin()
         for optimizer in optimizers:
@@ -832,8 +832,8 @@ def evaluate(model, sequences: list, step: int, hp: Hyperparameters, world: Worl
     return loss / targets
 
 def gather_training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict:
-    """What decides how training goes on, whole on every rank, not copied: {"model": {name: tensor},
-    "Muon momentum": ...}. What else changes from step to step, as averages do, belongs here."""
+    """What decides how training goes on, as the live tensors, whole on every rank: {"model": {name:
+    tensor}, "Muon momentum": ...}. What else a step keeps, as averages in float32, belongs here."""
     state = {"model": dict(model.state_dict())}
     for optimizer in optimizers:
         optimizer.gather_state()
@@ -869,7 +869,8 @@ def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: Worl
         tokens = torch.randint(hp.vocab_size, (length + 1,), device=world.device)
         return tokens[:-1].int(), tokens[1:].clone()  # aligned, as in train_batches
     evaluate(model, [random_sequence(hp.val_seq_len)], 0, hp, world)
-    model(*random_sequence(hp.train_seq_len), window_tensor(0, hp, world.device)).backward()
+    loss = model(*random_sequence(hp.train_seq_len), window_tensor(0, hp, world.device))
+    (loss / hp.tokens_per_step).backward()  # train_step will add to its gradients
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     require(not unused, f"no gradient reaches {', '.join(unused)}: use, freeze or remove it")
     train_step(model, [random_sequence(hp.train_seq_len)], optimizers, 0, hp, world)
@@ -900,7 +901,6 @@ def world_of_this_process() -> World:
 TIMEOUT = timedelta(minutes=10)  # how long a rank waits for another, also while rank 0 saves
 
 def connect(plan: "Plan | None", script: str, world: World) -> "Plan":
-    """Joins the other ranks, and returns rank 0's plan."""
     gpu = world.device if world.device.type == "cuda" else None
     try:
         dist.init_process_group("nccl" if gpu else "gloo", timeout=TIMEOUT, device_id=gpu)
@@ -942,9 +942,8 @@ def parse_flags(argv: list[str]) -> tuple[Hyperparameters, argparse.Namespace]:
     for f in fields(Hyperparameters):
         kind = true_or_false if f.type is bool else f.type
         values = ", ".join(f"{name}: {getattr(hp, f.name)}" for name, hp in PRESETS.items())
-        help = f"{f.metadata['help']} ({values})".replace("%", "%%")
-        parser.add_argument(f"--{f.name}", type=kind, metavar=kind.__name__,
-                            default=argparse.SUPPRESS, help=help)
+        text = f"{f.metadata['help']} ({values})".replace("%", "%%")
+        parser.add_argument(f"--{f.name}", type=kind, help=text, default=argparse.SUPPRESS)
     command = parser.parse_args(argv)
     hp = PRESETS[command.preset]
     command.named = {name: value for name, value in vars(command).items() if name in asdict(hp)}
@@ -1010,8 +1009,7 @@ def prepare(hp: Hyperparameters, command, script: str, world: World, saved: dict
     check_settings(hp, world.size)
     hp = resolve(hp, world.device)
 
-    train_shards = find_shards(hp.train_files)
-    val_shards = find_shards(hp.val_files)
+    train_shards, val_shards = find_shards(hp.train_files), find_shards(hp.val_files)
     by_fingerprint = {}
     for shard in train_shards + val_shards:
         first = by_fingerprint.setdefault(shard.fingerprint, shard)
@@ -1032,8 +1030,8 @@ def prepare(hp: Hyperparameters, command, script: str, world: World, saved: dict
     if saved:
         plan = replace(plan, step=saved["step"], seconds=saved["seconds"])
         require(plan.step <= hp.num_iterations, f"the run has done {plan.step} steps already")
-        require(plan.data_read(plan.step) == saved["data_read"], "--resume: keep the steps' tokens "
-                "(micro_batches, train_seq_len) and the shards read; new shards may follow them")
+        require(plan.data_read(plan.step) == saved["data_read"], "--resume: keep micro_batches, "
+                "train_seq_len, the shards read (more may follow) and how a script reads them")
     return plan
 
 def changes(hp: Hyperparameters, script: str, saved: dict) -> Iterator[str]:
@@ -1236,7 +1234,8 @@ def main(argv: list[str]):
 
     # What to train. TORCH_COMPILE_DISABLE=1 is for debugging on a GPU, with a CPU's attention.
     torch.manual_seed(hp.seed)
-    compiles = cuda and os.environ.get("TORCH_COMPILE_DISABLE") != "1"
+    switches = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
+    compiles = cuda and "1" not in map(os.environ.get, switches)
     model = GPT(hp, getattr(torch, hp.dtype), flex=compiles)
     draw_weights(model, hp.seed)
     model.to(world.device)
@@ -1277,8 +1276,8 @@ def main(argv: list[str]):
             val_due = hp.val_loss_every > 0 and step % hp.val_loss_every == 0
             if last or save_due or val_due:
                 clock.stop()
-                for done, loss, seconds in clock.read_losses(keep=0):
-                    log.write_loss("train_loss", done, hp, loss, seconds)
+                for done, value, seconds in clock.read_losses(keep=0):
+                    log.write_loss("train_loss", done, hp, value, seconds)
                 val_loss = evaluate(model, val_sequences, step, hp, world)
                 log.write_loss("val_loss", step, hp, val_loss, clock.seconds)
                 # Weights that are not finite are never saved: write_loss has ended the run.
@@ -1290,15 +1289,15 @@ def main(argv: list[str]):
                 break
             loss = train_step(model, next(batches_of_steps), optimizers, step, hp, world)
             clock.add_loss(step + 1, loss)
-            for done, loss, seconds in clock.read_losses(keep=int(cuda)):
-                log.write_loss("train_loss", done, hp, loss, seconds)
+            for done, value, seconds in clock.read_losses(keep=int(cuda)):
+                log.write_loss("train_loss", done, hp, value, seconds)
 
         log.write(f"throughput: {tokens_seen(step, hp) / max(clock.seconds, 1e-9):.0f} tokens/s")
         if cuda:
             log.write(f"peak_memory: {torch.cuda.max_memory_allocated() >> 20} MiB on rank 0")
         log.write(f"final_val_loss: {val_loss:.4f} nats per token, on {hp.val_tokens} tokens")
         log.write(f"log: {log.path}")
-    except Exception as e:  # so that the log ends with the reason
+    except Exception as e:  # so that rank 0's log ends with its reason; the others have none
         prefix = "" if isinstance(e, UserError) else f"{type(e).__name__}: "
         log.write(f"error: {prefix}{e}", console=False)
         raise

@@ -9,7 +9,7 @@ from conftest import ENVIRONMENT, ROOT
 from test_data_common import status_of
 
 import train_gpt
-from records.tools import honesty
+from records.tools import honesty, logs
 
 
 def test_the_script_is_honest():
@@ -32,12 +32,12 @@ def changed(folder: Path, *changes) -> Path:
 
 EMBED = "x_TD = x0_TD = norm(self.embed(tokens_T))"
 MLP = "return x_TD + self.mlp(norm(x_TD))"
-LOSS = ("            total += F.cross_entropy(self.logits(x), targets, ignore_index=-1, "
-        'reduction="sum")\n')
-MEAN = "        return total / len(x_TD)\n"
+LOSS = "            loss += CrossEntropy.apply(self.logits(x), target)\n"
+SUM = "        return loss\n"
 EVALUATE = "    model.eval()\n"
 RELU = "F.relu(self.fc(x_TD)).square()"
-CALL = "        total += model(inputs_T, targets_T, window).double() * len(inputs_T)\n"
+SEQUENCES = "    for inputs_T, targets_T in sequences:\n"
+CALL = "        total[0] += model(inputs_T, targets_T, window)\n"
 
 IN_A_MODEL = {
     "the targets are the inputs": (
@@ -45,7 +45,7 @@ IN_A_MODEL = {
           "x_TD = self.features(targets_T.clamp(min=0).int(), window)")],
         r"but the cross-entropy of logits\(features\(\)\) is .*: at token 0 of sequence 0"),
     "the validation's inputs are its targets": (
-        [("inputs = F.pad(stream[:hp.val_tokens]", "inputs = F.pad(stream[1:hp.val_tokens + 1]")],
+        [("inputs = F.pad(stream[:-1]", "inputs = F.pad(stream[1:]")],
         "validation's input is not token 0 of the text"),
     "the embedding of the next token is added": (
         [(EMBED, "x_TD = x0_TD = norm(self.embed(tokens_T) + self.embed(tokens_T.roll(-1)))")],
@@ -67,22 +67,25 @@ IN_A_MODEL = {
                  "        x_TD = x0_TD = norm(self.embed(tokens_T)) * (1 + 0.1 * ends.sin())"))],
         "the loss of token 0 changes by .* it sees the future"),
     "a loss that validation counts too": (
-        [(MEAN, MEAN.replace("\n", " + 1e-3 * x_TD.float().square().mean()\n"))],
+        [(SUM, SUM.replace("\n", " + 1e-3 * x_TD.float().square().sum()\n"))],
         "it adds .* in a sequence where no target counts"),
     "a z-loss that validation counts too": (
-        [(LOSS, LOSS + "            total += 1e-4 * (self.logits(x).logsumexp(-1)**2 * (targets >= "
+        [(LOSS, LOSS + "            loss += 1e-4 * (self.logits(x).logsumexp(-1)**2 * (target >= "
           "0)).sum()\n")],
         "at token 0 of sequence 0 it is"),
     "label smoothing in validation": (
-        [('reduction="sum")\n', 'reduction="sum", label_smoothing=0.01)\n')],
+        [(LOSS, "            loss += F.cross_entropy(self.logits(x), target, ignore_index=-1,\n"
+          "                                    reduction='sum', label_smoothing=0.01)\n")],
         "at token 0 of sequence 0 it is"),
     "the last sequence is left out": (
-        [("    for inputs_T, targets_T in sequences:\n" + "        # The model returns",
-          "    for inputs_T, targets_T in sequences[:-1]:\n" + "        # The model returns")],
+        [(SEQUENCES, SEQUENCES.replace("sequences", "sequences[:-1]"))],
         "validation counts 1024 targets, expected 1400"),
     "hard targets are left out": (
         [(CALL, CALL.replace("targets_T,", "targets_T.where(targets_T != 10, -1),"))],
         "validation leaves out targets after token 0"),
+    "the padding counts as targets": (
+        [("total[1] += (targets_T >= 0).sum()", "total[1] += len(targets_T)")],
+        r"but the cross-entropy of logits\(features\(\)\) is"),
     "noise in validation": (
         [(EMBED, EMBED + " + 0.01 * torch.randn(len(tokens_T), 1)")],
         "two validations of the same weights give"),
@@ -95,8 +98,8 @@ IN_A_MODEL = {
         r"validation changes the training state \(model, "),
     "validation trains an optimizer's state": (
         [(EVALUATE, EVALUATE + "    STATE[0].add_(1.0)\n"),
-         ('        self.state["momentum"] = torch.zeros(shape, device=world.device)\n',
-          ('        self.state["momentum"] = torch.zeros(shape, device=world.device)\n'
+         ('        self.state["momentum"] = torch.zeros(stack, device=world.device)\n',
+          ('        self.state["momentum"] = torch.zeros(stack, device=world.device)\n'
           '        STATE.insert(0, self.state["momentum"])\n')),
          ("BLOCK = 128", "STATE = []\nBLOCK = 128")],
         r"validation changes the training state \(Muon momentum, "),
@@ -148,14 +151,14 @@ def test_processes_that_read_the_same_data_are_found(tmp_path, runs_here):
         honesty.check_ranks(trial, losses)
 
 
-HEAD_ROW = '        (r"lm_head\\.weight",                          Adam, hp.head_lr),\n'
+HEAD_ROW = ('    (r"lm_head\\.weight",                     zero,    Adam, dict(lr="head_lr")),'
+            "    # [50304, 768]\n")
 SOFTCAP = "return 2 * c * torch.sigmoid(self.lm_head(x_TD).float() * (2 / c))"
 RIGHT = {
     "GELU": [(RELU, "F.gelu(self.fc(x_TD))")],
     "another softcap": [(SOFTCAP, "return 30 * torch.tanh(self.lm_head(x_TD).float() / 30)")],
-    "tied head": [(HEAD_ROW, ""), ("        draw_weights(self, hp.seed)", (
-        "        self.lm_head.weight = self.embed.weight\n"
-        "        draw_weights(self, hp.seed)"))],
+    "tied head": [(HEAD_ROW, ""), ("rows, fp8_scale)\n", (
+        "rows, fp8_scale)\n        self.lm_head.weight = self.embed.weight\n"))],
     "gated attention": [
         ("        self.value_mix =", (
             "        self.gate = CastedLinear(hp.model_dim, hp.num_heads)\n"
@@ -163,37 +166,30 @@ RIGHT = {
         ("        return self.proj(y_1HTK", (
             "        gate = torch.sigmoid(self.gate(x_TD)).T[None, :, :, None]\n"
             "        y_1HTK = y_1HTK * gate\n        return self.proj(y_1HTK")),
-        (r"(qkv|", r"(gate\.weight|qkv|")],
+        (r"\.(qkv|", r"\.(gate\.weight|qkv|")],
     "an embedding of the token before": [
         ("        self.embed = ", (
-            "        self.embed2 = nn.Embedding(padded_vocab, hp.model_dim)\n"
+            "        self.embed2 = Embedding(rows, hp.model_dim, dtype)\n"
             "        self.embed = ")),
         (EMBED, ("before = F.pad(tokens_T[:-1], (1, 0))\n        "
          "x_TD = x0_TD = norm(self.embed(tokens_T) + self.embed2(before))")),
-        (r'r"embed\.weight', r'r"embed2?\.weight')],
-    "weight decay": [("            p.add_(update, alpha=-self.lr(step))\n", (
-        "            p.mul_(1 - 0.1 * self.lr(step))\n"
-        "            p.add_(update, alpha=-self.lr(step))\n"))],
+        (r'r"(embed|', r'r"(embed2?|')],
+    "weight decay": [('dict(lr="muon_lr")', 'dict(lr="muon_lr", weight_decay=0.1)')],
     "z-loss in training": [(LOSS, LOSS + (
         "            if self.training:\n"
-        "                total += 1e-4 * self.logits(x).logsumexp(-1).square().sum()\n"))],
+        "                loss += 1e-4 * self.logits(x).logsumexp(-1).square().sum()\n"))],
     "the token after the next one in training": [(LOSS, LOSS + (
         "            if self.training:\n"
-        "                later = F.pad(targets[1:], (0, 1), value=-1)\n"
-        "                total += 0.1 * F.cross_entropy(self.logits(x), later, ignore_index=-1,\n"
-        "                                               reduction='sum')\n"))],
-    "other windows": [("(long // 2).clamp(min=1)", "(long // 3).clamp(min=1)"),
+        "                later = F.pad(target[1:], (0, 1), value=-1)\n"
+        "                loss += 0.1 * CrossEntropy.apply(self.logits(x), later)\n"))],
+    "other windows": [("BLOCK // 2).clamp(min=1)", "BLOCK // 3).clamp(min=1)"),
                       ("window_end=256, num_it", "window_end=512, num_it")],
     "a mean of the tokens so far": [(MLP, (
         "mean = x_TD.cumsum(0) / torch.arange(1, len(x_TD) + 1, device=x_TD.device)[:, None]\n"
         "        return x_TD + 0.1 * mean.type_as(x_TD) + self.mlp(norm(x_TD))"))],
     "attention without document masks": [(" & (document_T[query] == document_T[key])", "")],
     "a longer window in validation": [
-        (("    total = torch.zeros((), dtype=torch.float64, device=world.device)\n"
-         "    for inputs_T, targets_T in sequences:\n"),
-         ("    window = 2 * window\n"
-         "    total = torch.zeros((), dtype=torch.float64, device=world.device)\n"
-         "    for inputs_T, targets_T in sequences:\n"))],
+        (SEQUENCES, "    window = 2 * window\n" + SEQUENCES)],
 }
 
 
@@ -213,6 +209,22 @@ def test_right_ideas_together_pass_on_two_processes(tmp_path):
     changes = [change for name in together for change in RIGHT[name]]
     honesty.check(changed(tmp_path, *changes), say=lines.append)
     assert lines[-1].startswith("processes: ")
+
+
+@pytest.mark.method
+def test_a_copy_of_a_former_script_passes_and_starts_from_other_weights(tmp_path, runs_here):
+    """Whose constructor draws, and whose loss is a mean: the script of a log from before."""
+    log = min((ROOT / "records" / "demo").glob("*.log"))
+    former = tmp_path / "former.py"
+    former.write_text(logs.read_run(log, log.stem).source)
+    trial = honesty.Trial(former, [], tmp_path)
+    assert len(list(honesty.check_model(trial))) == 4
+    assert next(honesty.check_runs(trial)).startswith("runs: ")
+    ours, theirs = honesty.weights(ROOT / "train_gpt.py"), honesty.weights(former)
+    assert ours.keys() == theirs.keys() and ours["embed.weight"] != theirs["embed.weight"]
+    assert ours["skip_weights"] == theirs["skip_weights"]
+    copy = changed(tmp_path, (RELU, "F.gelu(self.fc(x_TD))"))
+    assert honesty.weights(copy) == ours != honesty.weights(copy, ["--num_heads=4"])
 
 
 def check(*arguments):

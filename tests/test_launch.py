@@ -85,7 +85,8 @@ def test_a_machine_without_gpus_is_set_up_and_a_driver_in_vain_is_said(tmp_path,
     ("fast", "invalid choice: 'fast'"),
     ("demo speedrun", "demo and speedrun: name one script and one preset"),
     ("demo --repeat=2 --seed=1", "--repeat=2: takes a number above 0, and neither --seed nor"),
-    ("speedrun", "takes weeks without a GPU; run demo"),
+    ("speedrun", "--preset=speedrun takes days or weeks without a GPU; run demo"),
+    ("short", "--preset=short takes days or weeks without a GPU; run demo"),
     ("no_such.py demo", "no_such.py: there is no such script"),
     ("speedrun --text=README.md", "--text=README.md: trains the demo"),
     ("--text=no_such.txt", "no_such.txt: no such file or folder"),
@@ -119,15 +120,16 @@ def test_the_presets_get_the_data_that_they_need(started, tmp_path, monkeypatch)
     speedrun, demo = train_gpt.PRESETS["speedrun"], train_gpt.PRESETS["demo"]
     for hp in (speedrun, replace(speedrun, num_iterations=100), replace(speedrun, epochs=4)):
         launch.make_preset_data(train_gpt, hp)
+    launch.make_preset_data(train_gpt, train_gpt.PRESETS["short"])
     launch.make_preset_data(train_gpt, replace(demo, train_files="data/mine/*.bin"))
-    # 696 million tokens are in 7 chunks of 100 million, 39 million in one.
-    assert started == [("data/fineweb.py", f"--num_chunks={n}") for n in (7, 1, 2)]
+    # 696 million tokens are in 7 chunks of 100 million, 39 million and the 98 of `short` in one.
+    assert started == [("data/fineweb.py", f"--num_chunks={n}") for n in (7, 1, 2, 1)]
     launch.make_preset_data(train_gpt, demo)
-    assert started.pop()[0] == "data/tokenize_text.py" and len(started) == 3
+    assert started.pop()[0] == "data/tokenize_text.py" and len(started) == 4
     Path("data/demo").mkdir(parents=True)
     Path("data/demo/demo_train_000001.bin").touch()
     launch.make_preset_data(train_gpt, demo)
-    assert len(started) == 3
+    assert len(started) == 4
 
 
 def test_a_text_is_tokenized_once_and_again_when_it_has_changed(tmp_path, monkeypatch, capsys):
@@ -260,14 +262,14 @@ def test_an_environment_is_made_once_and_a_torch_in_it_stays(bare, tmp_path):
     (tmp_path / "has_torch").touch()
     done = run("demo")
     assert "making .venv" in done.stderr
-    assert "run.sh: using .venv/bin/python (Python 3.10.1, torch 2.13.0)" in done.stderr
+    assert "run.sh: using .venv/bin/python (Python 3.10.1, torch 2.13.0)" in done.stdout
     assert (tmp_path / "installed").read_text().endswith("-version-check numpy\n")
 
 
 def test_help_needs_no_python():
     done = run_sh("help", PYTHON="/no/such")
     assert done.returncode == 0 and done.stderr == ""
-    assert done.stdout.startswith("./run.sh [train] [SCRIPT.py] [speedrun|demo] [--repeat=N]")
+    assert done.stdout.startswith("./run.sh [train] [SCRIPT.py] [speedrun|short|demo] [--repeat=N]")
     assert done.stdout.endswith("micro-batches).\n")
     assert done.stdout == run_sh("--help", PYTHON="/no/such").stdout
 
@@ -288,15 +290,10 @@ def test_each_verb_explains_itself(verb):
 
 
 def test_logs_are_compared_without_torch(tmp_path):
-    without = program(tmp_path / "python", f"""
-        exec {sys.executable} -c 'import runpy, sys; sys.modules["torch"] = None
-sys.argv = sys.argv[1:]
-if sys.argv[0] == "-W": sys.argv = sys.argv[2:]
-if sys.argv[0] == "-c": exec(sys.argv[1])
-else: runpy.run_path(sys.argv[0], run_name="__main__")' "$@" """)
-    done = run_sh("compare", "records/demo", PYTHON=str(without))
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('no torch here')\n")
+    assert "no torch here" in run_sh("demo", "--check", PYTHONPATH=str(tmp_path)).stderr
+    done = run_sh("compare", "records/demo", PYTHONPATH=str(tmp_path))
     assert done.returncode == 0 and "3 runs" in done.stdout, done.stderr
-    assert "torch" in run_sh("demo", PYTHON=str(without)).stderr
 
 
 @pytest.mark.parametrize("name", ["compare", "race", "sample"])
@@ -333,13 +330,13 @@ def test_a_copy_is_checked_trained_on_two_processes_and_sampled_from(tmp_path, s
     assert done.returncode == 0, done.stdout + done.stderr
     log = log_path(tmp_path / "r")
     lines = [line for line in done.stdout.splitlines() if line.startswith("run.sh: ")]
-    assert len(lines) == 4 and f"run.sh: using {sys.executable} (Python 3." in done.stderr
-    assert lines[0] == "run.sh: preset demo: 2 rank(s)"
-    assert f"python '{copy}' --check --preset=demo" in lines[1]
-    assert f"-m torch.distributed.run --standalone --nproc_per_node=2 '{copy}' --pre" in lines[2]
+    assert len(lines) == 5 and lines[0].startswith(f"run.sh: using {sys.executable} (Python 3.")
+    assert lines[1] == "run.sh: preset demo: 2 rank(s)"
+    assert f"python '{copy}' --check --preset=demo" in lines[2]
+    assert f"-m torch.distributed.run --standalone --nproc_per_node=2 '{copy}' --pre" in lines[3]
     assert (f"records/tools/sample.py {log} '--script={copy}' --tokens=300 --temperature=0.9"
-            in lines[3])
-    trained, sample = done.stdout.split(lines[3])
+            in lines[4])
+    trained, sample = done.stdout.split(lines[4])
     assert len(losses(trained)) == 2 and len(sample) > 2
     assert len(sample) > 200 or "note: end of text after" in done.stderr
     assert "F.silu" in log.read_text() and "ranks: 2" in log.read_text()

@@ -152,6 +152,16 @@ def test_our_own_log(tmp_path):
     assert logs.read_run(LOGS / "console_only.log", "x").tokens is None
 
 
+def test_the_validation_shards_of_new_and_former_logs(tmp_path):
+    """Which a log says by itself, and former ones among the data, by a name with `val`."""
+    env = {"data": "a/my_val_1.bin 5 tokens 0f\ndata: a/x_train_2.bin 6 tokens 1f"}
+    former = read_text(tmp_path, log_text(env=env))
+    new = read_text(tmp_path, log_text(env=env | {"val_data": "b/c.bin 7 tokens 2f\nval_data: "
+                                                  "b/d.bin 8 tokens 3f"}))
+    assert former.validated_on == (None, "50257", "5 tokens")
+    assert new.validated_on == (None, "50257", "7 tokens", "8 tokens")
+
+
 def test_target_is_reached_on_the_line_between_validations(tmp_path):
     text = log_text((11.0, 4.0, 3.0, 2.0), every=100)
     for target, reached in ((3.25, (175, 17.5)), (4.0, (100, 10)), (2.0, (300, 30)),

@@ -1,6 +1,6 @@
-"""The processes of a run: each takes its place and its GPU, all train what one trains, and an error
-on one ends all. (What they exchange is in test_optimizers.py; machines that differ, and another
-number of processes after a kill, are in test_reliability.py.)"""
+"""The ranks of a run: each takes its place and its GPU, all train what one trains, and an error on
+one ends all. (What they exchange is in test_optimizers.py; machines that differ, and another number
+of ranks after a kill, are in test_reliability.py.)"""
 
 import re
 

@@ -72,6 +72,11 @@ LAUNCHER = "import os, sys\nos.execv(sys.executable, [sys.executable, *sys.argv[
 # It takes the flags that the script takes.
 HONESTY = """import sys
 text = open(sys.argv[1]).read()
+if "--weights" in sys.argv:
+    print(f"weights: embed.weight 4x4_{'DRAWS' in text}")
+    print("weights: head.weight 4x4_0")
+    print(f"weights: own.weight {len(text)}_{'DRAWS' in text}")
+    sys.exit()
 with open(__file__ + ".asked", "a") as file:
     print(*sys.argv[1:], file=file)
 print("validation: fine")
@@ -155,8 +160,8 @@ def test_a_race_in_turn_with_the_same_seeds(place, capsys):
     ends = [[logs.read_run(path, "x").loss for path in finished_logs(place, side)]
             for side in ("record", "base")]
     verdict = " ".join((folder / "verdict.txt").read_text().split())
-    found = re.search(r"record is better than base \(record - base = (-0\.1\d*) nats a token, p = "
-                      r"(\S+)\) by 3 pairs\.", verdict)
+    found = re.search(r"record is better than base \(record - base = (-0\.1\d*) nats a token, "
+                      r"(?:99 % .*?, )?p = ([\d.e-]+)", verdict)
     p = stats.ttest_rel(*ends).pvalue
     assert found[2] == f"{p:.2g}" and verdict in " ".join(out.split())
     row = verdicts(place)["record"]
@@ -327,6 +332,18 @@ def test_a_mistake_shows_in_one_step_and_once_mended_it_is_raced(place, capsys, 
     if not flags:
         (place / "record.py").write_text(STAND_IN)
     assert run_race(place, "--repeat=1", *[f"--only_ours={flag}" for flag in flags]) == 4
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_it_says_where_pairs_do_not_start_from_equal_weights(place, capsys, draws):
+    """Once, as the race begins; parameters of another shape differ anyway."""
+    (place / "record.py").write_text(STAND_IN + "# DRAWS\n" * draws + "# longer\n")
+    for _ in range(2):
+        run_race(place, "--repeat=1")
+        out = capsys.readouterr().out
+        assert ("race: record and base do not start from equal weights: of 2 parameters of the same"
+                " name and shape 1 differ, such as embed.weight; it takes" in out) == draws
+        draws = False
 
 
 def test_a_script_that_takes_no_single_step_is_tried_with_two(place):

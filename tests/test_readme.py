@@ -243,7 +243,7 @@ def commands_of(text: str) -> list[list[str]]:
 
 TOOLS = {"honest": "records/tools/honesty.py", "tokenize": "data/tokenize_text.py",
          "inspect": "data/inspect_shards.py", "fineweb": "data/fineweb.py",
-         **{verb: f"records/tools/{verb}.py" for verb in ("compare", "sample", "hellaswag")}}
+         **{verb: f"records/tools/{verb}.py" for verb in ("bench", "compare", "sample", "hellaswag")}}
 COMMANDS = [words for text in TEXTS.values() for words in commands_of(text)]
 
 
@@ -315,7 +315,7 @@ def test_links_and_files_exist(page):
         target = (folder / path).resolve() if path else ROOT / page
         assert target.exists(), link
         assert not anchor or anchor in headings(target.read_text(encoding="utf-8")), link
-    made = {"my_record.py", "my_optimizer.py", "neither.py",
+    made = {"record.txt", "my_record.py", "my_optimizer.py", "neither.py",
             "<topic>", "race_my_record", "fineweb10B", "my_text"}
     for path in re.findall(r"`([\w./<>-]+(?:\.py|\.sh|\.md|\.txt|/))`", TEXTS[page]):
         found = any((where / path).exists() for where in (ROOT, ROOT / "records", folder))

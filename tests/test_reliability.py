@@ -304,6 +304,9 @@ def test_settings_stay_but_those_that_are_named(tmp_path, shards):
     train(train_gpt, f"--resume={checkpoint}", *flags)
     assert load_checkpoint(tmp_path)["settings"] == old | new
     (log,) = tmp_path.glob("*_changed.log")
+    lines = re.findall("(?m)^changed: (.*)", steps_of(tmp_path))
+    assert sorted(lines) == sorted(f"{name} = {value!r}, was {old[name]!r}"
+                                   for name, value in new.items())
     head = dict(line.split(" = ") for line in log.read_text().split("\n=")[0].splitlines())
     assert head == {name: repr(value) for name, value in (old | new).items()}
     saved = sorted(path.name for path in log.with_suffix("").iterdir())
@@ -351,6 +354,7 @@ def test_data_may_be_added_but_what_was_read_must_stay(tmp_path, shards):
     added = write_shard(folder / "t_train_000009.bin", [256, *range(250)] * 9)
     train(train_gpt, f"--resume={checkpoint}")
     assert f"\ndata: {added} 2259 tokens " in newest_log(tmp_path / "r").read_text()
+    assert "\nchanged: " not in steps_of(tmp_path / "r")
     shutil.copytree(folder, tmp_path / "moved")
     train(train_gpt, f"--resume={checkpoint}", "--train_seq_len=128", "--micro_batches=4",
           f"--train_files={tmp_path}/moved/t_train_*.bin")
@@ -367,6 +371,9 @@ def test_a_complete_run_gives_its_result_again_and_goes_on_with_more_steps(tmp_p
     assert steps_of(tmp_path).count("\nstep:") == 1 and "\ncheckpoint: " not in steps_of(tmp_path)
     assert_same_run(tmp_path, whole)
     train(train_gpt, f"--resume={end}", "--num_iterations=14")
+    assert re.findall("(?m)^changed: .*", steps_of(tmp_path)) == [
+        "changed: num_iterations = 14, was 12",
+        "changed: rates and window follow step / num_iterations, so they jump"]
     lines = curve(tmp_path)
     assert lines[:len(curve(whole))] == curve(whole)
     assert [line.step for line in lines[len(curve(whole)):]] == [13, 14, 14]

@@ -45,3 +45,13 @@ def test_momentum_warms_up_and_stays():
 
 def test_tokens_are_counted_before_the_step():
     assert [tokens_seen(step, HP) for step in (0, 1, 1770)] == [0, 393216, 1770 * 393216]
+
+
+def test_the_short_preset_is_the_speedruns_model_and_step():
+    """... so that it compiles the same program, with the momentum's warmup in proportion."""
+    short = PRESETS["short"]
+    different = {f.name for f in dataclasses.fields(HP)
+                 if getattr(short, f.name) != getattr(HP, f.name)}
+    assert different == {"name", "num_iterations", "muon_momentum_steps", "save_every",
+                         "train_files"}
+    assert short.muon_momentum_steps / short.num_iterations == pytest.approx(300 / 1770, rel=0.01)

@@ -65,7 +65,7 @@ def test_the_default_preset_is_the_hardwares(monkeypatch, has_gpu, preset):
 @pytest.mark.parametrize("flags, words", [
     (["--num_iteration=3"], "unrecognized arguments: --num_iteration=3"),
     (["--seed=x"], "--seed: invalid int value: 'x'"),
-    (["--preset=big"], "choose from '?speedrun'?, '?demo"),
+    (["--preset=big"], "choose from '?speedrun'?, .*'?demo"),
     (["--use_fp8=maybe"], "invalid true_or_false value: 'maybe'"),
     (["--resume=a.pt", "--preset=demo"], "--preset: not allowed with argument --resume"),
 ])
@@ -126,11 +126,12 @@ def test_importing_has_no_side_effect_and_a_cpu_never_loads_the_compiler(tmp_pat
 
 @pytest.fixture
 def tiny(tmp_path):
-    """Flags for data of nine steps a pass, and of 2,010 tokens to validate on."""
+    """Flags for data of ten steps a pass, the last of which overlaps the ninth, and of 2,010 tokens
+    to validate on."""
     write_shard(tmp_path / "a_train_000001.bin", [256, *range(200)] * 50)
     write_shard(tmp_path / "a_val_000000.bin", [256, *range(200)] * 10)
     return [f"--train_files={tmp_path}/a_train_*.bin", f"--val_files={tmp_path}/a_val_*.bin",
-            "--val_tokens=2000", "--num_iterations=9", "--epochs=1", "--micro_batches=4"]
+            "--val_tokens=2000", "--num_iterations=10", "--epochs=1", "--micro_batches=4"]
 
 
 def test_a_plan_has_the_shards_and_the_settings(tiny):
@@ -139,20 +140,20 @@ def test_a_plan_has_the_shards_and_the_settings(tiny):
     assert [shard.tokens for shard in plan.val_shards] == [2010]
     assert plan.step == plan.seconds == 0
     assert prepare(*tiny, "--val_tokens=0").hp.val_tokens == 2009
-    # The second pass begins at another offset, and fewer steps fit behind it.
-    assert prepare(*tiny, "--num_iterations=18", "--epochs=2").hp.epochs == 2
+    assert prepare(*tiny, "--num_iterations=20", "--epochs=2").hp.epochs == 2
     seeds = {prepare(*tiny, "--seed=-1").hp.seed for _ in range(3)}
     assert len(seeds) == 3 and min(seeds) >= 0, "a seed is drawn where none is given"
     assert prepare(*tiny, "--seed=5").hp.seed == 5
 
 
 OUT_OF_RANGE = f"""
-    --adam_beta1=-0.1 --adam_beta1=nan --adam_beta2=1 --adam_eps=0 --attention_scale=inf
-    --cooldown_frac=1.5 --dtype=half --embed_lr=-0.1 --epochs=0 --epochs=1{'0' * 400} --head_dim=72
-    --lm_head_softcap=0 --lr_floor=1.1 --micro_batches=0 --model_dim=200 --muon_lr=1e308
-    --muon_momentum_end=1.5 --name=a/b --num_heads=0 --num_iterations=-1 --rope_base=0
-    --save_every=-1 --seed=-2 --seed={2**70} --train_seq_len=200 --val_loss_every=-1
-    --vocab_size=70000 --windows=LSLX --window_start=0""".split()
+    --adam_beta1=-0.1 --adam_beta1=nan --adam_beta2=1 --adam_eps=0 --adam_eps=1e-19
+    --attention_scale=inf --cooldown_frac=1.5 --dtype=half --embed_lr=-0.1 --epochs=0
+    --epochs=1{'0' * 400} --head_dim=72 --lm_head_softcap=0 --lm_head_softcap=38.1 --lr_floor=1.1
+    --micro_batches=0 --model_dim=200 --muon_lr=1e308 --muon_momentum_end=1.5 --name=a/b
+    --name={'a' * 101} --num_heads=0 --num_iterations=-1 --rope_base=0 --save_every=-1 --seed=-2
+    --seed={2**70} --train_seq_len=200 --val_loss_every=-1 --vocab_size=70000 --windows=LSLX
+    --window_start=0""".split()
 
 
 @pytest.mark.method
@@ -164,10 +165,10 @@ def test_a_value_that_makes_no_sense_is_refused(tiny, flag):
 
 @pytest.mark.method
 @pytest.mark.parametrize("flags, words", [
-    ("--num_iterations=10", "suffices for 9 steps.* raise --epochs"),
+    ("--num_iterations=11", "suffices for 10 steps.* raise --epochs"),
     ("--train_seq_len=7680", "suffices for 0 steps"),
     ("--val_tokens=2010", "2009 tokens to predict"),
-    ("--micro_batches=3", r"2 processes cannot share 3 micro-batches equally: start .* divides"),
+    ("--micro_batches=3", r"2 ranks cannot share 3 micro-batches equally: start .* divides"),
     ("--windows=LSL --value_embeds=... --attention=xxx", "--windows=LSL: .* even number"),
     ("--attention=....", r"--value_embeds=0\.\.0 marks a layer without --attention"),
     ("--value_embeds=0..00", "--value_embeds and --windows differ"),
@@ -183,7 +184,7 @@ def test_settings_that_contradict_each_other_are_refused(tiny, flags, words):
 def test_check_makes_every_check_and_starts_nothing(tmp_path, shards, monkeypatch, capsys):
     flags = [*TINY, *shards, "--check", "--micro_batches=4", f"--records={tmp_path}/none"]
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with refused("3 processes cannot share 4 micro-batches", train_gpt.UserError):
+    with refused("3 ranks cannot share 4 micro-batches", train_gpt.UserError):
         train(train_gpt, *flags)
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in "0", "1":
@@ -256,3 +257,25 @@ def test_validation_on_training_data_is_refused(tmp_path, shards, link):
                   [f"--train_files={tmp_path}/*.bin", shards[1]]):
         with refused("has the same tokens as .*name each shard once"):
             prepare(*flags)
+
+
+@pytest.mark.method
+def test_training_shards_without_a_step_are_refused(tmp_path, shards):
+    """Where they hold more than 2 % of the tokens, since no step would read them. A step of 2048
+    tokens needs one more, as a target."""
+    def write(*sizes):
+        for path in tmp_path.glob("*.bin"):
+            path.unlink()
+        for number, size in enumerate(sizes):
+            write_shard(tmp_path / f"{number}.bin", [256, *range(number, number + size - 1)])
+
+    flags = [shards[1], f"--train_files={tmp_path}/*.bin", "--micro_batches=8"]
+    write(8000, 2048, 2048)
+    with refused("2 training shards have no more tokens than a step's 2048: join them"):
+        prepare(*flags)
+    for sizes in ((8000, 2049), (8000, 163)):
+        write(*sizes)
+        assert [shard.tokens for shard in prepare(*flags).train_shards] == list(sizes)
+    write(8000, 164)
+    with refused("1 training shards have"):
+        prepare(*flags)

@@ -8,21 +8,17 @@ import math
 import os
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import (ROOT, TINY, launch, load_checkpoint, log_of, log_path, losses,
                       planted, train)
+from test_model import tiny_model
 
 import train_gpt
 
 SEPARATOR = "=" * 100
-
-
-def assert_same_weights(folder, other):
-    theirs = load_checkpoint(other)["state"]["model"]
-    for name, weight in load_checkpoint(folder)["state"]["model"].items():
-        assert torch.equal(weight, theirs[name]), name
 
 
 # --------------------------------------------------------------------------------------------------
@@ -100,7 +96,110 @@ def test_the_warmup_leaves_no_trace(tmp_path, shards, monkeypatch):
     train(train_gpt, *TINY, *shards, f"--records={tmp_path}/a")
     monkeypatch.setattr(train_gpt, "warm_up", lambda *args: None)
     train(train_gpt, *TINY, *shards, f"--records={tmp_path}/b")
-    assert_same_weights(tmp_path / "a", tmp_path / "b")
+    mine, theirs = (load_checkpoint(tmp_path / folder)["state"] for folder in "ab")
+    for kind, tensors in mine.items():
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, theirs[kind][name]), (kind, name)
+
+
+# --------------------------------------------------------------------------------------------------
+# Validation
+
+@dataclasses.dataclass(frozen=True)
+class Noted(train_gpt.World):
+    """A rank whose sums are noted in place of being exchanged."""
+    sums: list = dataclasses.field(default_factory=list)
+
+    def all_reduce(self, whole):
+        self.sums.append(whole.clone())
+        return train_gpt.Exchange(whole)
+
+
+def test_the_warmups_gradients_are_of_a_steps_mean():
+    """Those of the sum would overflow in FP8."""
+    model, hp = tiny_model(val_seq_len=256)
+    scales = []
+
+    def watch(module, inputs, loss):
+        if loss.requires_grad:
+            loss.register_hook(lambda gradient: scales.append(float(gradient)))
+
+    model.register_forward_hook(watch)
+    world = train_gpt.World(0, 1, torch.device("cpu"))
+    train_gpt.warm_up(model, train_gpt.build_optimizers(model, hp, world), hp, world)
+    assert scales == pytest.approx([1 / hp.tokens_per_step] * 2)
+
+
+@pytest.mark.method
+@pytest.mark.parametrize("val_tokens", [700, 1024, 1111])
+def test_a_validation_is_the_mean_over_its_targets(shards, runs_here, val_tokens):
+    """Also of a part of the data, and where ranks have unequally many sequences, or none. The
+    definition has the whole text as targets once, and no padding."""
+    hp, _ = train_gpt.parse_flags([*TINY, *shards, f"--val_tokens={val_tokens}",
+                                  "--use_fp8=false"])
+    model = train_gpt.GPT(hp, torch.float32, flex=False)
+    train_gpt.draw_weights(model, 1)
+    for p in model.parameters():  # none stays zero
+        p.data += 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
+    (shard,) = train_gpt.find_shards(hp.val_files)
+    stream = train_gpt.read_tokens(shard.path, 0, val_tokens + 1, 257).long()
+    window = torch.tensor(train_gpt.window_tokens(0, hp), dtype=torch.int32)
+    wanted = []  # of each sequence (sum, targets)
+    for at in range(0, val_tokens, hp.val_seq_len):
+        targets = stream[at + 1:at + hp.val_seq_len + 1]
+        tokens = torch.nn.functional.pad(stream[at:at + len(targets)],
+                                         (0, -len(targets) % train_gpt.BLOCK))
+        with torch.no_grad():
+            logits = model.logits(model.features(tokens.int(), window))[:len(targets)]
+        loss = torch.nn.functional.cross_entropy(logits.double(), targets, reduction="sum")
+        wanted.append((float(loss), len(targets)))
+    mean = sum(loss for loss, _ in wanted) / val_tokens
+    for size in (1, 2, 4):
+        sums = []
+        for rank in range(size):
+            world = Noted(rank, size, torch.device("cpu"), sums)
+            sequences = train_gpt.load_validation([shard], hp, world)
+            if sequences:
+                got = train_gpt.evaluate(model, sequences, 0, hp, world)
+                share = wanted[rank::size]
+                assert got == pytest.approx(sum(x for x, _ in share) / sum(n for _, n in share))
+        loss, targets = sum(sums).tolist()
+        assert targets == val_tokens and loss / targets == pytest.approx(mean, rel=1e-6)
+
+
+# --------------------------------------------------------------------------------------------------
+# What is read of a text
+
+def what_is_read(sizes, *flags):
+    """(the share of the tokens that the steps of all passes read, the share that a log's `unread:`
+    says of one pass), for shards of these sizes."""
+    hp, _ = train_gpt.parse_flags(["--preset=demo", *flags])
+    shards = [train_gpt.Shard(str(i), size, "") for i, size in enumerate(sizes)]
+    seen = [torch.zeros(size, dtype=torch.bool) for size in sizes]
+    for shard, start in train_gpt.step_starts(shards, hp):
+        end = start + hp.tokens_per_step + 1
+        assert 0 <= start and end <= shard.tokens
+        seen[int(shard.path)][start:end] = True
+    world = train_gpt.World(0, 1, torch.device("cpu"))
+    lines = train_gpt.environment(train_gpt.Plan(hp, "", shards, [], None), world)
+    (line,) = [line for line in lines if line.startswith("unread: ")]
+    unread, total = map(int, re.fullmatch(r"unread: (\d+) of (\d+) .*", line).groups())
+    assert total == sum(sizes)
+    return sum(float(x.sum()) for x in seen) / total, unread / total
+
+
+@pytest.mark.method
+@pytest.mark.parametrize("sizes, passes", [
+    ([8000], 1000), ([12000], 1000), ([4097], 1), ([4098], 1), ([8193], 1), ([8400], 1),
+    ([100_000, 8000, 4200], 100), ([700_000, 700_001], 3)], ids=str)
+def test_a_pass_leaves_out_at_most_a_fiftieth(sizes, passes):
+    """However short a text is, as long as it has a step. What the log says is what is left out."""
+    read, unread = what_is_read(sizes, f"--epochs={passes}")
+    assert read >= 1 - train_gpt.UNREAD and unread <= train_gpt.UNREAD
+    once, unread = what_is_read(sizes, "--epochs=1")
+    assert once == pytest.approx(1 - unread)
+    _, unread = what_is_read([100_000, *sizes, 4000])
+    assert unread * (104_000 + sum(sizes)) >= 4000, "a shard without a step is said as well"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -117,7 +216,8 @@ def test_the_log_has_its_sections_and_its_last_lines(tmp_path, shards, capsys):
     fields = dataclasses.fields(train_gpt.Hyperparameters)
     assert "num_iterations = 6" in settings.splitlines() and "seed = 1" in settings.splitlines()
     assert len(settings.splitlines()) == len(fields)
-    for key in ("command", "host", "cpu", "torch", "ranks", "threads", "git", "data", "script"):
+    for key in ("command", "host", "cpu", "torch", "ranks", "threads", "git", "data", "val_data",
+                "unread", "script"):
         assert re.search(rf"^{key}: .+", environment, re.M), key
     with open(train_gpt.__file__) as f:
         text = f.read()
@@ -141,7 +241,8 @@ def test_the_log_has_its_sections_and_its_last_lines(tmp_path, shards, capsys):
     parameters = [name for name, weight in weights.items() if weight.is_floating_point()]
     assert sorted(trained) == sorted(parameters), "in one row each"
     assert "Adam, lr 0.0123: lm_head.weight\n" in rows
-    for row in rows:
+    (saving,) = re.findall(r"(?m)^saving: \d+\.\d s, untimed\n", steps)
+    for row in [*rows, saving]:
         steps = steps.replace(row, "")
     assert console == steps, "the console shows all else that follows the source"
 
@@ -187,48 +288,64 @@ def test_validating_and_saving_stop_the_clock(tmp_path, shards, monkeypatch):
 
 
 class Gpu:
-    """Stands for a GPU and its clock: what was launched is done `pending` seconds later."""
+    """Stands for a GPU: what is launched is done `pending` seconds later, and an event then notes
+    the device's time."""
 
     def __init__(self, monkeypatch):
-        self.now = 10.0
+        self.now = 10.0  # the host's time
         self.pending = 0.0
-        monkeypatch.setattr(train_gpt.torch.cuda, "synchronize", self.synchronize)
+        self.waits = 0  # how often the host has waited for something that was not done yet
         monkeypatch.setattr(train_gpt.torch.cuda, "current_stream", lambda: self)
-        monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(train_gpt.torch.cuda, "Event", self.event)
 
-    def synchronize(self):
-        self.now += self.pending
-        self.pending = 0.0
+    def event(self, enable_timing):
+        assert enable_timing
+        return SimpleNamespace()
 
-    def record_event(self):
-        done = self.now + self.pending
+    def record_event(self, event):
+        event.done = self.now + self.pending
+        event.elapsed_time = lambda other: 1000 * (other.done - event.done)
 
-        class Event:
-            def synchronize(event):
-                self.pending = max(0.0, self.pending - max(0.0, done - self.now))
-                self.now = max(self.now, done)
-        return Event()
+        def synchronize():
+            self.waits += event.done > self.now
+            self.pending = max(0.0, self.pending - max(0.0, event.done - self.now))
+            self.now = max(self.now, event.done)
+
+        event.synchronize = synchronize
+        return event
+
+    def launch(self, host: float, device: float):
+        """The host takes a while to launch what the device takes a while to do."""
+        self.now += host
+        self.pending = max(0.0, self.pending - host) + device
 
 
-def test_the_clock_on_cuda_starts_and_stops_with_an_idle_device(monkeypatch):
-    """What the device does before a start is not counted, what it has left at a stop is. A loss is
-    read when it has arrived on the host, and then has the time of its arrival."""
+def test_the_clock_on_cuda_has_the_devices_time_of_each_step(monkeypatch):
+    """Whenever the host reads a loss, it comes with the time at which the device was done with that
+    step. What the device does before a start is not counted, what it has left at a stop is."""
     gpu = Gpu(monkeypatch)
     clock = train_gpt.StepClock(torch.device("cuda"), 0.5)
     for _ in range(2):
-        gpu.pending = 1.0
+        gpu.launch(0.0, 1.0)  # a validation, before the clock
         clock.start()
-        gpu.now += 3
-        gpu.pending = 0.4
+        gpu.launch(0.1, 3.4)
         clock.stop()
     assert clock.seconds == pytest.approx(0.5 + 2 * 3.4)
     clock.start()
-    for step in 1, 2:  # each is launched in 0.1 s and takes the device 2 s
-        gpu.now += 0.1
-        gpu.pending += 1.9
+    waits = gpu.waits
+    times = []
+    for step in range(1, 6):  # the host is late at the fourth one
+        gpu.launch(5.0 if step == 4 else 0.1, 2.0)
         clock.add_loss(step, torch.tensor(float(step)))
-    assert list(clock.read_losses(keep=1)) == [(1, 1.0, pytest.approx(7.3 + 2.0))]
-    assert list(clock.read_losses(keep=0)) == [(2, 2.0, pytest.approx(7.3 + 4.0))]
+        times += clock.read_losses(keep=1)
+    gpu.launch(0.1, 0.3)
+    times += clock.read_losses(keep=0)
+    assert [(step, loss) for step, loss, _ in times] == [(n, float(n)) for n in range(1, 6)]
+    seconds = [at - 7.3 for *_, at in times]
+    assert seconds[0] == pytest.approx(2.1) and seconds[1:3] == pytest.approx([4.1, 6.1])
+    assert seconds == sorted(seconds) and gpu.waits > waits
+    clock.stop()
+    assert clock.seconds == pytest.approx(times[-1][2] + 0.3), "the end is that of the last step"
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_step(tmp_path, shards):

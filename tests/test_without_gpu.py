@@ -3,6 +3,7 @@ graph, on fake tensors of full size; the kernels that are generated from it, com
 and a training in which nothing may recompile. test_interpreted.py runs the kernels."""
 
 import dataclasses
+import math
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -71,8 +72,9 @@ def test_training_step_and_validation_are_one_graph_each(changes):
             assert p.grad is not None and p.grad.shape == p.shape and p.grad.dtype == p.dtype, name
         nodes = nodes_of(graphs[0])
         assert number_of(nodes, "flex_attention") == hp.attention.count("x")
-        # These are in the head alone: one product forward, two backward.
-        assert number_of(nodes, "_scaled_mm") == 3 * hp.use_fp8
+        # These are in the head alone: for each part one product forward, two backward.
+        parts = math.ceil(hp.train_seq_len / GPT.LOGITS_TOKENS)
+        assert parts > 1 and number_of(nodes, "_scaled_mm") == 3 * parts * hp.use_fp8
         model.eval()
         with torch.no_grad():
             tokens = torch.zeros(hp.val_seq_len, dtype=torch.int32)
@@ -132,6 +134,7 @@ def test_nothing_recompiles_after_the_warmup(tmp_path, monkeypatch):
     monkeypatch.setattr(train_gpt, "attention", dense)
     monkeypatch.setattr(torch.Tensor, "backward", backward_in_another_thread)
     model = train_gpt.GPT(hp, torch.bfloat16, flex=True)
+    train_gpt.draw_weights(model, hp.seed)
     compile = partial(torch.compile, dynamic=False, fullgraph=True, backend=backend)
     whole, functions = compile(model), {train_gpt.GPT.forward, train_gpt.newton_schulz}
     monkeypatch.setattr(train_gpt, "newton_schulz", compile(train_gpt.newton_schulz))

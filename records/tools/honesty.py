@@ -1,6 +1,6 @@
 """Is a copy of train_gpt.py honest? Says so in seconds, on a CPU, with a tiny model in float32:
 
-    ./run.sh honest my_record.py [speedrun|demo] [--setting=value ...]
+    ./run.sh honest my_record.py [speedrun|short|demo] [--setting=value ...]
 
 Honest means that its validation loss is what the verdict of a race takes it for:
 
@@ -16,9 +16,12 @@ The settings are those of the copy's demo, or the ones that are named; sizes, st
 check's own. It prints a line for each property and ends with `honest`. Where one does not hold, the
 last line says what was seen, and the status is 3. A wrong command, or settings that the copy
 refuses, are one line and status 2; another error of the copy keeps its traceback.
+
+With --weights it only prints a hash of each parameter's initial values, at sizes of its own.
 """
 
 import contextlib
+import hashlib
 import os
 import re
 import subprocess
@@ -85,6 +88,8 @@ class Trial:
         self.path = path
         self.files = [f"--{name}_files={folder}/{name}.bin" for name in ("train", "val")]
         self.script = checked_script(path)
+        # Former scripts drew in the constructor, and their model returned the mean of a sequence.
+        self.sums = hasattr(self.script, "PARAMETERS")
         self.flags = ["--preset=demo", *flags, *SIZES, *self.files]
         if hasattr(self.script.Hyperparameters, "adam_eps"):
             # With the 1e-10 of `speedrun`, a gradient that is a mere rounding error makes a
@@ -104,11 +109,18 @@ class Trial:
         except self.script.UserError as error:
             raise UserError(f"{self.path}, in the check of its honesty: {error}") from None
 
+    def drawn(self):
+        """The model with its initial weights."""
+        torch.manual_seed(self.hp.seed)
+        model = self.script.GPT(self.hp, torch.float32, flex=False)
+        if self.sums:
+            self.script.draw_weights(model, self.hp.seed)
+        return model
+
     def trained(self):
         """(model, optimizers) after two steps, since an optimizer of a copy may skip one."""
         script, hp = self.script, self.hp
-        torch.manual_seed(1)
-        model = script.GPT(hp, torch.float32, flex=False)
+        model = self.drawn()
         optimizers = script.build_optimizers(model, hp, self.world)
         batches = script.train_batches(script.find_shards(hp.train_files), hp, self.world, 0)
         for step in (0, 1):
@@ -197,7 +209,7 @@ def check_validation(trial: Trial, model, optimizers, when: str) -> str:
     total = sum(float(token_losses(model, *call[:3]).sum()) for call in calls)
     expected = total / trial.hp.val_tokens
     if not abs(losses[0] - expected) <= LOSS_BOUND * expected:
-        where = unlike_the_definition(model, calls)
+        where = unlike_the_definition(trial, model, calls)
         raise Dishonest(f"the validation loss is {losses[0]:.6f}, but the cross-entropy of "
                         f"logits(features()) is {expected:.6f}, {when}{where}")
     return (f"validation: {losses[0]:.6f} twice, the cross-entropy of {trial.hp.val_tokens} "
@@ -226,7 +238,7 @@ def check_targets(trial: Trial, calls):
 
 
 @torch.no_grad()
-def unlike_the_definition(model, calls) -> str:
+def unlike_the_definition(trial: Trial, model, calls) -> str:
     """Where the model's own loss differs from the definition's."""
     for number, (tokens, targets, *rest) in enumerate(calls):
         none = float(model(tokens, torch.full_like(targets, -1), *rest))
@@ -236,7 +248,7 @@ def unlike_the_definition(model, calls) -> str:
         for token in (targets != -1).nonzero().flatten().tolist():
             one = torch.full_like(targets, -1)
             one[token] = targets[token]
-            own = float(model(tokens, one, *rest)) * len(tokens)
+            own = float(model(tokens, one, *rest)) * (1 if trial.sums else len(tokens))
             if not abs(own - float(losses[token])) <= LOSS_BOUND * (1 + own):
                 return (f": at token {token} of sequence {number} it is {own:.6f}, not "
                         f"{losses[token]:.6f}")
@@ -273,6 +285,7 @@ def check_future(trial: Trial, model, when: str) -> str:
                 raise Dishonest(f"the loss of token {token} changes by {changes[token]:.2g} when "
                                 f"tokens from {cut} on change, {when}: it sees the future")
             own = float(model(tokens, known, *rest)) - float(model(other, known, *rest))
+            own /= T if trial.sums else 1
             expect(abs(own) <= bound, f"the loss of the tokens up to {cut - 1} changes by "
                    f"{own:.2g} when tokens from {cut} on change, {when}: it sees the future")
     return (f"future: no loss up to a token changes with those from {', '.join(map(str, cuts))} "
@@ -343,18 +356,31 @@ def check(path, flags=(), say=lambda line: None):
         torch.set_num_threads(threads)
 
 
+def weights(path, flags=()) -> dict[str, str]:
+    """{name of a parameter: its shape and a hash of its initial values}"""
+    with tempfile.TemporaryDirectory() as folder:
+        model = Trial(Path(path).resolve(), flags, Path(folder)).drawn()
+    return {name: f"{'x'.join(map(str, p.shape))}_"
+                  f"{hashlib.sha256(p.detach().numpy().tobytes()).hexdigest()[:16]}"
+            for name, p in model.named_parameters()}
+
+
 def main():
-    words = sys.argv[1:]
+    words = [word for word in sys.argv[1:] if word != "--weights"]
     if {"-h", "--help"} & {*words}:
         print(__doc__)
         return
     path, flags = split_words(words)
     require(path in words, "name the script first: ./run.sh honest my_record.py "
-            "[speedrun|demo] [--setting=value ...]")
+            "[speedrun|short|demo] [--setting=value ...]")
     require(Path(path).is_file(), f"{path}: there is no such file")
     for name in os.environ.keys() - alone().keys():
         del os.environ[name]
     os.environ |= alone()
+    if "--weights" in sys.argv:
+        for name, digest in weights(path, flags).items():
+            print(f"weights: {name} {digest}")
+        return
     try:
         check(path, flags, lambda line: print(line, flush=True))
     except Dishonest as seen:

@@ -1,7 +1,7 @@
 """Starts training, as run.sh hands it over: makes or fetches the data, chooses the number of
 processes, checks everything, and starts torchrun.
 
-    ./run.sh [train] [SCRIPT.py] [speedrun|demo] [--repeat=N] [--text=PATH] [flags]
+    ./run.sh [train] [SCRIPT.py] [speedrun|short|demo] [--repeat=N] [--text=PATH] [flags]
 
 Each command that it starts is printed first, and can be given by hand as well. What --check finds
 is one line and status 2. A run that fails later shows what torchrun shows.
@@ -220,9 +220,9 @@ def main(argv=None):
     require(tasks == "1", f"srun has started {tasks} run.sh, which do not know of each other: let "
             "it start torchrun, once on each node, as records/cluster.md shows")
     prepare_machine(gpus)
-    require(gpus or command.preset != "speedrun" or command.check
-            or "num_iterations" in command.named,
-            "the speedrun takes weeks without a GPU; run demo, or insist by --num_iterations=N")
+    require(gpus or command.preset not in ("speedrun", "short") or command.check
+            or "num_iterations" in command.named, f"--preset={command.preset} takes days or weeks "
+            "without a GPU; run demo, or insist by --num_iterations=N")
 
     if own.text is not None:
         shards = shards_of_text(own.text)

@@ -219,7 +219,10 @@ class Run:
         gpus = [value for key, value in environment.items() if key.startswith("gpu ")]
         threads = environment.get("threads")
         self.timed_on = (self.hardware, self.ranks, threads, self.free_steps(), *gpus)
-        shards = re.findall(r"val\S* (\d+ tokens)", environment.get("data", ""))
+        # Former logs name all shards as data, those of validation by their file's name.
+        former = re.findall(r"\S*val\S* \d+ tokens", environment.get("data", ""))
+        data = environment.get("val_data") or " ".join(former)
+        shards = re.findall(r"\S (\d+ tokens)", data)
         self.validated_on = (settings.get("val_tokens"), settings.get("vocab_size"), *shards)
 
     def resumed(self):

@@ -5,17 +5,17 @@
     ./run.sh race train_gpt.py --only_ours="--muon_lr=0.04"      two settings of one script
     ./run.sh race my_record.py --text=FILE                       on a text of your own
 
-All scripts train in turn with the same seed, then with the next one. Layers that a change leaves
-alone begin with the same weights then, and the data come in the same order, so that the differences
-of such pairs spread far less than the runs do.
+All scripts train in turn with the same seed, then with the next one. What a change leaves alone
+begins with the same weights then, and the data come in the same order, so the differences of such
+pairs spread far less than the runs do.
 
 Pairs are added until it is decided whether a candidate is better or worse than the baseline, or
 --most of them are done (12). The e-value that decides, at 1 / --level (0.01), may be looked at
 after every pair (judge.py says why), so with a higher --most, the same command goes on. To be
-better among several candidates takes more, since the best of many looks good by chance. With
---worth=W, a candidate also drops out once its difference is surely within +-W; and one whose losses
-are the baseline's to the last digit in two pairs. With --repeat=N, every candidate gets N pairs
-instead, and there is no p-value before the end, and no further pair after it.
+better among several candidates takes more, since the best of many looks good by chance. A candidate
+also drops out once its difference is surely within +-W (--worth=W), or its losses are the
+baseline's to the last digit in two pairs. With --repeat=N, every candidate gets N pairs instead,
+and there is no p-value before the end, and no further pair after it.
 
 Before its first run each script trains one step, which does not count but shows its mistakes, and
 ./run.sh honest checks that its validation loss is honest. A copy that fails is not raced, unless
@@ -23,10 +23,9 @@ Before its first run each script trains one step, which does not count but shows
 
 The race lies in records/race_NAME, a folder of logs for each script; NAME is the first copy's, or
 --name. Interrupted, the same command goes on with it, unless a script or a flag has changed. A run
-that was cut short starts anew, unless you resume it yourself: its seed counts once it is finished,
-with the same script and settings on the same machine. race.html, a page for a browser, is written
-after every run. The race ends with a verdict (verdict.txt, and verdict.json for programs), a
-picture (race.png), what was changed (NAME.patch), and a line in records/ideas.csv.
+that was cut short starts anew, unless you resume it yourself. race.html, a page for a browser, is
+written after every run. The race ends with a verdict (verdict.txt, and verdict.json for programs),
+a picture (race.png), what was changed (NAME.patch), and a line in records/ideas.csv.
 
 The flags of run.sh go to all sides: a preset (speedrun, short or demo), --text=FILE_OR_FOLDER, and
 all that ./run.sh train --help lists. Those in --only_ours go to the candidates alone, those in one
@@ -116,8 +115,7 @@ def many(number: int, what: str) -> str:
 
 # ---- Plan ----------------------------------------------------------------------------------------
 
-def number(text):
-    """A number above 0, for argparse."""
+def number(text):  # above 0, for argparse
     value = float(text)
     if not 0 < value < math.inf:
         raise ValueError
@@ -227,6 +225,10 @@ def check(race: Race):
             try_out(race, racer)
     if race.racing:
         path.write_text(json.dumps(definition(race), indent=1))
+    if race.racing and new:
+        say("checking whether their runs of one seed start from equal weights")
+        for line in trial.unequal_weights(race.racing, race.baseline):
+            say(line)
     for racer in race.racers:
         racer.runs = trial.finished(racer, race.folder / racer.name, race.seeds)
     done = sum(len(racer.runs) for racer in race.racers)
@@ -406,7 +408,6 @@ def main(arguments=None) -> int:
                     look(race, pair, quiet=not trained)
         except KeyboardInterrupt:
             done = sum(len(racer.runs) for racer in race.racers)
-            print()
             say(f"{many(done, 'run')} are done; the same command goes on from there")
             conclude(race, interrupted=True)
             raise

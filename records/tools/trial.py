@@ -124,13 +124,34 @@ def why_not(entry: Entry, seed: int, records: Path) -> str:
             return logs.printable((output.getvalue().strip().splitlines() or [str(error)])[-1])
     return ""
 
+def honesty(entry: Entry, *more: str):
+    """What the check of a script's honesty ends with."""
+    flags = [flag for flag in entry.flags if not flag.startswith("--text=")]
+    return subprocess.run([sys.executable, "-W", "ignore", str(HONESTY), entry.script, *flags,
+                           *more], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, text=True, errors="replace", check=False)
+
 def dishonesty(entry: Entry) -> str:
     """What the check of its validation loss saw; nothing if it is honest."""
-    flags = [flag for flag in entry.flags if not flag.startswith("--text=")]
-    done = subprocess.run([sys.executable, "-W", "ignore", str(HONESTY), entry.script, *flags],
-                          stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, text=True, errors="replace", check=False)
+    done = honesty(entry)
     if not done.returncode:  # 3: it is not honest; another one: it could not be checked
         return ""
     last = logs.printable(done.stdout.strip().rpartition("\n")[2])
     return f"{entry.script}: {last}"
+
+def unequal_weights(entries, baseline: Entry):
+    """A line for each script whose runs do not start where the baseline's of the same seed do:
+    pairs differ more then, so that more of them are needed."""
+    weights = {}  # {name of a parameter: shape_hash}; nothing where a script does not tell
+    for one in (baseline, *entries):
+        weights[one.name] = dict(re.findall(r"(?m)^weights: (\S+) (\S+)$",
+                                            honesty(one, "--weights").stdout))
+    theirs = weights.pop(baseline.name)
+    for name, ours in weights.items():
+        both = [key for key in ours if key in theirs
+                and ours[key].partition("_")[0] == theirs[key].partition("_")[0]]
+        other = [key for key in both if ours[key] != theirs[key]]
+        if other:
+            yield (f"{name} and {baseline.name} do not start from equal weights: of {len(both)} "
+                   f"parameters of the same name and shape {len(other)} differ, such as "
+                   f"{other[0]}; it takes more pairs to decide")

@@ -140,7 +140,11 @@ def case_full_size(capability):
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = GPT(SPEEDRUN, torch.bfloat16, flex=True)
         programs, peaks = generate(model, *micro_batch(SPEEDRUN.train_seq_len))
-        assert len(programs) == 2 and sum(map(check_scaled_products, programs)) == 3
+        parts = SPEEDRUN.train_seq_len // GPT.LOGITS_TOKENS
+        assert len(programs) == 2 and sum(map(check_scaled_products, programs)) == 3 * parts
+        assert "program_id(0)" in programs[1]
+        assert not re.search(r"program_id\(\d\)\.to\(tl\.int64\)", "".join(programs)), (
+            "a kernel indexes with 64 bits")
     forward, backward = (peak / GIB for peak in peaks)
     training = max(forward, backward)
     one_gpu, eight = (kept_bytes(SPEEDRUN, processes) / GIB for processes in (1, 8))

@@ -1,0 +1,152 @@
+"""Runs a program as on an H100, on a machine without a GPU:
+
+    PYTHONPATH=.:tests python tests/helpers/on_fake_gpu.py PROGRAM.py [arguments]
+    PYTHONPATH=.:tests python tests/helpers/on_fake_gpu.py -m MODULE [arguments]
+
+Tensors that the program puts on the GPU stay on the CPU. What it compiles, Inductor generates for
+the GPU, as it would there; but where the kernels would be launched, the graph itself runs on the
+CPU. Events are the host's clock, the memory is made up, and the profiler sees the kernels that
+would have been launched, each of a millisecond.
+
+It changes torch and triton for the whole process."""
+
+import copy
+import os
+import re
+import runpy
+import sys
+import time
+from types import SimpleNamespace
+
+os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # whose keys cannot tell a relabelled graph
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+import torch
+import torch.distributed
+import torch.utils.benchmark
+from functorch.compile import make_boxed_func
+from helpers.fake_gpu import compile_as_cuda, gpu_program, pretend, sources
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from torch.overrides import (TorchFunctionMode, _get_current_function_mode,
+                             _pop_mode_temporarily)
+
+launched = []  # names of kernels, since a profiler was started
+
+
+def generate_and_run_plain(graph, inputs, **options):
+    """Has Inductor generate the program. In its place the graph itself runs."""
+    plain = copy.deepcopy(graph)
+    compile_as_cuda(graph, inputs, **options)
+    kernels = re.findall(r"\b(triton_\w+)\.run\(", sources[-1])
+    assert kernels, "a program without kernels"
+
+    def program(*args):
+        launched.extend(kernels)
+        return plain.forward(*args)
+
+    return make_boxed_func(program)
+
+
+plain_compile = torch.compile
+
+
+def compile_here(function=None, *, backend=None, **options):
+    """In place of torch.compile."""
+    if backend is not None:
+        return plain_compile(function, backend=backend, **options)
+    if function is None:
+        return compile_here
+    if isinstance(function, torch.nn.Module):
+        function.forward = compile_here(function.forward, **options)
+        return function
+    program = gpu_program(function, generate_and_run_plain)
+
+    def without_redirection(*args, **kwargs):
+        if _get_current_function_mode() is None:  # within a program
+            return program(*args, **kwargs)
+        with _pop_mode_temporarily():  # the compiler would trace it
+            return program(*args, **kwargs)
+
+    return without_redirection
+
+
+class OnTheCpu(TorchFunctionMode):
+    """Keeps on the CPU what a program puts on a CUDA device."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        kwargs.pop("pin_memory", None)
+        if function is torch.Tensor.cuda:
+            return args[0]
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        is_device = [isinstance(x, (str, torch.device)) and str(x).startswith("cuda") for x in args]
+        if function is torch.Tensor.to:
+            args = ["cpu" if on_gpu else x for x, on_gpu in zip(args, is_device)]
+        return function(*args, **kwargs)
+
+
+class Event:
+    def __init__(self, enable_timing=False):
+        self.timed = enable_timing
+
+    def record(self, stream=None):
+        self.at = time.perf_counter()
+        return self
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, other) -> float:
+        assert self.timed and other.timed, "an event without timing"
+        return 1000 * (other.at - self.at)
+
+
+class Profile:
+    def __init__(self, activities):
+        assert activities == [torch.profiler.ProfilerActivity.CUDA]
+
+    def start(self):
+        launched.clear()
+
+    def stop(self):
+        self.kernels = list(launched)
+
+    def events(self):
+        took = SimpleNamespace(elapsed_us=lambda: 1000.0)
+        return [SimpleNamespace(name=name, is_user_annotation=False, time_range=took,
+                                device_type=torch.autograd.DeviceType.CUDA)
+                for name in [*self.kernels, "Memcpy HtoD (Pinned -> Device)", "Context Sync"]]
+
+
+def pretend_to_run():
+    """pretend(90), and what a program asks of a GPU besides."""
+    pretend(90)
+    CachingAutotuner.precompile = lambda self, *args, **kwargs: None  # of the Triton kernels
+    CachingAutotuner.prepare_for_pickle = lambda self: (None,) * 10
+    stream = SimpleNamespace(record_event=lambda event=None: (event or Event()).record())
+    answers = dict(
+        Event=Event, current_stream=lambda device=None: stream,
+        synchronize=lambda device=None: None, is_bf16_supported=lambda **options: True,
+        get_device_name=lambda device=None: "NVIDIA H100 80GB HBM3",
+        max_memory_allocated=lambda device=None: 3 * 2**30,
+        max_memory_reserved=lambda device=None: 4 * 2**30,
+        reset_peak_memory_stats=lambda device=None: None,
+        mem_get_info=lambda device=None: (80 * 2**30, 85 * 2**30))
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answer)
+    connect = torch.distributed.init_process_group
+    torch.distributed.init_process_group = lambda backend, **options: connect("gloo")
+    torch.compile = compile_here
+    torch.profiler.profile = Profile
+    plain = torch.utils.benchmark.Timer.timeit
+    torch.utils.benchmark.Timer.timeit = lambda self, number: plain(self, 1)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    pretend_to_run()
+    is_module = sys.argv[1] == "-m"
+    start = runpy.run_module if is_module else runpy.run_path
+    sys.argv = sys.argv[1 + is_module:]
+    with OnTheCpu():
+        start(sys.argv[0], run_name="__main__")

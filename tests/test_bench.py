@@ -1,0 +1,198 @@
+"""records/tools/bench.py: what it measures on a CPU, in small, of a copy of the script and of a
+published log; its half for a GPU, up to the launch of kernels; its words and its errors. Speeds
+mean nothing here."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, SCRIPT, TINY, launch, log_of, losses
+from test_interpreted import why_not
+
+from records.tools import bench
+
+PROGRAM = ROOT / "records" / "tools" / "bench.py"
+LOG = "tests/fixtures/record_like.txt"
+SMALL = [flag for flag in TINY if not re.match("--(num_iterations|val_loss_every|epochs)", flag)]
+
+
+def test_scripts_are_measured_as_they_are(tmp_path, shards):
+    """The losses of train_gpt.py are those of a run of its own. The other copy has another width of
+    the head's softcap and half as many micro-batches; the log's script has untrained logits of 0
+    first."""
+    small = [*SMALL, *shards]
+    text = SCRIPT.read_text()
+    assert text.count("micro_batches=4") == 1
+    copy = tmp_path / "half.py"
+    copy.write_text(text.replace("micro_batches=4", "micro_batches=2"))
+    done = launch(copy, SCRIPT, f"--vs={LOG}", "--steps=6", "--json", *small, script=PROGRAM)
+    result = json.loads(done.stdout)
+    half, ours, published = result["scripts"]
+    assert [each["tokens"] for each in (half, ours, published)] == [512, 1024, 8 * 128]
+    for each, micro_batches in ((half, 2), (ours, 4), (published, 8)):
+        assert len(each["step_ms"]) == 6 and len(each["micro_ms"]) == 6 * micro_batches
+        assert len(each["losses"]) == 2 + 6 + 2 and min(each["micro_ms"]) > 0
+        assert sum(each["micro_ms"]) < sum(each["step_ms"])
+        assert each["parts"]["matmuls"] > 0 and len(each["slowest"]) == 10
+        assert sum(each["parts"].values()) >= sum(kernel["ms"] for kernel in each["slowest"])
+        assert list(each["start to step 1"]) == ["nothing to compile"]
+        assert each["peak memory, process"] > 2**27
+    assert published["losses"][0] == pytest.approx(math.log(50257), abs=1e-4)
+    assert published["losses"][-1] < published["losses"][0]
+    ratios = [1024 / 512 * a / b for a, b in zip(half["step_ms"], published["step_ms"])]
+    assert half["ratios"] == pytest.approx(ratios)
+
+    launch(*small, "--num_iterations=11", "--val_loss_every=0", "--epochs=100", "--val_tokens=0",
+           "--save_every=0", f"--records={tmp_path}")
+    usual = losses(log_of(tmp_path), "train_loss")
+    assert ours["losses"] == pytest.approx(usual[:10], abs=6e-5)
+    assert half["losses"][1:] != pytest.approx(usual[1:10], abs=1e-3)
+
+    text = bench.text_of(result)
+    assert f"\n{'tokens a step':<46}{'512':>28}{'1,024':>28}{'1,024':>28}\n" in text
+    assert f"train_gpt.py takes {sum(ours['ratios']) / 6:.3f} times as long a token as" in text
+    assert "GPU" not in text and "GB/s" not in text and "memory, reserved" not in text
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_its_half_for_a_gpu_runs_up_to_the_launch(tmp_path, monkeypatch, capsys):
+    """On an H100 that is not there (on_fake_gpu.py), where nothing is launched. Each script starts
+    with an empty cache, then with a full one; its kernels have the bytes that Inductor counts."""
+    helper = ROOT / "tests" / "helpers" / "on_fake_gpu.py"
+    monkeypatch.setattr(bench, "CHILD", [sys.executable, str(helper), str(PROGRAM)])
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests'}")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(ROOT)
+    bench.main([f"--vs={LOG}", "--steps=3", "--json", "demo", "--windows=SL", "--attention=x.",
+                "--value_embeds=..", "--model_dim=32", "--num_heads=2", "--head_dim=16",
+                "--train_seq_len=128", "--val_seq_len=128", "--micro_batches=2"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["machine"]["device"] == "NVIDIA H100 80GB HBM3"
+    assert result["order"].startswith("in turn") and result["data"] == "made up"
+    for each in result["scripts"]:
+        assert set(each["start to step 1"]) == {"an empty cache, 1 at once", "a full cache"}
+        assert each["peak memory, tensors"] == 3 * 2**30 and len(each["step_ms"]) == 3
+        kernels = {kernel["name"]: kernel for kernel in each["slowest"]}
+        (transfer,) = [one for name, one in kernels.items() if name.startswith("Memcpy")] or [None]
+        assert transfer is None or transfer["ms"] == 1 / 2 and "GB/s" not in transfer
+        assert any("GB/s" in kernel for kernel in kernels.values())
+    ours, published = result["scripts"]
+    assert {"attention", "loss and softcap", "activation"} <= set(ours["parts"])
+    assert published["parts"]["loss and softcap"] > 0 and "attention" not in published["parts"]
+    text = bench.text_of(result)
+    assert "one cannot show" in text and "3,072 MiB" in text and " GB/s  triton_" in text
+
+
+@pytest.mark.parametrize("words, error", [
+    (["none.py"], "none.py: cannot be read"),
+    (["--steps=0"], "takes a number above 0"),
+    (["--num_iterations=9"], "leave it out"),
+    (["demo", "--windows=SLS", *SMALL], "--windows"),
+    (["demo", "--no_such_flag=1"], "train_gpt.py: unrecognized arguments: --no_such_flag=1"),
+    (["--vs=LICENSE", "demo", *SMALL], "LICENSE: is neither a copy"),
+])
+def test_what_cannot_be_measured_is_one_line(words, error):
+    done = launch(*words, script=PROGRAM, check=False)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and not done.stdout
+    assert last.startswith("error: ") and error in last and "Traceback" not in done.stderr
+
+
+def test_run_sh_starts_it():
+    done = subprocess.run([ROOT / "run.sh", "bench", "none.py"], capture_output=True, text=True,
+                          env=os.environ | {"PYTHON": sys.executable}, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("error: none.py: cannot be read (")
+
+
+def test_a_mistake_in_a_copy_keeps_its_traceback(tmp_path):
+    text = SCRIPT.read_text()
+    (tmp_path / "wrong.py").write_text(text.replace(
+        "window = window_tensor(", "window = no_such_function(", 1))
+    done = launch(tmp_path / "wrong.py", *SMALL, script=PROGRAM, check=False)
+    assert "NameError: name 'no_such_function' is not defined" in done.stderr
+    assert done.stderr.splitlines()[-1].endswith("wrong.py: failed, as is shown above")
+
+
+@pytest.mark.parametrize("name, part", [
+    ("triton_tem_fused__to_copy_add_flex_attention_mul_select_sort_split_10", "attention"),
+    ("triton_per_fused_flex_attention_backward_transpose_unsqueeze_view_9", "attention"),
+    ("nvjet_sm90_tst_192x192_64x3_2x1_v_bz_coopB_NNN", "matmuls"),
+    ("nvjet_sm90_qqtst_192x192_128x4_2x1_v_bz_coopB_TNN", "FP8 matmuls"),
+    ("nvjet_sm90_qrsss_128x160_128x5_1x2_h_bz_coopA_algo2_TNT", "FP8 matmuls"),
+    ("void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>", "matmuls"),
+    ("triton_red_fused__fused_rms_norm__log_softmax__log_softmax_backward_data__scaled_mm_0",
+     "loss and softcap"),
+    ("triton_red_fused__to_copy_add_exp_log_mul_sigmoid_sum_27", "loss and softcap"),
+    ("triton_poi_fused__scaled_mm__to_copy_clamp_full_mul_permute_25", "FP8 casts"),
+    ("triton_poi_fused_mul_pow_relu_threshold_backward_6", "activation"),
+    ("triton_red_fused__fused_rms_norm__to_copy_add_cat_mul_slice_split_8", "rotary with its norm"),
+    ("triton_per_fused__fused_rms_norm_add_mul_select_15", "other norms"),
+    ("triton_poi_fused_embedding_dense_backward_37", "embeddings and masks"),
+    ("triton_per_fused_cumsum_eq_0", "embeddings and masks"),
+    ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>",
+     "optimizers, elementwise"),
+    ("Memcpy DtoD (Device -> Device)", "copies"),
+    ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", "exchange"),
+    ("aten::addmm", "matmuls"), ("aten::mul", "other"),
+])
+def test_every_kernel_has_its_part(name, part):
+    assert bench.part_of(name) == part
+
+
+def test_kernels_are_counted_a_step_and_waits_are_none():
+    def event(name, us, device=torch.autograd.DeviceType.CUDA, annotation=False):
+        return SimpleNamespace(name=name, device_type=device, is_user_annotation=annotation,
+                               time_range=SimpleNamespace(elapsed_us=lambda: us),
+                               self_cpu_time_total=us / 2)
+
+    cpu = torch.autograd.DeviceType.CPU
+    events = [event("a", 3000), event("a", 1000), event("b", 500), event("Event Sync", 9000),
+              event("Stream Wait Event", 9000), event("mark", 9000, annotation=True),
+              event("a", 8000, cpu)]
+    assert bench.kernels_of(events, 2, cuda=True) == {"a": (2.0, 1.0), "b": (0.25, 0.5)}
+    assert bench.kernels_of(events, 2, cuda=False) == {"a": (2.0, 0.5)}
+
+
+def test_the_bytes_of_a_name_that_stands_for_two_kernels_are_not_known(tmp_path):
+    line = "inductor_meta={'kernel_name': '%s', 'no_x_dim': False, 'kernel_num_gb': %s},\n"
+    (tmp_path / "a.py").write_text(line % ("one", "0.25") + line % ("two", "1e-05"))
+    (tmp_path / "b.py").write_text(line % ("one", "0.25") + line % ("two", "3.0"))
+    assert bench.bytes_of_kernels(tmp_path) == {"one": 0.25}
+
+
+@pytest.mark.parametrize("tflops, tb_per_s, words", [
+    (700, 4.0, None), (575, 4.0, "SLOW: 575.0 of 720 TFLOP/s that"),
+    (700, 3.3, "SLOW: 3.3 of 4.2 TB/s that another H200")])
+def test_a_slow_gpu_is_called_slow(tflops, tb_per_s, words):
+    found = {"device": "NVIDIA H200", "torch": "2.13.0", "free": 1, "TFLOP/s": tflops,
+             "TB/s": tb_per_s}
+    *_, last = bench.about_machine(found)
+    assert last.startswith(words) if words else last.startswith("matmuls of 4,096 x 4,096")
+    assert not any("SLOW" in line for line in bench.about_machine(found | {"device": "NVIDIA L4"}))
+
+
+@pytest.mark.parametrize("tuned", [False, True])
+def test_a_published_script_is_changed_where_it_must(tmp_path, monkeypatch, tuned):
+    """The log's own source asserts the rest when it runs."""
+    monkeypatch.setenv("TORCHINDUCTOR_COORDINATE_DESCENT_TUNING", str(int(tuned)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench.runpy, "run_path", lambda path, run_name: None)
+    monkeypatch.setattr(torch.nn.Module, "zero_grad", torch.nn.Module.zero_grad)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(bench, "write_documents", lambda *args: None)
+    bench.run_published(ROOT / LOG, 24, ["--train_files=/data/*.bin"], None)
+    before = (ROOT / LOG).read_text().partition("\n" + "=" * 100)[0].splitlines()
+    after = (tmp_path / "published.py").read_text().splitlines()
+    changed = [line for line, old in zip(after, before, strict=True) if line != old]
+    assert changed == [
+        *["torch._inductor.config.coordinate_descent_tuning = False # a comment"] * (not tuned),
+        "    return x_f8.to(torch.bfloat16), w_f8.t().contiguous().t().to(torch.float32)",
+        "    num_iterations = 24 # a comment", "    val_loss_every = 0 # a comment",
+        "train_batch_size = 8 * args.seq_len"]
