@@ -2,6 +2,7 @@
 prints the tables of README.md: races of 50 pairs, judged after every pair by three rules."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,30 +24,26 @@ DISTRIBUTIONS = {
     "skewed: one in fourteen crosses over": lambda random, size:
         random.normal(size=size) + np.where(random.random(size) < 1 / 14, 13.0, -1.0),
 }
-for effect in (1, 2, 3, 5):
-    DISTRIBUTIONS[f"effect of {effect} spreads"] = lambda random, size, effect=effect: (
-        random.normal(effect, 1, size))
+for effect in (1.0, 2.0, 3.0, 5.0):
+    DISTRIBUTIONS[f"effect of {effect:g}"] = partial(np.random.Generator.normal, loc=effect)
 
 def e_symmetric(differences, shares=((4.0, 0.85), (1.0, 0.15))):
-    """The e-value of what bets on each pair's sign have won, see README.md: (strength, share)."""
+    """What bets on the sign of each pair have won, see README.md; shares: (strength, share)."""
     square = np.cumsum(np.square(differences), -1) / np.arange(1, 1 + np.shape(differences)[-1])
     size = differences / np.sqrt(np.where(square > 0, square, 1))
     return sum(share / 2 * np.prod(1 + np.tanh(strength * size), -1)
                for strong, share in shares for strength in (strong, -strong))
 
-def same_sign(differences):
-    """How many differences have the sign of their mean."""
-    return np.sum(differences * np.mean(differences, -1, keepdims=True) > 0, -1)
-
 RULES = {
     "E": lambda seen: e_value(seen) >= 100,
-    "and eight of one sign": lambda seen: (e_value(seen) >= 100) & (same_sign(seen) >= 8),
+    "and eight of one sign": lambda seen: (e_value(seen) >= 100) & (
+        np.sum(seen * np.mean(seen, -1, keepdims=True) > 0, -1) >= 8),
     "and bets on signs": lambda seen: np.minimum(e_value(seen), e_symmetric(seen)) >= 100,
 }
 
 def decided_after(name, rule, races, pairs=50):
     """After how many pairs each of so many races is decided; 51 if it is not."""
-    differences = DISTRIBUTIONS[name](np.random.default_rng(0), (races, pairs))
+    differences = DISTRIBUTIONS[name](np.random.default_rng(0), size=(races, pairs))
     decided = [RULES[rule](differences[:, :n]) for n in range(1, pairs + 1)]
     return np.argmax([*decided, np.full(races, True)], axis=0) + 1
 

@@ -41,8 +41,7 @@ word with a script to that one. No checkpoint is saved unless --save_every asks 
   steps_later (than the baseline to its loss, by its own curve; below 0 if earlier), steps_interval,
     baseline_steps
   seconds, tokens, parameters, and the baseline's: baseline_seconds and so on; null if it never ran
-Exit status: 0 if a candidate is to be kept, else 4 if one is undecided, else 3; 2 if none could be
-raced, or the command is wrong.
+Exit status: 0 if one is to be kept, else 4 if one is undecided, else 3; 2 if none could be raced.
 """
 
 import contextlib
