@@ -83,7 +83,7 @@ if [ -z "$python" ]; then
   if [[ $needed != torch* ]] || fits $python torch > /dev/null; then
     packages=($(grep -Ev '^(#|torch|triton)' requirements.txt))
   fi
-  $python -m pip install --disable-pip-version-check "${packages[@]}" >&2 || die "pip has failed, see above"
+  $python -m pip install --disable-pip-version-check "${packages[@]}" >&2 || die "pip failed, see above"
   versions=$(fits $python "$needed") || die ".venv cannot be used: $versions; remove it"
 fi
 [ "${program:-}" != launch ] || note "using $(command -v "$python") ($versions)"

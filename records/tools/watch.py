@@ -103,7 +103,7 @@ def train(path: str, flags: list[str], ranks: int) -> Path:
         status = program.wait()
         errors.join()
         status = ended.get("status", status)
-        what = ended.get("error", f"error: the run has failed with status {status}")
+        what = ended.get("error", f"error: the run has failed with status {status}, see above")
         if status < 0:
             what = f"error: a process was killed by {signal.Signals(-status).name}"
             what += ", as when memory runs out" * (status == -signal.SIGKILL)
