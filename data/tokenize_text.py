@@ -188,20 +188,19 @@ def read_batches(files, args, buckets, notes: dict[str, dict]):
 
 # ---- Tokenizing ----------------------------------------------------------------------------------
 
-def encode(batch, tokenizer_name: str, vocab_dir) -> np.ndarray:
-    tokenizer = load_tokenizer(tokenizer_name, vocab_dir)
-    end_of_text = np.array([tokenizer.eot], dtype="<u2")
-    return np.concatenate([part for data, begins in batch for part in
-                           (end_of_text[:begins], tokenizer.encode_utf8(data))])
-
-def encode_all(batches, args):
+def encode_all(batches, tokenizer, workers: int):
     """The batches encoded, in their order, by threads, for tiktoken leaves Python's lock to others.
     Few batches are under way at a time: memory stays flat."""
+    end_of_text = np.array([tokenizer.eot], dtype="<u2")
+
+    def encode(batch) -> np.ndarray:
+        return np.concatenate([part for data, begins in batch for part in
+                               (end_of_text[:begins], tokenizer.encode_utf8(data))])
     pending = collections.deque()
-    with ThreadPoolExecutor(args.workers) as pool:
+    with ThreadPoolExecutor(workers) as pool:
         for batch in batches:
-            pending.append(pool.submit(encode, batch, args.tokenizer, args.vocab_dir))
-            if len(pending) > 2 * args.workers:
+            pending.append(pool.submit(encode, batch))
+            if len(pending) > 2 * workers:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
@@ -212,10 +211,8 @@ def split(stream: np.ndarray, buckets, args, end_of_text: int) -> tuple[list, li
     """(stretches of the tokens to train on, those to validate on, how they were chosen)"""
     total = len(stream)
     wanted = round(args.val_fraction * total)
-    if not args.val_fraction:
-        return [stream], [], "nothing"
-    require(0 < wanted < total, f"the inputs hold {total} tokens in all, of which validation would "
-            f"get {wanted}; change --val_fraction (0 for no validation)")
+    require(0 < wanted < total or not args.val_fraction, f"the inputs hold {total} tokens in all, "
+            f"of which validation would get {wanted}; change --val_fraction (0 for none)")
     starts = np.concatenate([at + np.flatnonzero(stream[at:at + PIECE_TOKENS] == end_of_text)
                              for at in range(0, total, PIECE_TOKENS)])
     ends = np.append(starts[1:], total)
@@ -276,7 +273,7 @@ def main(argv=None):
     files = find_files(args.inputs, args.glob, args.exclude, args.shuffle)
     notes = {}
     buckets = array.array("H")
-    batches = encode_all(read_batches(files, args, buckets, notes), args)
+    batches = encode_all(read_batches(files, args, buckets, notes), tokenizer, args.workers)
     with staging(args.out / f".{args.name}.unfinished") as folder, contextlib.closing(batches):
         refuse_to_overwrite(args)
         with open(folder / "tokens", "wb") as f:
@@ -288,10 +285,9 @@ def main(argv=None):
         sides = {side: write_shards(stretches, folder / f"{args.name}_{side}", first,
                                     args.shard_size)
                  for side, stretches, first in (("train", train, 1), ("val", val, 0))}
-        # Without the workers, so that the same shards have the same sidecar.
-        arguments = {name: value for name, value in vars(args).items() if name != "workers"}
+        del args.workers  # which change nothing
         sidecar = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size,
-                   "validation": chosen, **sides, "arguments": arguments}
+                   "validation": chosen, **sides, "arguments": vars(args)}
         path = folder / f"{args.name}.json"
         path.write_text(json.dumps(sidecar, indent=1, default=str) + "\n")
         shards = [folder / name for side in sides.values() for name in side["shards"]]

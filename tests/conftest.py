@@ -26,7 +26,7 @@ SCRIPT = ROOT / "train_gpt.py"  # the script under test; --script changes it
 EVERY_SCRIPT = ("test_training.py", "test_reliability.py", "test_processes.py", "test_settings.py",
                 "test_loader.py", "test_honesty.py")
 sys.path.insert(0, str(ROOT))
-from records.tools.load import load_script
+from records.tools.load import TORCHRUN, load_script
 
 # The demo, made small, in settings that every script is expected to have. Layers, windows and
 # whatever else the script under test has of its own stay as its demo has them.
@@ -137,7 +137,7 @@ def command(*flags, ranks=None, script=None) -> list[str]:
     """The command line that starts the script at this path, by torchrun if ranks is given."""
     torchrun = []
     if ranks:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        torchrun = [*TORCHRUN, f"--nproc_per_node={ranks}"]
     return [sys.executable, *torchrun, str(script or SCRIPT), *map(str, flags)]
 
 

@@ -281,6 +281,26 @@ def test_pairs_that_were_added_until_decided_have_an_e_value(tmp_path, capsys):
     assert "Some 5 pairs in all would likely decide it." in result["verdict"]
 
 
+@pytest.mark.parametrize("level", [None, 0.01, 0.2])
+@pytest.mark.parametrize("seed", range(8))
+def test_the_word_and_the_intervals_agree(tmp_path, level, seed):
+    """In nats, in steps and on the page: 0 is outside where a side is better or worse, and only
+    there, also after the adjustment for the number of candidates."""
+    draw = np.random.default_rng(seed).normal
+    base = draw(3.3, 0.05, 7)
+    sides = [side_of(f"A{i}", write(tmp_path / f"{i}", base + draw(mean, 0.01, 7)))
+             for i, mean in enumerate((-0.07, -0.012, 0.0, 0.015))]
+    baseline = side_of("B", write(tmp_path / "b", base, ms=(101.0,)))
+    found = compare.compare_all(sides, baseline, 3.28, level)
+    for one in found:
+        low, high = one["paired"]["loss"]["interval"]
+        word = "better" if high < 0 else "worse" if low > 0 else "undecided"
+        assert one["decision"] == word and f"interval {low:+.4f} .. {high:+.4f}" in one["verdict"]
+        ends = one["paired"]["steps"]["interval"]
+        assert [np.sign(end) for end in ends] == [np.sign(low), np.sign(high)]
+    assert len({one["decision"] for one in found}) > 1
+
+
 def test_an_e_value_takes_pairs(tmp_path, capsys):
     a, base = write(tmp_path / "a", [3.2, 3.3]), write(tmp_path / "b", [3.25, 3.35, 3.3, 3.4])
     (base / "run0.log").unlink()
@@ -510,8 +530,7 @@ def test_what_is_no_log_costs_one_line_and_the_rest_goes_on(tmp_path, capsys):
 @pytest.mark.parametrize("arguments", [(), ("x.log", "--plot", "x.jpg"),
                                        ("x.log", "--target", "nan"), ("x.log", "--nonsense"),
                                        ("x.log", "--loss=a b"), ("x.log", "--at=1,2,3"),
-                                       ("x.log", "--until_decided=1"),
-                                       ("x.log", "--vs", "y.log", "--vs", "z.log")])
+                                       ("x.log", "--until_decided=1")])
 def test_wrong_usage_is_status_2(arguments, capsys):
     status, out, err = run_main(capsys, *arguments)
     assert status == 2 and out == "" and "error:" in err.splitlines()[-1]

@@ -9,35 +9,29 @@
     ./run.sh compare new/ --at 2690 --first              losses at a step; earliest step
 
 A log is this project's, or published by the speedrun since October 2024, or captured from a
-console. A file may hold several runs, one after the other. A folder stands for every .log and .txt
-below it. A resumed run is read with the logs that it continues, which lie beside its own, where its
-checkpoint lay, or in another folder that is named. The runs named first are A, those after --vs are
-B, the baseline: "B -> A" and A - B throughout. With --vs, each folder named first is a candidate of
-its own (A1, A2, ...), and p-values of "better" are adjusted for their number.
+console; it may hold several runs, one after the other. A folder stands for every .log and .txt
+below it. A resumed run is read with the logs that it continues: beside its own, where its checkpoint
+lay, or in another folder that is named. The runs named first are A, those after --vs are B, the
+baseline: "B -> A" and A - B throughout. With --vs, each folder named first is a candidate of its
+own (A1, A2, ...), and p-values of "better" are adjusted for their number.
 
 Only finished runs with finite losses enter the statistics, and none that was resumed with another
 script or other settings, or whose first log is missing, as long as there are others; what is left
-out is named. A copy of a run, by its losses and times, counts once. --at=STEP takes what runs had
-reached at a step, as if they had finished there (--at=2690,2720: A at the first, B at the second).
---loss=val_ema_loss reads another logged loss. Losses on different validation text are not compared.
-
---target=LOSS is the loss to reach: by default 3.28, or none where the logs name another vocabulary
-than GPT-2's. --first finds the earliest step, the same for all runs, at which the rules of the
-speedrun and of its optimizer track hold for it. --label, once for each side, says what they are
-called.
+out is named. A copy of a run counts once. Losses on different validation text are not compared.
+--at=STEP takes what runs had reached at a step (--at=2690,2720: A at the first, B at the second),
+--loss=val_ema_loss another loss. --target=LOSS is the loss to reach, by default 3.28 where the
+vocabulary is GPT-2's; --first finds the earliest step, the same for all runs, at which the rules of
+the speedrun and of its optimizer track hold. --label, once a side, says what it is called.
 
 Where the sides ran the same seeds, their differences are tested in pairs, beside Welch's test. If
 pairs were added until a difference was decided, no p-value holds: --until_decided=0.01 judges by
 e-values (judge.py explains them), as ./run.sh race does. An interval of a difference has the level
 of the decision, 99 % unless said, so it holds 0 where nothing is decided.
-Exit status: 0 all read, 1 some log was none or missing (the rest is still reported), 2 wrong usage,
-or losses on different validation text.
 
---json prints one object, with null for what the logs or too few runs cannot say: version (9),
-target, loss (the name of the loss that is read), unread (a line for each input that was no log),
-sides, and comparison or, where there are several candidates, comparisons. In these stand the fields
-of judge.py's Side, of logs.py's Run and Line, and of what judge.py's compare_all returns, with
-warnings (in words), used (names), source (sha256; of a comparison, a diff) and verdict (in words).
+Exit status: 0 all read, 1 some log was none or missing (the rest is still reported), 2 wrong usage,
+or losses on different validation text. --json prints one object for programs: version, target,
+loss, unread (a line for each input that was no log), sides, and comparison or, of several
+candidates, comparisons, with the fields of judge.py's Side and compare_all and logs.py's Run.
 """
 
 import argparse
@@ -454,7 +448,8 @@ def parse(arguments):
                                      allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("logs", nargs="+", metavar="A", help="logs, or folders of logs")
-    parser.add_argument("--vs", nargs="+", action="append", metavar="B", help="the baseline's")
+    parser.add_argument("--vs", nargs="+", metavar="B", default=[], action="extend",
+                        help="the baseline's")
     parser.add_argument("--target", type=finite, help="validation loss to reach")
     parser.add_argument("--at", type=parse_steps, metavar="STEP[,STEP]", default=[None, None])
     parser.add_argument("--first", action="store_true", help="the earliest step of each rule")
@@ -466,8 +461,6 @@ def parse(arguments):
     parser.add_argument("--label", action="append", metavar="NAME", help="of a side, in order")
     parser.add_argument("--json", action="store_true", help="everything, for programs")
     options = parser.parse_args(arguments)
-    if len(options.vs or []) > 1:
-        parser.error("--vs may be given once: all candidates have the same baseline")
     if options.until_decided is not None and not 0 < options.until_decided < 1:
         parser.error("--until_decided takes a level between 0 and 1, 0.01 say")
     if not re.fullmatch(r"\w+", options.loss):
@@ -482,32 +475,35 @@ def read_sides(options):
     together."""
     inputs = [options.logs]
     if options.vs:
-        inputs = [[path] for path in options.logs if os.path.isdir(path)]
         files = [path for path in options.logs if not os.path.isdir(path)]
-        inputs += [files] if files else []
-    *found, vs = [read(paths, options.loss) for paths in [*inputs, *(options.vs or [[]])]]
-    unread = [line for _, lines in [*found, vs] for line in lines]
-    for paths, (runs, lines) in zip([*inputs, *(options.vs or [])], [*found, vs]):
+        inputs = [[path] for path in options.logs if os.path.isdir(path)] + [files] * bool(files)
+        inputs.append(options.vs)
+    sides = []
+    unread = []
+    for paths in inputs:
+        runs, lines = read(paths, options.loss)
         if not runs:
             raise BadInput(f"no run in {', '.join(map(str, paths))} ({'; '.join(lines)})")
+        sides.append(runs)
+        unread += lines
     target = options.target
-    vocabularies = {run.hyperparameters.get("vocab_size") for runs, _ in [*found, vs]
-                    for run in runs}
+    vocabularies = {run.hyperparameters.get("vocab_size") for runs in sides for run in runs}
     if target is None and vocabularies <= {None, "50257", "50304"}:  # GPT-2's
         target = TARGET
-    labels = ["A"] if len(found) == 1 else [f"A{i + 1}" for i in range(len(found))]
-    count = len(found) + bool(options.vs)
-    names = options.label or [None] * count
-    if len(names) != count:
-        raise BadInput(f"--label: found {len(names)}, expected one for each of the {count} sides, "
-                       "the baseline last")
-    candidates = [Side(label, runs, target, options.at[0], options.first, name)
-                  for label, (runs, _), name in zip(labels, found, names)]
-    if not options.vs:
-        return candidates, [], [], target, unread
-    baseline = Side("B", vs[0], target, options.at[1], options.first, names[-1])
-    comparisons = compare_all(candidates, baseline, target, options.until_decided)
-    return candidates, [baseline], comparisons, target, unread
+    names = options.label or [None] * len(sides)
+    if len(names) != len(sides):
+        raise BadInput(f"--label: found {len(names)}, expected one for each of the {len(sides)} "
+                       "sides, the baseline last")
+    count = len(sides) - bool(options.vs)
+    labels = [f"A{i + 1}" if count > 1 else "A" for i in range(count)] + ["B"]
+    steps = [options.at[0]] * count + [options.at[1]]
+    sides = [Side(label, runs, target, at, options.first, name)
+             for label, runs, at, name in zip(labels, sides, steps, names)]
+    baseline = sides[count:]
+    comparisons = []
+    if baseline:
+        comparisons = compare_all(sides[:count], *baseline, target, options.until_decided)
+    return sides[:count], baseline, comparisons, target, unread
 
 def report(candidates, baseline, comparisons, target):
     """Print everything about the sides."""

@@ -30,7 +30,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from records.tools.load import ROOT, UserError, installed, require, run
+from records.tools.load import ROOT, TORCHRUN, UserError, installed, require, run
 
 with installed():
     import numpy as np
@@ -139,8 +139,8 @@ class Trial:
                 self.script.main(arguments)
         else:
             done = subprocess.run(
-                [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone",
-                 "--local_addr=127.0.0.1", f"--nproc_per_node={processes}", self.path, *arguments],
+                [sys.executable, "-W", "ignore", *TORCHRUN, f"--nproc_per_node={processes}",
+                 str(self.path), *arguments],
                 env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
             require(done.returncode == 0, f"{self.path} fails on {processes} processes: "
                     f"{one_line((done.stderr.strip() or 'no output')[-400:])}")
