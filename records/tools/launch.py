@@ -157,7 +157,9 @@ def make_shards(prefix: str, *words: str):
     with suppress(OSError, ValueError, LookupError, TypeError):
         sides = json.loads(sidecar.read_text())
         shards = [shard for side in ("train", "val") for shard in sides[side]["shards"]]
-        if all(sha256(sidecar.with_name(s["file"])) == s["sha256"] for s in shards):
+        sums = {shard["file"]: shard["sha256"] for shard in shards}
+        found = {path.name: sha256(path) for path in old if path != sidecar}
+        if found == sums:
             return
     if old:
         say(f"{prefix}*: files are missing or damaged; all are made again")
