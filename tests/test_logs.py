@@ -152,14 +152,16 @@ def test_our_own_log(tmp_path):
     assert logs.read_run(LOGS / "console_only.log", "x").tokens is None
 
 
-def test_the_validation_shards_of_new_and_former_logs(tmp_path):
-    """Which a log says by itself, and former ones among the data, by a name with `val`."""
-    env = {"data": "a/my_val_1.bin 5 tokens 0f\ndata: a/x_train_2.bin 6 tokens 1f"}
-    former = read_text(tmp_path, log_text(env=env))
-    new = read_text(tmp_path, log_text(env=env | {"val_data": "b/c.bin 7 tokens 2f\nval_data: "
-                                                  "b/d.bin 8 tokens 3f"}))
-    assert former.validated_on == (None, "50257", "5 tokens")
-    assert new.validated_on == (None, "50257", "7 tokens", "8 tokens")
+@pytest.mark.parametrize("setting, more, contents", [
+    ("'a/h*.bin'", {}, ["5 tokens 0f"]), ("'gone/*.bin'", {}, ["5 tokens 0f", "6 tokens 1f"]),
+    (None, {}, ["5 tokens 0f", "6 tokens 1f"]),
+    ("'a/h*.bin'", {"val_data": "b/c.bin 7 tokens 2f\nval_data: b/my d.bin 8 tokens 3f"},
+     ["7 tokens 2f", "8 tokens 3f"])])
+def test_the_validation_shards_of_new_and_former_logs(tmp_path, setting, more, contents):
+    """Which a log says by itself; former ones by the setting, not by a word in a path."""
+    env = {"data": "a/held.bin 5 tokens 0f\ndata: a/interval.bin 6 tokens 1f"} | more
+    run = read_text(tmp_path, log_text(env=env, hyper={"val_files": setting} if setting else {}))
+    assert run.validated_on == (None, "50257", *contents)
 
 
 def test_target_is_reached_on_the_line_between_validations(tmp_path):
@@ -223,17 +225,81 @@ def test_whatever_the_source_holds_is_no_result(tmp_path_factory, lines, ending,
     assert found == losses[:len(found)]
 
 
-STRANGE = ["step:5/9 val_loss:3.0 train_time:1.2.3ms step_avg:1.00ms",
-           f"step:{'9' * 5000}/9 val_loss:3.0 train_time:1ms step_avg:1ms",
-           "step:5/0 val_loss:3.0 train_time:1ms step_avg:1ms",
-           "step:5/9 val_loss:x train_time:1ms step_avg:1.00ms",
-           "step:5/9 val_loss:1.2.3 train_time:1ms step_avg:1.00ms",
+HALF = ["step:5/9 val_loss:3.0 val_loss:3.1 train_time:1ms step_avg:1.00ms",
+        "step:5/9 val_loss: 3.0 train_time:1ms step_avg:1.00ms",
+        "step:5/9 val_loss=3.0 train_time:1ms step_avg:1.00ms",
+        "step:5/9 val_loss:3,0 train_time:1ms step_avg:1.00ms",
+        "step:5/9 loss:3.0 train_time:1ms step_avg:1.00ms",
+        "step:5/9 val_loss:1.2.3 train_time:1ms step_avg:1.00ms",
+        "step:5/9 val_loss:tensor(3.0) train_time:1ms step_avg:1.00ms",
+        "step:5/9 val_loss:3.0 train_time:1.2.3ms step_avg:1.00ms",
+        "step:5/9 val_loss:3.0 train_time:nanms step_avg:5ms",
+        "step:5/9 val_loss:3.0 train_time:1min step_avg:5ms", "step:5/9 val_loss:3.0",
+        f"step:{'9' * 5000}/9 val_loss:3.0 train_time:1ms step_avg:1ms",
+        f"step:5/9 val_loss:3.0 train_time:{'9' * 400}ms step_avg:1ms",
+        "step:5/9 val_loss:3.0 train_time:1ms step_avg:1ms tokens:" + "9" * 5000,
+        "step:\u0663/\u0669 val_loss:3.0 train_time:1ms step_avg:1ms"]
+
+
+@pytest.mark.parametrize("line", [
+    *HALF, "50%|##  | 5/9step:5/9 val_loss:3.0 train_time:1ms step_avg:1.00ms"])
+def test_a_step_line_that_is_not_understood_refuses_the_file(tmp_path, line):
+    """By its number, in a console's capture and, if it begins the line, in a log of ours."""
+    lines = log_text((9.0, 3.0)).partition("note: a remark\n")[2].splitlines()
+    (tmp_path / "x.txt").write_text("\n".join(["W0518 torchrun", *lines[:2], line, *lines[2:]]))
+    with pytest.raises(logs.BadInput, match=r"x.txt: no log \(line 4 begins as a step") as raised:
+        runs_in(tmp_path / "x.txt")
+    assert len(str(raised.value)) < 400 and "\n" not in str(raised.value)
+    text = log_text((9.0, 3.0), notes=[line])
+    number = text[:text.index(line)].count("\n") + 1
+    if line.startswith("step"):
+        with pytest.raises(logs.BadInput, match=rf"no log \(line {number} begins"):
+            read_text(tmp_path, text)
+    else:  # where a log of ours may quote it
+        assert losses_of(read_text(tmp_path, text)) == [9.0, 3.0]
+    (tmp_path / "x.txt").write_text("\n".join([*lines, line]))  # alive or killed: half a line
+    assert losses_of(runs_in(tmp_path / "x.txt")[0]) == [9.0, 3.0]
+
+
+@pytest.mark.parametrize("shown, loss", [
+    ("3.277912378311157", 3.277912378311157), ("3.2779123783111572", 3.2779123783111572),
+    ("3." + "1" * 60, 3.1111111111111112), ("9.9e-05", 9.9e-05), ("3.1E+00", 3.1), (".5", 0.5),
+    ("+3.5", 3.5), *((nan, None) for nan in ("nan", "NaN", "-nan", "NAN", "-nan(ind)", "inf",
+                                             "-Infinity"))])
+def test_losses_as_programs_write_them(tmp_path, shown, loss):
+    text = log_text((9.0, 3.0)).replace("val_loss:3.0000", f"val_loss:{shown}")
+    run = read_text(tmp_path, text)
+    assert losses_of(run) == [9.0, loss] and run.diverged == (loss is None) and run.finished
+
+
+ENDS = {  # how a console or an editor writes a log -> its bytes
+    "crlf": lambda text: text.replace("\n", "\r\n").encode(),
+    "crcrlf": lambda text: text.replace("\n", "\r\r\n").encode(),
+    "mark": lambda text: b"\xef\xbb\xbf" + text.encode(),
+    "utf-16": lambda text: text.encode("utf-16"),
+    "bar": lambda text: text.replace("\nstep:", "\n 50%|##  | 1/2 [00:01<00:01]\rstep:").encode(),
+    "colour": lambda text: text.replace("\nstep:", "\n\x1b[2K\x1b[32mstep:").encode(),
+    "rank": lambda text: text.replace("\nstep:", "\n[rank0]:step:").encode(),
+    "indent": lambda text: text.replace("\nstep:", "\n  step:").encode(),
+    "one line": lambda text: text.replace("step:125/250 train_loss:4.0000",
+                                          "step:125/250 train_loss:4.0 val_loss:4.0").encode(),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_log_as_consoles_and_editors_leave_it(tmp_path, name):
+    text = log_text((9.0, 4.0, 3.0))
+    want = read_text(tmp_path, text).lines
+    for own in (text, text.partition("note: a remark\n")[2]):
+        (tmp_path / "y.log").write_bytes(ENDS[name]("\n" * (own is not text) + own))
+        (run,) = runs_in(tmp_path / "y.log")
+        lines = list(dict.fromkeys(run.lines)) if name == "one line" else run.lines
+        assert lines == want and run.source == ("import torch\n" if own is text else "")
+
+
+STRANGE = [*HALF, "step:5/0 val_loss:3.0 train_time:1ms step_avg:1ms",
            "step:5/9 val_loss:inf train_time:1ms step_avg:1.00ms",
-           f"step:5/9 val_loss:3.0 train_time:{'9' * 400}ms step_avg:1ms",
-           "step:5/9 val_loss:3.0 train_time:nanms step_avg:5ms",
            "step:20/9 val_loss:2.0 train_time:5ms step_avg:0ms",
-           "step:5/9 val_loss:3.0 train_time:1ms step_avg:1ms tokens:" + "9" * 5000,
-           "step:٣/٩ val_loss:3.0 train_time:1ms step_avg:1ms",
            "step:9/9 val_loss:-1.0 train_time:0ms step_avg:0ms tokens:0"]
 
 

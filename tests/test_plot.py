@@ -37,7 +37,7 @@ def test_the_files(tmp_path):
     image = (tmp_path / "x.png").read_bytes()
     assert image.startswith(b"\x89PNG") and int.from_bytes(image[16:20]) == 9 * 144
     text = (tmp_path / "x.svg").read_text()
-    for words in ("a$_b: mean of 4 runs", r"b\x1b<", "Validation loss of a$_b against b", "1 to 4",
+    for words in ("a$_b: 4 runs", r"b\x1b<", "Validation loss of a$_b against b", "1 to 4",
                   "target 3.28", "training time (seconds)", "training tokens (millions)",
                   "loss (nats a token)"):
         assert words in text, words
@@ -68,7 +68,7 @@ def test_the_difference_is_drawn_by_step_in_pairs(tmp_path):
     (mean,) = bold_lines(panel)
     assert mean.get_ydata()[-1] == pytest.approx(-0.2) and mean.get_xdata()[-1] == 1125
     (band,) = panel.collections
-    half = stats.t.ppf(0.975, 2) * 0.1 / math.sqrt(3)
+    half = stats.t.ppf(0.995, 2) * 0.1 / math.sqrt(3)
     at_end = [y for x, y in band.get_paths()[0].vertices if x == 1125]
     assert min(at_end) == pytest.approx(-0.2 - half) and max(at_end) == pytest.approx(-0.2 + half)
     assert panel.get_ylim()[0] < -0.3 and panel.get_ylim()[1] > 0

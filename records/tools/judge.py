@@ -1,22 +1,22 @@
-"""Statistics of runs: spreads, tests of a difference, also of pairs that are added until it is
-decided, their power, and the rules of the field.
-compare.py puts their results into words. What too few values cannot say is None."""
+"""Judges runs: their spread, tests of a difference, also of pairs that are added until it is decided,
+the rules of the field, and what two sides differ in. It returns data: compare.py puts it into
+words, plot.py and page.py draw it. What too few values cannot say is None."""
 
 import math
 import warnings
-from bisect import bisect_left
 from collections import Counter
+from itertools import chain, pairwise
+from statistics import fmean
 
 from records.tools.load import installed
-from records.tools.logs import number
 
 with installed():
     import numpy as np
-    from scipy import special, stats
+    from scipy import stats
 
 ALPHA = 0.01                      # the speedrun's level of significance
+TARGET = 3.28                     # its loss, over GPT-2's vocabulary
 PRIOR = 4.0                       # see e_value
-POWER = 0.8                       # of ten true differences of this size, eight are shown
 MOST_RUNS = 100_000
 TRACK_MARGIN = 0.004              # of the optimizer track: 3.09 SDs of 0.0013, for p < 0.001
 
@@ -42,52 +42,37 @@ def p_below(values, target):
 def sd_of(values):
     return float(np.std(values, ddof=1)) if len(values) > 1 else None
 
-def difference(a, b, test=None, **options):
-    """The difference of the means of a and b, with the 95 % interval and the two-sided p of one of
-    SciPy's tests, where one is given."""
-    found = {"difference": None, "interval": None, "p": None, "E": None, "adjusted": None}
+def difference(a, b, level=ALPHA, test=None, **options):
+    """The difference of the means of a and b. With one of SciPy's tests also its t, the two-sided
+    p, and the interval of 1 - level: 0 lies outside where p is below the level."""
+    found = dict.fromkeys(("difference", "interval", "t", "p", "E", "adjusted")) | {"level": level}
     if a and b:
         found["difference"] = float(np.mean(a) - np.mean(b))
     if test:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about values that are nearly the same
             result = test(a, b, **options)
-            low, high = result.confidence_interval()
+            low, high = result.confidence_interval(1 - level)
         if math.isfinite(result.pvalue):
             p = float(result.pvalue)
-            found |= {"interval": (float(low), float(high)), "p": p, "adjusted": p}
+            found |= {"interval": (float(low), float(high)), "p": p, "adjusted": p,
+                      "t": float(result.statistic)}
     return found
 
-def welch(a, b):
+def welch(a, b, level=ALPHA):
     """By Welch's test, if one of the sides spreads."""
     if min(len(a), len(b)) < 2 or max(len(set(a)), len(set(b))) < 2:
-        return difference(a, b)
-    return difference(a, b, stats.ttest_ind, equal_var=False)
+        return difference(a, b, level)
+    return difference(a, b, level, stats.ttest_ind, equal_var=False)
 
-def paired(a, b):
-    """By the t-test of the differences of pairs, with their SD."""
+def paired(a, b, level=ALPHA):
+    """By the t-test of the differences of pairs, with their SD and how many are below 0."""
     sd = sd_of(np.subtract(a, b))
-    return difference(a, b, stats.ttest_rel if sd and sd > 1e-12 else None) | {"sd": sd}
+    test = stats.ttest_rel if sd and sd > 1e-12 else None
+    return difference(a, b, level, test) | {"sd": sd, "n": len(a), "lower": count_lower(a, b)}
 
-def differences_by_step(pairs):
-    """Steps, and rows [pairs, steps] of A - B in the validation loss, for pairs (run of A, run of
-    B). None where they have no two steps in common, or do not run to the same one: on the way,
-    other schedules say little."""
-    if len({run.total for pair in pairs for run in pair}) != 1:
-        return None
-    tables = [[{line.step: line.loss for line in run.validations if line.loss is not None}
-               for run in pair] for pair in pairs]
-    steps = sorted(set.intersection(*(set(table) for pair in tables for table in pair)))
-    if len(steps) < 2:
-        return None
-    return steps, np.array([[a[step] - b[step] for step in steps] for a, b in tables])
-
-def interval_of_pairs(differences, level=None):
-    """The interval of the mean of differences of pairs: 95 % by the t-test, or where pairs were
-    added until decided at a level, the confidence sequence. None where the pairs are too few."""
-    if level:
-        return confidence_sequence(differences, level)
-    return paired(list(differences), [0.0] * len(differences))["interval"]
+def count_lower(a, b):
+    return sum(ours < theirs for ours, theirs in zip(a, b))
 
 def adjusted(values):
     """p-values of several comparisons, adjusted for their number (Holm, 1979): with a probability
@@ -106,25 +91,13 @@ def is_sure(test, level=ALPHA):
     p = test["adjusted"] if (test["difference"] or 0) < 0 else p_value(test)
     return p is not None and p <= level
 
-# ---- Runs and pairs of runs ----------------------------------------------------------------------
-
-def losses_by_step(runs):
-    """step -> the losses of all runs, for the steps at which all of them have one."""
-    tables = [{line.step: line.loss for line in run.validations if line.loss is not None}
-              for run in runs]
-    common = set.intersection(*map(set, tables)) if tables else set()
-    return {step: [table[step] for table in tables] for step in sorted(common)}
-
-def pairs_of(a, b):
-    """(run of A, run of B) for each seed that both sides ran once."""
-    tables = []
-    for side in (a, b):
-        seeds = Counter(run.seed for run in side.used)
-        tables.append({run.seed: run for run in side.used if run.seed and seeds[run.seed] == 1})
-    return [(run, tables[1][seed]) for seed, run in tables[0].items() if seed in tables[1]]
-
-def test_that_speaks(comparison, key):
-    return comparison["paired"][key] if comparison["speaks"] == "paired" else comparison[key]
+def decide(test, same, level, worth=None):
+    """better, worse, no difference or undecided; `same`: all losses of two pairs or more agree. A
+    difference below `worth` is none."""
+    if is_sure(test, level):
+        return "better" if test["difference"] < 0 else "worse"
+    within = worth and test["interval"] and max(map(abs, test["interval"])) <= worth
+    return "no difference" if same or within else "undecided"
 
 # ---- Until decided -------------------------------------------------------------------------------
 # Whoever looks at a p-value after each pair, and stops at the first small one, is wrong far more
@@ -164,14 +137,17 @@ def confidence_sequence(differences, level):
     return mean - half, mean + half
 
 def until_decided(a, b, level):
-    """The test of pairs whose number was not fixed beforehand, with the SD of the differences."""
-    if not a:
-        return difference(a, b) | {"sd": None, "needed": None}
-    differences = np.subtract(a, b)
-    E = float(e_value(differences))
-    return difference(a, b) | {"E": E, "adjusted": min(1, 1 / E), "sd": sd_of(differences),
-                               "interval": confidence_sequence(differences, level),
-                               "needed": pairs_until_decided(differences, level)}
+    """The test of pairs whose number was not fixed beforehand, with the SD of the differences and
+    how many are below 0. It takes differences that are roughly normal."""
+    found = difference(a, b, level) | {
+        "sd": None, "needed": None, "n": len(a), "lower": count_lower(a, b)}
+    if a:
+        differences = np.subtract(a, b)
+        E = float(e_value(differences))
+        found |= {"E": E, "adjusted": min(1, 1 / E), "sd": sd_of(differences),
+                  "interval": confidence_sequence(differences, level),
+                  "needed": pairs_until_decided(differences, level)}
+    return found
 
 def pairs_until_decided(differences, level):
     """How many pairs would reach E = 1 / level, if their mean and spread stayed what they are; None
@@ -180,41 +156,16 @@ def pairs_until_decided(differences, level):
     decided = log_e(share, np.arange(1, MOST_RUNS)) >= -math.log(level)
     return int(np.argmax(decided)) + 1 if decided.any() else None
 
-# ---- Power ---------------------------------------------------------------------------------------
-
-def detectable(se, df):
-    """The true difference that a two-sided t-test of this standard error shows at p < ALPHA with a
-    chance of POWER (by Student's noncentral t)."""
-    return float(se * special.nctdtrinc(df, 1 - POWER, stats.t.ppf(1 - ALPHA / 2, df)))
-
-def welch_error(a, b, n, m):
-    """Standard error and degrees of freedom of Welch's test, of n runs that spread like a against
-    m like b."""
-    parts = (np.var(a, ddof=1) / n, np.var(b, ddof=1) / m)
-    rest = parts[0] ** 2 / (n - 1) + parts[1] ** 2 / (m - 1)
-    return math.sqrt(sum(parts)), sum(parts) ** 2 / rest if rest else 1
-
-def power(a, b, is_paired):
-    """The difference that these runs would show in 4 cases of 5; and the fewest runs a side, or
-    pairs, that would show the one seen."""
-    seen = abs(np.mean(a) - np.mean(b))
-    differences = np.subtract(a, b) if is_paired else None
-
-    def error_of(n, m):
-        if is_paired:
-            return np.std(differences, ddof=1) / math.sqrt(n), n - 1
-        return welch_error(a, b, n, m)
-
-    def shows(n):
-        return detectable(*error_of(n, n)) <= seen
-
-    now = error_of(len(a), len(b))
-    if now[0] < 1e-12:
-        return {"detectable": None, "needed": None}
-    needed = bisect_left(range(MOST_RUNS), True, lo=2, key=shows) if shows(MOST_RUNS) else None
-    return {"detectable": detectable(*now), "needed": needed}
+# by e-values or not -> the tests of pairs, and of the sides
+TESTS = {False: {"paired": paired, "welch": welch},
+         True: {"paired": until_decided, "welch": difference}}
 
 # ---- The rules of the field ----------------------------------------------------------------------
+
+def rules_for(target):
+    if target == TARGET:
+        return speedrun_rule, track_rule
+    return () if target is None else (speedrun_rule,)
 
 def speedrun_rule(losses, target):
     """The speedrun's: a mean below the target at p < 0.01, by a one-sided t-test."""
@@ -236,23 +187,240 @@ def track_rule(losses, target):
     return {"rule": "optimizer track", "value": value, "holds": round(value, 12) >= TRACK_MARGIN,
             "runs_needed": needed}
 
-RULES = {
-    "speedrun": "speedrun's rule, a mean below {:g} at p < 0.01 (one-sided t-test): p = {}",
-    "optimizer track": "optimizer track's rule, ({:g} - mean) * sqrt(n) >= 0.004, for an SD of "
-                       "0.0013: {}",
-}
+# ---- One side ------------------------------------------------------------------------------------
 
-def rule_lines(side, target):
-    """What the rules of the field say of a side."""
-    if target is None:
-        return ["no target: these runs have a vocabulary of their own (--target sets one)"]
-    lines = []
-    for row in side.rules:
-        text = RULES[row["rule"]].format(target, number(row["value"], ".2g"))
-        text += ", holds" if row["holds"] else ", does not hold"
-        if row["runs_needed"]:
-            text += f"; it takes {row['runs_needed']} runs of this mean"
-        if row["first"] is not None:
-            text += f"; first holds at step {row['first']}"
-        lines.append(text)
-    return lines
+RUN_ITSELF = {"seed", "name", "records", "command", "resumed"}  # differ from run to run
+NOT_GIVEN = "(not given)"
+
+class Side:
+    """The runs of one setting: which of them count, their statistics, and what is odd about them.
+    at: take what they had reached at that step; first: find the earliest step of each rule."""
+
+    def __init__(self, label, runs, target, at=None, first=False, name=None):
+        self.label = label
+        self.name = name or runs[0].name
+        self.runs = runs
+        self.copies = copies_among(runs)  # {name: the name of the run that it is a copy of}
+        kept = [run for run in runs if run.name not in self.copies]
+        by_step = losses_by_step([run for run in kept if not run.diverged]) if first else {}
+        if at is not None:
+            for run in runs:
+                run.end_at(at)
+        whole = [run for run in kept if run.finished and not run.diverged]
+        self.used = [run for run in whole if not of_two_methods(run)] or whole
+        losses = [run.loss for run in self.used]
+        self.loss = spread(losses) | {"p": p_below(losses, target)}
+        self.seconds = spread([run.seconds for run in self.used])
+        ends = {run.validations[-1].step for run in self.used}
+        self.at = ends.pop() if len(ends) == 1 else None
+        self.asked = at
+        if target is not None:
+            for run in runs:
+                run.find_target(target)
+        self.rules = []
+        for rule in rules_for(target) if losses else ():
+            holding = (step for step in by_step if rule(by_step[step], target)["holds"])
+            self.rules.append(rule(losses, target) | {"first": next(holding, None)})
+        seeds = Counter(run.seed for run in self.used if run.seed)
+        self.shared_seeds = [seed for seed, n in seeds.items() if n > 1]
+        self.independent = not self.shared_seeds
+        others = [run for run in kept if run not in self.used]
+        self.diverged = sum(run.diverged for run in others)
+        self.stopped = sum(not run.finished and not run.diverged for run in others)
+        settings = values_of(self.used, "hyperparameters")
+        self.mixed = [key for key, values in settings.items() if len(values) > 1]
+        for what, values in (("source", {run.source for run in self.used if run.source}),
+                             ("hardware", {run.timed_on for run in self.used})):
+            self.mixed += [what] if len(values) > 1 else []
+        self.mixed += [] if one_validation(self.used) else ["validation data"]
+
+def copies_among(runs):
+    """{name: that of another run} of runs whose losses and times another one has too, of which the
+    longest counts. Two that continue one log share a part and are no copies."""
+    kept = []
+    copies = {}
+    for run in sorted(runs, key=lambda run: (-len(run.validations), not run.source)):
+        marks = marks_of(run)
+        original = next((other for other in kept if marks and marks <= marks_of(other)
+                         and (len(run.logs + other.logs) == 2
+                              or set(run.logs).isdisjoint(other.logs))), None)
+        if original:
+            copies[run.name] = original.name
+        else:
+            kept.append(run)
+    return copies
+
+def marks_of(run):
+    """By which a copy of a run is known, digit for digit."""
+    return {(line.step, line.loss, line.seconds) for line in run.validations if line.step > 0}
+
+def of_two_methods(run):
+    """Whether its losses are those of more than one script or set of settings, or may be."""
+    return bool(run.changed or run.missing or "script" in run.mixed)
+
+def values_of(runs, kind):
+    """key -> the sorted values it has over the runs; kind is "hyperparameters" or "environment"."""
+    tables = [getattr(run, kind) for run in runs]
+    keys = [key for key in dict.fromkeys(chain(*tables)) if key not in RUN_ITSELF]
+    return {key: sorted({table.get(key, NOT_GIVEN) for table in tables}) for key in keys}
+
+def losses_by_step(runs):
+    """step -> the losses of all runs, for the steps at which all of them have one."""
+    tables = [{line.step: line.loss for line in run.validations if line.loss is not None}
+              for run in runs]
+    common = set.intersection(*map(set, tables)) if tables else set()
+    return {step: [table[step] for table in tables] for step in sorted(common)}
+
+def one_validation(runs):
+    """Whether the losses of runs compare: by the number of tokens and the fingerprints of their
+    shards. Fingerprints were computed in another way until November 2026, and are left out where
+    logs of both times meet."""
+    if len({run.new_fingerprints for run in runs if run.val_data}) < 2:
+        return len({run.validated_on for run in runs}) < 2
+    counts = {tuple(value and value.partition(" tokens")[0] for value in run.validated_on)
+              for run in runs}
+    return len(counts) < 2
+
+# ---- Two sides -----------------------------------------------------------------------------------
+
+def pairs_of(a, b):
+    """(run of A, run of B) for each seed that both sides ran once."""
+    tables = []
+    for side in (a, b):
+        seeds = Counter(run.seed for run in side.used)
+        tables.append({run.seed: run for run in side.used if run.seed and seeds[run.seed] == 1})
+    return [(run, tables[1][seed]) for seed, run in tables[0].items() if seed in tables[1]]
+
+def test_that_speaks(comparison, key):
+    return comparison["paired"][key] if comparison["speaks"] == "paired" else comparison[key]
+
+def tested(a, b, speaks, key):
+    """The values of A and of B that a test takes; none where the losses do not compare."""
+    if key != "seconds" and not comparable_losses(a, b):
+        return [], []
+    runs = list(zip(*pairs_of(a, b))) or [(), ()] if speaks == "paired" else (a.used, b.used)
+    return [[getattr(run, key) for run in side] for side in runs]
+
+def differences(a, b, kind):
+    """Rows of key, values in B, values in A for what tells the sides apart."""
+    in_a = values_of(a.runs, kind)
+    in_b = values_of(b.runs, kind)
+    rows = [[key, in_b.get(key, [NOT_GIVEN]), in_a.get(key, [NOT_GIVEN])] for key in in_b | in_a]
+    return [row for row in rows if row[1] != row[2]]
+
+def comparable_losses(a, b):
+    return one_validation(a.used + b.used)
+
+def comparable_times(a, b):
+    runs = a.used + b.used
+    return len({run.timed_on for run in runs}) == 1 and not any(run.mixed for run in runs)
+
+def compare(a, b, target, level=None):
+    """What the tests say of two sides. A level means that pairs were added until a difference was
+    decided at it, so that e-values take the place of p-values."""
+    pairs = pairs_of(a, b)
+    by_seed = len(pairs) > 1 and 2 * len(pairs) >= min(len(a.used), len(b.used))
+    speaks = "paired" if by_seed or level else "welch"  # by the seeds alone, never the outcome
+    tests = TESTS[bool(level)]
+    found = {
+        "hyperparameters": differences(a, b, "hyperparameters"),
+        "environment": differences(a, b, "environment"),
+        "paired": {"seeds": [run.seed for run, _ in pairs]},
+        "no_effect": unchanged_losses(pairs),
+        "speaks": speaks,
+        "level": level or ALPHA,
+    }
+    found["to_target"] = time_to_target(a, b, speaks, tests[speaks], found["level"])
+    for key in ("loss", "seconds"):
+        found[key] = tests["welch"](*tested(a, b, "welch", key), found["level"])
+        found["paired"][key] = tests["paired"](*tested(a, b, "paired", key), found["level"])
+    return found
+
+def compare_all(candidates, baseline, target, level=None, worth=None, more=0):
+    """A comparison of each candidate with the baseline, its p- or e-value adjusted for the number
+    of candidates and of `more` that have no runs, and the decision. A gain's interval has the level
+    that the adjustment leaves, so it holds 0 where the gain is not decided."""
+    found = [compare(side, baseline, target, level) for side in candidates]
+    for key in ("loss", "seconds"):
+        tests = [test_that_speaks(one, key) for one in found]
+        values = [1 if test["adjusted"] is None else test["adjusted"] for test in tests]
+        left = adjusted(values + [1] * more)
+        for side, one, test, value in zip(candidates, found, tests, left):
+            if test["adjusted"] is not None:
+                test["adjusted"] = value
+            if test["adjusted"] is not None and test["difference"] < 0 and value > p_value(test):
+                test["level"] *= p_value(test) / value
+                again = TESTS[bool(level)][one["speaks"]]
+                values = tested(side, baseline, one["speaks"], key)
+                test["interval"] = again(*values, test["level"])["interval"]
+    for side, one in zip(candidates, found):
+        one["paired"]["steps"] = steps_of(pairs_of(side, baseline), one["paired"]["loss"])
+        one["decision"] = "undecided"
+        if comparable_losses(side, baseline) and side.independent and baseline.independent:
+            same = one["no_effect"] and len(one["paired"]["seeds"]) > 1
+            test = test_that_speaks(one, "loss")
+            one["decision"] = decide(test, same, one["level"], worth)
+    return found
+
+def steps_of(pairs, test):
+    """A test's difference and interval in steps, by the mean curve of the baseline's runs: how many
+    steps later the candidate has the baseline's loss; below 0 if it is earlier. None where the
+    curve has no such loss, or the steps are not equal."""
+    found = {"difference": None, "interval": None}
+    if pairs and len({run.steps for pair in pairs for run in pair}) == 1:
+        curve = losses_by_step([run for _, run in pairs])
+        curve = [(step, fmean(losses)) for step, losses in curve.items()]
+        found["difference"] = steps_later(curve, test["difference"])
+        ends = [steps_later(curve, end) for end in test["interval"] or (None,)]
+        found["interval"] = None if None in ends else tuple(ends)
+    return found
+
+def steps_later(curve, difference):
+    """With a gain of g nats, A is where B was when its loss was still g above its last one."""
+    if not difference:
+        return difference
+    level = curve[-1][1] + abs(difference)
+    for (step, loss), (next_step, next_loss) in reversed(list(pairwise(curve))):
+        if loss >= level > next_loss:
+            share = (loss - level) / (loss - next_loss)
+            return math.copysign(curve[-1][0] - step - share * (next_step - step), difference)
+    return None
+
+def unchanged_losses(pairs):
+    """How many losses two sides of equal seeds have, where none differs at any step."""
+    logged = [[[(line.step, line.kind, line.loss) for line in run.lines if line.kind]
+               for run in pair] for pair in pairs]
+    if not pairs or any(one != other for one, other in logged):
+        return None
+    return sum(len(one) for one, _ in logged)
+
+def time_to_target(a, b, speaks, test, level):
+    """How many runs of A and of B reach the target. Where all do, for those that do are no fair
+    sample otherwise, the mean times and their test."""
+    reached = [[run.reached for run in side.used if run.reached] for side in (a, b)]
+    found = {"reached": [len(places) for places in reached], "means": None, "seconds": None}
+    if all(reached) and found["reached"] == [len(a.used), len(b.used)]:
+        found["means"] = [fmean(seconds for _, seconds in places) for places in reached]
+        values = tested(a, b, speaks, "reached")
+        found["seconds"] = test(*[[seconds for _, seconds in side] for side in values], level)
+    return found if any(reached) else None
+
+def differences_by_step(pairs):
+    """Steps, and rows [pairs, steps] of A - B in the validation loss, for pairs (run of A, run of
+    B). None where they have no two steps or not the data in common, or do not run to the same step:
+    on the way, other schedules say little."""
+    runs = [run for pair in pairs for run in pair]
+    if len({run.total for run in runs}) != 1 or not one_validation(runs):
+        return None
+    sides = [losses_by_step(runs) for runs in zip(*pairs)]
+    steps = sorted(set(sides[0]) & set(sides[1]))
+    if len(steps) < 2:
+        return None
+    a, b = (np.array([side[step] for step in steps]).T for side in sides)
+    return steps, a - b
+
+def interval_of_pairs(differences, level=ALPHA, by_e=False):
+    """The interval of the mean of differences of pairs, by the t-test or by e-values. None where
+    the pairs are too few."""
+    test = until_decided if by_e else paired
+    return test(list(differences), [0.0] * len(differences), level)["interval"]

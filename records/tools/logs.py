@@ -13,6 +13,7 @@ chain are read as one run, which is called by the newest of them.
 """
 
 import ast
+import codecs
 import copy
 import hashlib
 import math
@@ -21,6 +22,7 @@ import re
 import sys
 import warnings
 from collections import namedtuple
+from fnmatch import fnmatch
 from itertools import pairwise
 from pathlib import Path
 
@@ -120,14 +122,15 @@ def require_program(source):
 
 # ---- The steps -----------------------------------------------------------------------------------
 
-NUMBER = r"\d{1,15}(?:\.\d{0,15})?"
-LOSS = rf"nan|-?inf|-?{NUMBER}"
-STEP = re.compile(
-    r"(?ma)^step:(?P<step>\d{1,15})/(?P<total>\d{1,15}) "
-    rf"(?:(?P<kind>train|val)_loss:(?P<loss>{LOSS}) )?(?:val_\w+:\S+ )*"
-    rf"train_time:(?P<time>{NUMBER})(?P<unit>ms|s) step_avg:(?P<average>nan|{NUMBER})ms"
-    rf"(?: tokens:(?P<tokens>\d{{1,18}}))?(?: lr:(?P<lr>{NUMBER}))?"
-    r"(?: window:(?P<window>\d{1,18}))?(?: .*)?(?<!\.\.\.)$")  # a full disk has cut a line with ...
+NUMBER = r"[+-]?(?:\d{1,99}(?:\.\d{0,99})?|\.\d{1,99})(?:e[+-]?\d{1,4})?"
+LOSS = re.compile(rf"(?ai)({NUMBER}|[+-]?(?:nan|inf(?:inity)?))(?:\(\w*\))?")  # also -nan(ind)
+TIME = re.compile(rf"(?ai)({NUMBER})(ms|s)")
+AVERAGE = re.compile(rf"(?ai)({NUMBER}|[+-]?nan|[+-]?inf)ms")
+COUNT = re.compile(r"(?a)\d{1,18}")
+STEP = re.compile(r"(?a)step:(\d{1,15})/(\d{1,15})((?:\s+\S+)+)\s*")
+# What a console adds before a line: colours, and the rank that wrote it.
+ADDED = re.compile(r"(?:\s|\x1b\[[\d;?]*[A-Za-z]|\[[\w ]*\d\]:)+")
+WITHIN = re.compile(r"step:\d+/\d+\s.*(?:loss|train_time):")
 PARAMETERS = re.compile(r"(?ma)^model: (\d{1,15}) parameters")
 VAL_LOSS = "val_loss"
 
@@ -138,22 +141,55 @@ def finite(text):
     value = float(text)
     return value if math.isfinite(value) else None
 
-def step_lines(text, loss_name=VAL_LOSS):
-    """The Lines in a text; validations have the loss of this name, and lines without it, none."""
-    other = re.compile(rf"(?a) {re.escape(loss_name)}:({LOSS})(?= |$)")
+def lines_of(text, loss_name):
+    """The Lines of one step line: one, or two where it has the losses of training and validation.
+    Validations have the loss of this name. None where the line is not understood."""
+    match = STEP.fullmatch(text)
+    if not match:
+        return None
+    fields = {}
+    for word in match[3].split():
+        key, colon, value = word.partition(":")
+        if key in fields:
+            return None
+        if re.search("loss(?!_)", key) and not (re.fullmatch(r"\w+_loss", key)
+                                                and LOSS.fullmatch(value)):
+            return None
+        if colon:
+            fields[key] = value
+    time, average = TIME.fullmatch(fields.get("train_time", "")), AVERAGE.fullmatch(
+        fields.get("step_avg", ""))
+    counts = [fields.get("tokens"), fields.get("window")]
+    lr = fields.get("lr")
+    known = all(COUNT.fullmatch(value) for value in filter(None, counts))
+    if not (time and average and known and LOSS.fullmatch(lr or "0")) or finite(time[1]) is None:
+        return None
+    seconds = float(time[1]) / (1000 if time[2].lower() == "ms" else 1)
+    tokens, window = [value and int(value) for value in counts]
+    losses = [(kind, finite(LOSS.fullmatch(fields[name])[1]))
+              for kind, name in (("train", "train_loss"), ("val", loss_name)) if name in fields]
+    return [Line(int(match[1]), int(match[2]), kind, loss, seconds, finite(average[1]), tokens,
+                 lr and finite(LOSS.fullmatch(lr)[1]), window)
+            for kind, loss in losses or [(None, None)]]
+
+def step_lines(text, first, loss_name, anywhere):
+    """The Lines in a text, whose first line has this number in the file. Raises BadInput for a line
+    that begins as a step and is not understood, so that no loss is lost in silence; `anywhere`: or
+    has a step behind other text. Left out are half lines: what a full disk cut ends with "...",
+    and a run that is alive or was killed has no end of the last line."""
     found = []
-    for match in STEP.finditer(text):
-        step, total, kind, loss, time, unit, average, tokens, lr, window = match.groups()
-        if loss_name != VAL_LOSS and kind != "train":
-            said = other.search(match[0])
-            kind = "val" if said else None
-            loss = said and said[1]
-        seconds = float(time)
-        if unit == "ms":
-            seconds /= 1000
-        found.append(Line(int(step), int(total), kind, loss and finite(loss), seconds,
-                          finite(average), tokens and int(tokens), lr and finite(lr),
-                          window and int(window)))
+    rows = text.split("\n")
+    for i, row in enumerate(rows):
+        for piece in row.split("\r") if "step:" in row else ():  # a progress bar goes back
+            piece = ADDED.sub("", piece, count=1) if ADDED.match(piece) else piece
+            if piece.endswith("..."):
+                continue
+            lines = lines_of(piece, loss_name) if piece.startswith("step:") else None
+            begins = re.match(r"step:\s*\d", piece) or anywhere and WITHIN.search(piece)
+            if not lines and begins and i < len(rows) - 1:
+                raise BadInput(f"no log (line {first + i} begins as a step line and is not "
+                               f"understood: {short(piece, 80)!r}; mend it or take it out)")
+            found += lines or []
     return found
 
 def split_runs(lines):
@@ -191,6 +227,19 @@ def place_of(environment):
         found[name] = found[name].partition(",")[0]
     return found
 
+def shard_in(row):
+    """(path, number of tokens and fingerprint) of a shard in a log."""
+    return re.fullmatch(r"(.*?) ?((?:\d+ tokens.*)?)", row).groups()
+
+def validation_shards(settings, environment):
+    """`path tokens fingerprint` of each shard that a run validates on. Until November 2026 logs had
+    one key for all shards: those that the setting val_files matches, or if it matches none, all."""
+    if "val_data" in environment:
+        return environment["val_data"].split("; ")
+    rows = environment["data"].split("; ") if "data" in environment else []
+    pattern = settings.get("val_files", "").strip("'\"")
+    return [row for row in rows if fnmatch(shard_in(row)[0], pattern)] or rows
+
 class Run:
     """One run, as its log tells it; `follow` adds the logs that it continues."""
 
@@ -219,11 +268,10 @@ class Run:
         gpus = [value for key, value in environment.items() if key.startswith("gpu ")]
         threads = environment.get("threads")
         self.timed_on = (self.hardware, self.ranks, threads, self.free_steps(), *gpus)
-        # Former logs name all shards as data, those of validation by their file's name.
-        former = re.findall(r"\S*val\S* \d+ tokens", environment.get("data", ""))
-        data = environment.get("val_data") or " ".join(former)
-        shards = re.findall(r"\S (\d+ tokens)", data)
-        self.validated_on = (settings.get("val_tokens"), settings.get("vocab_size"), *shards)
+        self.val_data = validation_shards(settings, environment)
+        self.new_fingerprints = "val_data" in environment
+        contents = [shard_in(row)[1] for row in self.val_data]  # not the paths
+        self.validated_on = (settings.get("val_tokens"), settings.get("vocab_size"), *contents)
 
     def resumed(self):
         """(checkpoint, step) from which this log continues another one, else None."""
@@ -314,8 +362,10 @@ class Reader:
         file = os.path.realpath(path)
         if file not in self.found:
             try:
-                text = Path(path).read_bytes().decode("utf-8-sig", "replace")
-                runs = runs_in(text.replace("\r\n", "\n"), str(path), self.loss_name)
+                data = Path(path).read_bytes()
+                wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))  # PowerShell's
+                text = data.decode("utf-16" if wide else "utf-8-sig", "replace")
+                runs = runs_in(re.sub("\r+\n", "\n", text), str(path), self.loss_name)
             except OSError as error:
                 raise BadInput(f"{path}: cannot be read ({error.strerror})") from None
             except BadInput as error:
@@ -389,13 +439,13 @@ def read(arguments, loss_name=VAL_LOSS):
 def runs_in(text, path, loss_name):
     own = own_sections(text)
     sections = own or published_sections(text)
-    groups = split_runs(step_lines(sections.steps, loss_name))
+    first = text.count("\n") - sections.steps.count("\n") + 1
+    groups = split_runs(step_lines(sections.steps, first, loss_name, anywhere=not own))
     if own and len(groups) > 1:
         raise BadInput("no log (its steps begin anew: two runs have written it)")
     if len(groups) > 1 and sections.source:
         require_program(sections.source)
-        first = STEP.search(sections.steps).start()
-        if PYTHON_LINE.search(sections.steps, first):
+        if PYTHON_LINE.search(sections.steps, sections.steps.index("step:")):
             raise BadInput("no log (several logs in one file: split it, one file for each)")
     if own and not groups:
         groups = [[]]  # it is alive, before its first step

@@ -1,6 +1,6 @@
 """A page for a browser, of what compare.py and race.py find: one file that opens from a disk or a
-mail, without a network. It has the verdict, curves that zoom, tables that sort, the change of the
-source, and the logs for download.
+mail, without a network. It has the verdict, curves that zoom, tables that sort, and the change of
+the source.
 
 The figures are Plotly's, whose script is a part of the page (https://plotly.com/python). Text from
 logs may be hostile: it enters the page through `text`, and the figures as JSON in which Plotly
@@ -8,16 +8,11 @@ escapes "<". The page's frame is page.html, with its style and a few lines of Ja
 the browser to load anything.
 """
 
-import base64
-import gzip
-import hashlib
 import html
-import os
 import re
 import time
-from itertools import cycle, groupby, pairwise
+from itertools import cycle, groupby
 from pathlib import Path
-from statistics import fmean
 
 from records.tools import judge, logs, plot
 from records.tools.load import installed
@@ -29,21 +24,17 @@ with installed():
 
 FRAME = Path(__file__).with_suffix(".html")
 DASHES = ("solid", "dash", "dashdot", "dot")
-POINTS = 40_000         # of all runs' losses: more would make the page slow
-TIMES = 2_400           # of all runs' times, but at least 16 a run: more look like noise
-DOWNLOADS = 6_000_000   # characters of all logs and sources in a page
-DOWNLOAD = 1_500_000    # of one: browsers refuse links of more than two million
 HOVER = "%{hovertext}<extra></extra>"
 LAST = {"better": "star", "worse": "x", "no difference": "diamond", "undecided": "circle"}
 LOSS_WORDS = """<p>A thin line is a run. The bold one is their mean, or over seconds the run of
 median time. Drag to zoom; a double click shows the first steps too.</p>"""
 DIFFERENCE_WORDS = """<p>A thin line is a pair of runs with one seed, and the bold one their mean,
-with its {:g} % interval. Below 0 the candidate is better.</p>"""
-NO_PAIRS = "<p>No pair of runs has one seed, the same steps and two validations in common.</p>"
-RACE_WORDS = """<p>The mean difference in the final loss after each pair, with its interval. A
-candidate is decided once 0 is outside; to be the better one of several takes more.</p>"""
+with the interval of the verdict. Below 0 the candidate is better.</p>"""
+NO_PAIRS = "<p>No seed was run by both sides, so there are no pairs.</p>"
+NO_STEPS = "<p>The pairs have fewer than two validations at the same steps of runs of one length.</p>"
+RACE_WORDS = """<p>The mean difference in the final loss after each pair, with its interval: a
+candidate is decided once 0 is outside.</p>"""
 OVERLAPPED = "<p>Runs were at work at the same time on one CPU, so they slowed each other down.</p>"
-TIME_WORDS = """<p>A peak is a moment in which the machine did something else.</p>"""
 
 # ---- Text and tables -----------------------------------------------------------------------------
 
@@ -114,12 +105,6 @@ def level_line(y, **more):
     return {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y,
             "line": {"color": "#888", "width": 1.5}} | more
 
-def thinned(points, most):
-    """At most so many of the points, evenly, the first and the last among them."""
-    if len(points) <= most:
-        return points
-    return [points[i * (len(points) - 1) // (most - 1)] for i in range(most)]
-
 def one_line(curves):
     """Curves of points (x, y, hover text) as one line, with a gap after each: x, y and texts. A
     figure of 1,500 lines would be slow."""
@@ -130,27 +115,9 @@ def run_in_words(run):
     seed = f", seed {label(run.seed)}" if run.seed else ""
     return f"<b>{label(run.name)}</b>{seed}"
 
-def reference_losses(baseline):
-    """{seed: {step: loss}} of the baseline's runs, and {step: mean loss}."""
-    used = baseline.used or baseline.runs
-    by_seed = {run.seed: {line.step: line.loss for line in run.validations}
-               for run in used if run.seed}
-    return by_seed, {step: fmean(losses) for step, losses in judge.losses_by_step(used).items()}
-
-def validation_in_words(run, line, by_seed, means):
-    """With the difference to the baseline's run of the seed, or to the mean of its runs."""
-    said = (f"{run_in_words(run)}<br>step {line.step:,}, {line.seconds:,.2f} s"
-            f"<br>loss {line.loss:.4f}")
-    for losses, whom in ((by_seed.get(run.seed, {}), "the baseline's of this seed"),
-                         (means, "the baseline's mean")):
-        if losses.get(line.step) is not None:
-            return f"{said}, {line.loss - losses[line.step]:+.4f} against {whom}"
-    return said
-
 def loss_figure(sides, target):
     """Validation losses over steps, tokens or seconds, with buttons for these."""
     runs = [run for side in sides for run in side.runs]
-    most = max(2, POINTS // len(runs))
     units = {"step": "step %{x:,.0f}", "tokens": "%{x:,.4f} M tokens", "seconds": "%{x:,.2f} s"}
     if any(line.tokens is None for run in runs for line in run.validations):
         del units["tokens"]
@@ -159,14 +126,14 @@ def loss_figure(sides, target):
     changes = {axis: {"x": [], "y": [], "hovertemplate": []} for axis in units}
     traces = []
     for side, colour, dash in looks(sides):
-        reference = reference_losses(sides[-1]) if side is not sides[-1] else ({}, {})
-        shown = {run: thinned([line for line in run.validations if line.loss is not None], most)
+        shown = {run: [line for line in run.validations if line.loss is not None]
                  for run in side.runs}
         name = label(plot.label_of(side))
         for axis, change in changes.items():
             x, y, texts = one_line(
-                [(plot.place(line, axis), line.loss, validation_in_words(run, line, *reference))
-                 for line in lines] for run, lines in shown.items())
+                [(plot.place(line, axis), line.loss, f"{run_in_words(run)}<br>step {line.step:,}, "
+                  f"{line.seconds:,.2f} s<br>loss {line.loss:.4f}") for line in lines]
+                for run, lines in shown.items())
             bold_x, bold_y = plot.bold_curve(side.used or side.runs, axis)
             change["x"] += [x, bold_x]
             change["y"] += [y, bold_y]
@@ -189,10 +156,6 @@ def loss_figure(sides, target):
     return figure("loss", traces, plot.AXES["step"], "validation loss (nats a token)",
                   yaxis={"range": bounds} if bounds else {}, shapes=lines, updatemenus=[menu])
 
-def level_of(comparison):
-    """The level at which pairs were added until decided; None where their number was fixed."""
-    return None if comparison["paired"]["loss"]["E"] is None else comparison["level"]
-
 def difference_figure(sides, comparisons):
     """A - B by step in pairs of one seed, their mean and its interval; None without such pairs."""
     traces = []
@@ -203,9 +166,10 @@ def difference_figure(sides, comparisons):
         if not found:
             continue
         steps, rows = found
-        level = level_of(comparison)
+        test = comparison["paired"]["loss"]
         means = rows.mean(axis=0).tolist()
-        bands = [judge.interval_of_pairs(column, level) for column in rows.T.tolist()]
+        bands = [judge.interval_of_pairs(column, test["level"], test["E"] is not None)
+                 for column in rows.T.tolist()]
         known = [(step, *band) for step, band in zip(steps, bands) if band]
         name = label(side.name)
         group = {"legendgroup": side.label}
@@ -237,13 +201,13 @@ def race_figure(sides, comparisons):
     where the number of pairs was fixed."""
     traces = []
     for (side, colour, dash), comparison in zip(looks(sides[:-1]), comparisons):
-        level = level_of(comparison)
         pairs = judge.pairs_of(side, sides[-1])
-        if not level or not pairs:
+        test = comparison["paired"]["loss"]
+        if test["E"] is None or not pairs:
             continue
         losses = [[run.loss for run in runs] for runs in zip(*pairs)]
         counts = list(range(1, len(pairs) + 1))
-        tests = [judge.until_decided(losses[0][:n], losses[1][:n], level) for n in counts]
+        tests = [judge.until_decided(losses[0][:n], losses[1][:n], test["level"]) for n in counts]
         means = [test["difference"] for test in tests]
         ends = [test["interval"] or (test["difference"],) * 2 for test in tests]
         error = {"type": "data", "symmetric": False, "thickness": 1.2, "width": 3,
@@ -265,45 +229,22 @@ def race_figure(sides, comparisons):
     return figure("race", traces, "pairs", "mean difference (nats a token)",
                   xaxis={"dtick": max(1, most // 10)}, shapes=[level_line(0)])
 
-def step_times(run, most):
-    """Points of milliseconds a step. Where there are too many steps, each point is the mean of the
-    steps since the one before."""
-    lines = [line for line, after in pairwise([*run.lines, None])
-             if after is None or after.step > line.step]
-    for before, line in pairwise(thinned(lines, most + 1)):
-        ms = 1000 * (line.seconds - before.seconds) / (line.step - before.step)
-        steps = f"step {line.step:,}"
-        if line.step - before.step > 1:
-            steps = f"mean of steps {before.step + 1:,} to {line.step:,}"
-        if ms >= 0:  # until January 2025 the clock began anew after ten steps
-            yield line.step, round(ms, 3), f"{run_in_words(run)}<br>{steps}: {ms:.2f} ms"
-
-def time_figure(sides):
-    """Milliseconds a step, by which a slow machine and a hiccup are seen."""
-    most = max(16, TIMES // sum(len(side.runs) for side in sides))
-    traces = []
-    for side, colour, dash in looks(sides):
-        x, y, texts = one_line(step_times(run, most) for run in side.runs)
-        traces.append(thin(colour, dash, x=x, y=y, hovertext=texts, showlegend=True,
-                           name=label(side.name)))
-    return figure("times", traces, plot.AXES["step"], "time of a step (ms)",
-                  yaxis={"rangemode": "tozero"})
-
 # ---- Tables --------------------------------------------------------------------------------------
 
 def verdict_table(sides, comparisons):
     rows = []
     for side, found in zip(sides, comparisons):
         loss, seconds = (judge.test_that_speaks(found, key) for key in ("loss", "seconds"))
-        rows.append([words(side.name), words(found["decision"]),
-                     number(len(found["paired"]["seeds"]), "d"),
+        pairs = len(found["paired"]["seeds"])
+        signs = f"{loss['lower']} of {pairs}" if "lower" in loss else "-"
+        rows.append([words(side.name), words(found["decision"]), words(signs),
                      number(loss["difference"], "+.4f"), interval(loss["interval"], "+.4f"),
-                     number(loss["p"], ".2g"), number(loss["E"], ".3g"),
+                     number(loss["p"], ".2g"), number(loss["E"], ",.1f"),
                      number(loss["adjusted"], ".2g"),
                      number(seconds["difference"], "+.2f", " s")])
     name = short(sides[-1].name)
-    return table("verdict", ["candidate", "decision", "pairs", f"loss - {name}'s", "interval", "p",
-                             "E", "p or 1 / E, adjusted", f"time - {name}'s"], rows)
+    return table("verdict", ["candidate", "decision", "pairs lower", f"loss - {name}'s", "interval",
+                             "p", "E", "p or 1 / E, adjusted", f"time - {name}'s"], rows)
 
 def side_table(sides):
     rows = []
@@ -317,9 +258,8 @@ def side_table(sides):
     return table("sides", ["side", "runs", "val loss, mean", "SD", "95 % interval", "time, mean",
                            "SD", "95 % interval"], rows)
 
-def run_table(sides, target, downloads):
+def run_table(sides, target):
     reached = [] if target is None else [f"step at {target:g}", f"time to {target:g}"]
-    sources = {run: downloads.source(run) for side in sides for run in side.runs}  # first
     rows = []
     for side in sides:
         for run in side.runs:
@@ -329,43 +269,9 @@ def run_table(sides, target, downloads):
                    number(run.loss, ".4f"), number(run.seconds, ".2f", " s"),
                    number(run.ms_per_step, ".2f"), number(run.steps, "d"), number(run.tokens, ",d")]
             row += [number(step, ".0f"), number(seconds, ".2f", " s")] if reached else []
-            rows.append([*row, words(counts), f"<td>{sources[run]}</td>",
-                         f"<td>{' '.join(downloads.log(path) for path, _ in run.logs)}</td>"])
+            rows.append([*row, words(counts)])
     return table("runs", ["side", "run", "seed", "val loss", "time", "ms a step", "steps",
-                          "tokens", *reached, "counts", "source", "log"], rows)
-
-class Downloads:
-    """Links that hold a log or a source, compressed by gzip, until one has no room."""
-
-    def __init__(self):
-        self.left = DOWNLOADS
-        self.links = {}
-
-    def link(self, key, name, shown, data):
-        """The first link of a key holds the file; later ones lead to it."""
-        if key not in self.links:
-            packed = base64.b64encode(gzip.compress(data, mtime=0)) if self.left > 0 else b""
-            if len(packed) > self.left:
-                self.left = 0
-            if not self.left or len(packed) > DOWNLOAD:
-                self.links[key] = f'<span title="no room in this page">{shown}</span>'
-                return self.links[key]
-            self.left -= len(packed)
-            place = f"file{len(self.links)}"
-            self.links[key] = f'<a href="#{place}">{shown}</a>'
-            return (f'<a id="{place}" download="{text(name, 100)}.gz" '
-                    f'href="data:application/gzip;base64,{packed.decode()}">{shown}</a>')
-        return self.links[key]
-
-    def source(self, run):
-        if not run.source:
-            return "-"
-        sha256 = hashlib.sha256(run.source.encode()).hexdigest()
-        return self.link(sha256, f"{sha256[:8]}.py", sha256[:8], run.source.encode())
-
-    def log(self, path):
-        path = os.path.realpath(path)
-        return self.link(path, os.path.basename(path), "log", Path(path).read_bytes())
+                          "tokens", *reached, "counts"], rows)
 
 def changes(what, rows, side, baseline):
     """Settings or environment that differ."""
@@ -413,23 +319,22 @@ def page(sides, comparisons, target, notes=(), alive=False) -> str:
     if comparisons:
         verdicts.insert(len(comparisons) == 1, verdict_table(sides, comparisons))
     parts += verdicts
-    parts.append(section(f"Validation loss: {names}", LOSS_WORDS, loss_figure(sides, target)))
+    overlapped = plot.overlapped([run for side in sides for run in side.runs])
+    parts.append(section(f"Validation loss: {names}", LOSS_WORDS + OVERLAPPED * overlapped,
+                         loss_figure(sides, target)))
     if comparisons:
         found = difference_figure(sides, comparisons)
-        level = level_of(comparisons[0]) or 0.05
-        words_of_it = DIFFERENCE_WORDS.format(100 * (1 - level)) if found else NO_PAIRS
-        parts.append(section(f"Difference in validation loss: {names}", words_of_it, found or ""))
+        alone = not any(one["paired"]["seeds"] for one in comparisons)
+        said = DIFFERENCE_WORDS if found else NO_PAIRS if alone else NO_STEPS
+        parts.append(section(f"Difference in validation loss: {names}", said, found or ""))
         found = race_figure(sides, comparisons)
         parts += [section(f"The race as it went: {names}", RACE_WORDS, found)] if found else []
-    overlapped = plot.overlapped([run for side in sides for run in side.runs])
-    parts.append(section(f"Time of each step: {names}", OVERLAPPED if overlapped else TIME_WORDS,
-                         time_figure(sides)))
     lines = [f"<p>{text(side.name)}: {text(line)}</p>" for side in sides if target is not None
-             for line in judge.rule_lines(side, target)]
+             for line in side.rule_lines]
     lines += [f'<p class="note">{text(line, 1000)}</p>' for side in sides
               for line in side.warnings]
     parts.append(section("Runs", side_table(sides), *lines,
-                         run_table(sides, target, Downloads())))
+                         run_table(sides, target)))
     for side, found in zip(sides, comparisons):
         parts.append(section(f"What differs: {plot.names([side, sides[-1]])}",
                              changes("settings", found["hyperparameters"], side, sides[-1]),

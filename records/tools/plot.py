@@ -8,7 +8,7 @@ import textwrap
 from datetime import datetime
 from itertools import cycle, pairwise
 
-from records.tools.judge import differences_by_step, interval_of_pairs
+from records.tools.judge import ALPHA, differences_by_step, interval_of_pairs
 from records.tools.load import installed
 from records.tools.logs import BadInput, short
 
@@ -95,15 +95,8 @@ def draw_losses(panel, side, axis, colour, dash):
                linewidth=2.6 if len(runs) > 1 else 1.8, label=label_of(side))
 
 def label_of(side):
-    """What its bold curve is."""
-    runs = side.used or side.runs
-    name = short(side.name)
-    if len(runs) == 1:
-        return name
-    same = len({tuple(validation_curve(run, "step")[0]) for run in runs}) == 1
-    if same:
-        return f"{name}: mean of {len(runs)} runs"
-    return f"{name}: {len(runs)} runs, bold the one of median time"
+    count = len(side.used or side.runs)
+    return f"{short(side.name)}: {count} runs" if count > 1 else short(side.name)
 
 def finish_panel(panel, axis, ylabel):
     panel.set_xlabel(AXES[axis])
@@ -111,18 +104,16 @@ def finish_panel(panel, axis, ylabel):
     panel.grid(color="0.88", linewidth=0.7)
     panel.set_axisbelow(True)
     panel.ticklabel_format(style="plain", useOffset=False)
-    if axis == "step":
-        panel.xaxis.get_major_locator().set_params(integer=True)
 
 def draw_difference(panel, steps, rows, level):
     """A - B by step: a thin line a pair, a bold one their mean, and its interval."""
-    bands = [interval_of_pairs(column, level) for column in rows.T]
+    bands = [interval_of_pairs(column, level or ALPHA, bool(level)) for column in rows.T]
     known = [i for i, band in enumerate(bands) if band]
     if known:
-        percent = 100 * (1 - level) if level else 95
         panel.fill_between([steps[i] for i in known], *zip(*(bands[i] for i in known)),
                            color=DIFFERENCE, alpha=0.18, linewidth=0,
-                           label=f"{percent:g} % interval of the mean difference")
+                           label=f"{100 * (1 - (level or ALPHA)):g} % interval of the mean "
+                                 "difference")
     panel.plot(steps, rows.T, color=DIFFERENCE, linewidth=0.8, alpha=0.6)
     panel.plot(steps, rows.mean(axis=0), color=DIFFERENCE, linewidth=2.6, markersize=4,
                marker="o" * (len(steps) < 30), label=f"mean difference of {len(rows)} pairs")
