@@ -160,8 +160,8 @@ def test_a_race_in_turn_with_the_same_seeds(place, capsys):
     ends = [[logs.read_run(path, "x").loss for path in finished_logs(place, side)]
             for side in ("record", "base")]
     verdict = " ".join((folder / "verdict.txt").read_text().split())
-    found = re.search(r"record is better than base \(record - base = (-0\.1\d*) nats a token, "
-                      r"(?:99 % .*?, )?p = ([\d.e-]+)", verdict)
+    found = re.search(r"record is better than base \(record - base = (-0\.1\d*) nats a token, 99 % "
+                      r"interval \S+ \.\. \S+, p = (\S+), lower in 3 of 3 pairs\)\.", verdict)
     p = stats.ttest_rel(*ends).pvalue
     assert found[2] == f"{p:.2g}" and verdict in " ".join(out.split())
     row = verdicts(place)["record"]

@@ -242,7 +242,7 @@ def verdict_table(sides, comparisons):
                      number(loss["p"], ".2g"), number(loss["E"], ",.1f"),
                      number(loss["adjusted"], ".2g"),
                      number(seconds["difference"], "+.2f", " s")])
-    name = short(sides[-1].name)
+    name = short(sides[-1].name, 20)
     return table("verdict", ["candidate", "decision", "pairs lower", f"loss - {name}'s", "interval",
                              "p", "E", "p or 1 / E, adjusted", f"time - {name}'s"], rows)
 
