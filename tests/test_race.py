@@ -20,7 +20,7 @@ from test_logs import log_text
 from data.common import UserError
 from records.tools import judge, ledger, logs, race
 
-LEAST = next(n for n in range(2, 20) if judge.e_value([1.0] * n) >= 100)  # pairs
+LEAST = next(n for n in range(2, 20) if judge.e_of_pairs([1.0] * n) >= 100)  # pairs
 
 STAND_IN = '''
 import argparse, hashlib, os, sys, time
@@ -206,7 +206,7 @@ def test_pairs_are_added_until_it_is_decided(place, capsys):
 def test_an_undecided_race_goes_on_with_more_pairs_and_a_fixed_one_does_not(place, capsys):
     assert run_race(place, "--most=2") == 4
     out = capsys.readouterr().out
-    highest = ledger.e_text(judge.e_value([1.0, 1.0]))
+    highest = ledger.e_text(judge.e_of_pairs([1.0, 1.0]))
     assert (f"--most=2 cannot show that a copy is better: E is {highest} at most by then, of 100, "
             f"which takes {LEAST} pairs or more") in out
     standing = (r"record: undecided after 2 pairs: lower by 0\.1\d* in all 2, E = \S+ of 100, "
