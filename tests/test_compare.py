@@ -330,7 +330,8 @@ GLOB = {"val_files": "'d/val_*.bin'"}
     (NEW, {}, {"env": {"data": "d/val_train.bin 30 tokens 22"}}, None),
     (NEW, {}, {"env": {"val_data": NEW["val_data"] + "; d/2.bin 9 tokens bb"}}, "losses do not"),
     # Fingerprints of before November 2026 are others, of the same shard.
-    (NEW, {}, {"env": OLD | {"val_data": None}, "hyper": GLOB | {"x": 1}}, None),
+    (NEW, {}, {"env": {"data": OLD["data"].replace(" aa", " zz"), "val_data": None}, "hyper": GLOB},
+     None),
 ])
 def test_what_does_not_compare_is_not_compared(tmp_path, capsys, env, hyper, more, words):
     sides = []
@@ -429,6 +430,17 @@ def test_two_sides_and_what_they_differ_in(tmp_path, capsys):
                  "source, B -> A:\nthe same"):
         assert f"\n{line}\n" in out
     assert "missing in a log" in run_main(capsys, a, "--vs", LOGS / "console_only.log")[1]
+
+
+def test_a_long_diff_is_shortened_and_the_verdict_stands_at_the_end_too(tmp_path, capsys):
+    sides = [write(tmp_path / name, finals, source="".join(f"{name} = {i}\n" for i in range(100)))
+             for name, finals in (("a", GOOD), ("b", SAME))]
+    out = run_main(capsys, sides[0], "--vs", sides[1])[1]
+    verdict, changes = out.split("\n\n")[0], out.partition("source, B -> A:\n")[2]
+    assert verdict.startswith("verdict: ") and out.endswith(f"\n{verdict}\n\n")
+    diff, _, end = changes.partition("... and ")
+    assert diff.count("\n") == compare.DIFF_LINES and end.startswith("143 more lines: diff -u ")
+    assert f"logs.py --source {sides[1] / 'run0.log'}) <(" in end.splitlines()[0]
 
 
 def test_the_table_of_runs(tmp_path, capsys):
