@@ -553,8 +553,8 @@ def test_as_a_program(tmp_path):
     folder = str(write(tmp_path / "a", GOOD * 20))
     bad = subprocess.run([*command, "absent.log"], capture_output=True, text=True, check=False)
     assert bad.returncode == 2 and bad.stdout == ""
-    assert bad.stderr == ("error: no run in absent.log (absent.log: cannot be read (No such file or "
-                          "directory))\n")
+    assert bad.stderr == ("error: no run in absent.log (absent.log: cannot be read (No such file "
+                          "or directory))\n")
     drawn = subprocess.run([*command, folder, "--vs", folder, "--plot", tmp_path / "x.png"],
                            capture_output=True, text=True, check=False)
     assert drawn.returncode == 0 and (tmp_path / "x.png").exists()
@@ -621,7 +621,8 @@ def test_the_statistics_of_published_folders(tmp_path, capsys, ours, theirs, pub
     for one in published.split():
         mantissa, _, exponent = one.partition("e")
         unit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
-        assert any(abs(abs(float(one)) - abs(figure)) <= 0.5000001 * unit for figure in figures), one
+        value = abs(float(one))
+        assert any(abs(value - abs(figure)) <= 0.5000001 * unit for figure in figures), one
     (losses,) = re.findall(r"(?m)^losses = (.*)$", text)[:1]
     assert json.loads(losses) == [float(f"3.{value}") for value in ours.split()[::2]]
 
