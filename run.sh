@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# ./run.sh [train] [SCRIPT.py] [speedrun|short|demo] [--repeat=N] [--text=PATH] [settings]
+# ./run.sh [train] [SCRIPT.py] [speedrun|short|demo] [--repeat=N] [--text=FILE_OR_FOLDER] [settings]
 #     trains: the speedrun where there is a CUDA GPU, else the demo, which ends with a sample.
 #     SCRIPT.py is a copy of train_gpt.py, --repeat=N trains N times, each with a seed of its own,
 #     and compares the runs, and --text trains the demo on a text of your own.
+# ./run.sh --resume[=RUN]           continues the newest run, or that of a log, folder or checkpoint
 # ./run.sh race my_record.py [more.py ...] [--vs=train_gpt.py]    are copies better?
 # ./run.sh ablate my_record.py [--vs=train_gpt.py]                what is each part of a copy worth?
 # ./run.sh bench [my_record.py ...] [--vs=train_gpt.py|LOG]      what does a step cost here?
@@ -18,77 +19,78 @@
 # ./run.sh help                     shows this
 #
 # ./run.sh VERB --help explains a verb, and ./run.sh train --help lists the settings. Paths count
-# from this folder. A Python environment is found or made, and data are made or fetched, where a
-# verb needs them. Variables: PYTHON, the interpreter; NPROC, the number of processes (else one per
-# GPU or core, as many as divide the micro-batches).
+# from this folder. Packages and data are fetched or made where a verb needs them. The variable
+# PYTHON names an interpreter, NPROC the number of processes (else one per GPU, or per core).
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")"
-verbs="train demo speedrun race ablate bench honest ideas compare sample hellaswag tokenize inspect"
-verbs+=" fineweb test help"
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"  # of the file, if this is a link to it
+verbs="train demo short speedrun race ablate bench honest ideas compare sample hellaswag tokenize"
+verbs+=" inspect fineweb test help"
 die() { echo "error: $*" >&2; exit 2; }
 note() { echo "run.sh: $*" >&2; }
 
-nearest() {  # the verb that shares most letters with the word $1, in their order
-  local verb rest score i
+nearest() {  # the verb that has most letters of the word $1, and fewest others
+  local verb letters
   for verb in $verbs; do
-    rest=$verb
-    score=$((-${#verb}))
-    for ((i = 0; i < ${#1}; i++)); do
-      [[ $rest != *"${1:i:1}"* ]] || score=$((score + 2))
-      rest=${rest#*"${1:i:1}"}
-    done
-    echo "$score $verb"
+    letters=$(tr -cd -- "$1 " <<< "$verb")
+    echo "$((2 * ${#letters} - ${#verb})) $verb"
   done | sort -n | tail -n 1 | cut -d " " -f 2
 }
-works() {  # whether the interpreter $1 has the modules $2; prints versions, or why not
-  local versions torch major minor patch
-  versions=$("$1" -c "import sys, $2
-print(sys.version.split()[0], getattr(sys.modules.get('torch'), '__version__', ''))" \
-    2>&1 | tail -n 1) || { echo "$versions"; return 1; }
-  read -r versions torch <<< "$versions"
-  IFS=. read -r major minor patch <<< "${torch:-2.9.1}"
-  if ((major * 10000 + minor * 100 + ${patch%%[!0-9]*} < 20901)); then
-    echo "torch $torch is older than 2.9.1"
-    return 1
-  fi
-  echo "Python $versions${torch:+, torch $torch}"
-}
+# Whether the interpreter $1 is new enough and has the modules $2: its versions, or why not.
+fits() { "$1" -W ignore records/tools/fits.py $2 2>&1 | tail -n 1 | sed 's/^.*: line [0-9]*: //'; }
 
-needed="torch, numpy, tqdm, huggingface_hub"
-case "${1:-train}" in
+for word; do  # a shell leaves the tilde of --records=~/runs alone
+  [[ $word != --*=\~/* ]] || word=${word%%=*}=$HOME/${word#*=\~/}
+  set -- "${@:2}" "$word"
+done
+needed="torch numpy tqdm huggingface_hub"
+case "${1-train}" in
   help | -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' run.sh; exit ;;
-  demo | speedrun | short | -* | *.py) program=launch; set -- train "$@" ;;
+  demo | short | speedrun | -* | *.py) program=launch; set -- train "$@" ;;
   train) program=launch ;;
-  race | ablate) program=$1; needed+=", scipy, matplotlib, plotly" ;;
+  race | ablate) program=$1; needed+=" scipy matplotlib plotly" ;;
   honest) program=honesty ;;
-  bench | sample | hellaswag) program=$1 ;;
-  compare) program=compare; needed="numpy, scipy" ;;
-  ideas) program=ledger; needed="numpy, scipy" ;;
-  tokenize) program=tokenize_text; needed="numpy, tqdm" ;;
+  # On a CPU. Where others use the cores, threads that wait for each other are many times slower.
+  sample) program=$1; export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" ;;
+  bench | hellaswag) program=$1 ;;
+  compare) program=compare; needed="numpy scipy" ;;
+  ideas) program=ledger; needed="numpy scipy" ;;
+  tokenize) program=tokenize_text; needed="numpy tqdm" ;;
   inspect) program=inspect_shards; needed="numpy" ;;
-  fineweb) program=fineweb; needed="numpy, tqdm, huggingface_hub" ;;
-  test) needed+=", tiktoken, scipy, matplotlib, plotly, pyarrow, pytest, xdist, hypothesis" ;;
+  fineweb) program=fineweb; needed="numpy tqdm huggingface_hub" ;;
+  test) needed+=" tiktoken scipy matplotlib plotly pyarrow pytest xdist hypothesis" ;;
   *) die "$1 is no verb; the nearest is $(nearest "$1"), and there are: $verbs" ;;
 esac
 for python in "${PYTHON:-.venv/bin/python}" python3 python ""; do
-  if versions=$(works "$python" "$needed"); then break; fi
-  [ -z "${PYTHON:-}" ] || die "PYTHON=$PYTHON cannot be used: ${versions##*line *[0-9]: }"
+  if versions=$(fits "$python" "$needed"); then break; fi
+  [ -z "${PYTHON:-}" ] || die "PYTHON=$PYTHON cannot be used: $versions; name a Python from 3.10" \
+    "on that has the packages of requirements.txt, or leave PYTHON out"
   [ -z "$(command -v "$python")" ] || note "passed over $python: $versions"
 done
 if [ -z "$python" ]; then
-  note "making .venv with the packages of requirements.txt (once; torch is large)"
   python=.venv/bin/python
-  [ -x $python ] || python3 -m venv .venv || die "Python 3.10 or newer is needed, with venv and pip"
+  [ -w . ] || die "no Python here has the packages that this needs, and .venv cannot be made in" \
+    "$PWD, which is read-only: copy the folder, or name a Python that has them by PYTHON"
+  note "making .venv with the packages of requirements.txt (once; torch is large)"
+  if ! fits $python "" > /dev/null; then  # there is none, or its Python is old or gone
+    for base in python3 python python3.{14,13,12,11,10} ""; do
+      if fits "$base" venv > /dev/null; then break; fi
+    done
+    [ -n "$base" ] || die "Python 3.10 or newer is needed: install one"
+    rm -rf .venv
+    "$base" -m venv --without-pip .venv || die "$base -m venv .venv fails, as it says above"
+  fi
+  fits $python pip > /dev/null || $python -m ensurepip >&2 || die "pip cannot be put into .venv:" \
+    "install Python's venv package (on Debian and Ubuntu, apt install python3-venv)"
   packages=(-r requirements.txt)
   # A torch that is there already stays, and a verb that needs none does not install it.
-  if [[ $needed != torch* ]] || works $python torch > /dev/null; then
+  if [[ $needed != torch* ]] || fits $python torch > /dev/null; then
     packages=($(grep -Ev '^(#|torch|triton)' requirements.txt))
   fi
-  $python -m pip install --disable-pip-version-check "${packages[@]}" >&2
-  versions=$(works $python "$needed") || die ".venv cannot be used: $versions; remove it"
+  $python -m pip install --disable-pip-version-check "${packages[@]}" >&2 || die "pip failed, see above"
+  versions=$(fits $python "$needed") || die ".venv cannot be used: $versions; remove it"
 fi
-[ "${program:-}" != launch ] || echo "run.sh: using $(command -v "$python") ($versions)"
-case "${1:-train}" in
+[ "${program:-}" != launch ] || note "using $(command -v "$python") ($versions)"
+case "${1-train}" in
   # Until pytest has read tests/conftest.py, it would take the word after --script for a test.
   test) [ "${2:-}" != --script ] || set -- test "--script=${3:-}" "${@:4}"
     [ "${2:-}" != mutants ] || exec "$python" tests/mutants.py "${@:3}"

@@ -148,7 +148,7 @@ def window_tokens(step: int, hp: Hyperparameters) -> int:
     return max(hp.window_start, math.ceil(grown / BLOCK) * BLOCK)
 
 def window_tensor(step: int, hp: Hyperparameters, device: torch.device) -> Tensor:
-    """... as a tensor, so that nothing recompiles. (torch.tensor would wait for the device.)"""
+    """... as a tensor, since a number would recompile. (torch.tensor would wait for the device.)"""
     return torch.full((), window_tokens(step, hp), dtype=torch.int32, device=device)
 
 def lr_scale(step: int, hp: Hyperparameters) -> float:
@@ -194,7 +194,7 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     # block's last token are.
     earlier_NN = distance_NN > 0
     some_NN = (distance_NN == 0) | (earlier_NN & (last_N == first_N[:, None]))
-    all_NN = earlier_NN & (first_N == last_N[:, None])  # a CPU does not use it
+    all_NN = earlier_NN & (first_N == last_N[:, None])
 
     def ordered(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
         """For each row the number of chosen blocks, and a list of all that begins with them."""
@@ -224,7 +224,7 @@ def plain_mask(seen_NN: Tensor, sees) -> list[tuple[slice, Tensor]]:
     return mask
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: list, scale: float) -> Tensor:
-    """What FlexAttention computes, for CPUs, where that has no gradient."""
+    """The same for CPUs, where FlexAttention has no gradient."""
     if k.size(1) < q.size(1):  # grouped queries
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
     outputs = []
@@ -283,8 +283,8 @@ class CrossEntropy(torch.autograd.Function):
     of at most 76, whose exponentials cannot overflow.
 
     F.cross_entropy computes the same. But its gradient contains a sum over the vocabulary, with
-    which the compiler fuses the cast to FP8 and its transposed copy into one slow kernel. exp2
-    takes a GPU fewer instructions than exp. A term added here needs a gradient in `backward`."""
+    which the compiler fuses the cast to FP8 and its transposed copy into one slow kernel. A term
+    added in `forward` needs its gradient in `backward`."""
 
     @staticmethod
     def forward(ctx, logits_TV: Tensor, target_T: Tensor) -> Tensor:
@@ -327,7 +327,7 @@ class CastedLinear(nn.Module):
         return y
 
 class Embedding(nn.Module):
-    """Rows of a matrix in `dtype`. A sequence's gradient is summed in float32, then cast."""
+    """Rows in `dtype`. A sequence's gradient is summed in float32, sequences' sum is in `dtype`."""
 
     def __init__(self, rows: int, width: int, dtype: torch.dtype):
         super().__init__()
@@ -595,7 +595,7 @@ class Muon(Optimizer):
         super().__init__(params, hp, world, lr, weight_decay)
         (shape,) = {p.shape for p in params.values()}
         stack = (math.ceil(len(params) / world.size) * world.size, *shape)  # such as [12, 768, 768]
-        # Gradients are rounded to the activations' dtype before the ranks' sum.
+        # The ranks' sum is of gradients rounded to the activations' dtype.
         self.gradients = torch.zeros(stack, dtype=getattr(torch, hp.dtype), device=world.device)
         self.updates = torch.zeros_like(self.gradients)
         self.state["momentum"] = torch.zeros(stack, device=world.device)
@@ -881,7 +881,7 @@ def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: Worl
         gc.collect()
         gc.freeze()  # or Python would search the compiler's many objects for garbage in a step
 
-# ---- 9. What a run needs besides the method (skip it to read for the algorithm) -----------------
+# ---- 9. What a run needs besides the method: skip it to read for the algorithm ------------------
 
 def world_of_this_process() -> World:
     """As torchrun's environment says; without torchrun this process is alone."""

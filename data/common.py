@@ -23,19 +23,15 @@ SHARD_HEADER_INTS = 256
 SHARD_HEADER_BYTES = 4 * SHARD_HEADER_INTS
 PIECE_TOKENS = 1 << 20  # of a shard in memory at a time
 
-
 class UserError(Exception):
     """What a user can mend, in one line: what is wrong and what to do."""
-
 
 def require(condition, message: str):
     """Raises UserError with the message where the condition does not hold."""
     if not condition:
         raise UserError(message)
 
-
-# --------------------------------------------------------------------------------------------------
-# Shards.
+# ---- Shards --------------------------------------------------------------------------------------
 
 def shard_header(num_tokens: int) -> bytes:
     """The header of a shard of so many tokens."""
@@ -43,14 +39,12 @@ def shard_header(num_tokens: int) -> bytes:
     header[:3] = SHARD_MAGIC, SHARD_VERSION, num_tokens
     return header.tobytes()
 
-
 def token_pieces(path, start: int = 0):
     """The tokens of a shard from token `start` on, in uint16 arrays of PIECE_TOKENS or fewer."""
     with open(path, "rb") as f:
         f.seek(SHARD_HEADER_BYTES + 2 * start)
         while len(piece := np.fromfile(f, dtype="<u2", count=PIECE_TOKENS)):
             yield piece
-
 
 def check_shard(path, vocab_size: int) -> int:
     """The number of tokens in a shard, once its header, its size and every token are right.
@@ -65,15 +59,14 @@ def check_shard(path, vocab_size: int) -> int:
     require(size >= SHARD_HEADER_BYTES, f"{path}: {size} bytes, shorter than the "
             f"{SHARD_HEADER_BYTES}-byte header; make it again")
     magic, version, num_tokens = start.tolist()
-    require(magic == SHARD_MAGIC, f"{path}: magic number {magic} at byte 0, expected "
-            f"{SHARD_MAGIC}; not a token shard")
-    require(version == SHARD_VERSION, f"{path}: version {version} at byte 4, expected "
-            f"{SHARD_VERSION}; make the shard again")
-    require(num_tokens > 0, f"{path}: token count {num_tokens} at byte 8; the shard is empty, "
-            "make it again")
+    for what, byte, found, expected in (("magic number", 0, magic, SHARD_MAGIC),
+                                        ("version", 4, version, SHARD_VERSION)):
+        require(found == expected, f"{path}: {what} {found} at byte {byte}, expected {expected}; "
+                "not a token shard")
     held = (size - SHARD_HEADER_BYTES) / 2
     require(held == num_tokens, f"{path}: the header at byte 8 promises {num_tokens} tokens, the "
             f"file holds {held:g}; it is damaged or was cut off, fetch or make it again")
+    require(num_tokens, f"{path}: holds no token; make the shard again")
     checked = 0
     for piece in token_pieces(path):
         if piece.max() >= vocab_size:
@@ -84,69 +77,29 @@ def check_shard(path, vocab_size: int) -> int:
         checked += len(piece)
     return num_tokens
 
+def write_shards(stretches, stem: Path, first_number: int, shard_size: int) -> dict:
+    """Writes arrays of tokens into the shards stem_NUMBER.bin, as few as hold shard_size tokens at
+    most, all of about one length, so that none is too short to train on. Returns {"tokens": how
+    many, "shards": {file name: its SHA-256}}."""
+    total = sum(map(len, stretches))
+    number_of_shards = -(-total // shard_size)
+    ends = [total * (i + 1) // number_of_shards for i in range(number_of_shards)]
+    shards = {}
+    rest = iter(stretches)
+    stretch = np.empty(0, dtype="<u2")
+    for number, (start, end) in enumerate(zip([0, *ends], ends), first_number):
+        path = Path(f"{stem}_{number:06d}.bin")
+        with open(path, "wb") as f:
+            f.write(shard_header(end - start))
+            while start < end:
+                stretch = stretch if len(stretch) else next(rest)
+                piece, stretch = np.split(stretch, [end - start])
+                f.write(piece.data)
+                start += len(piece)
+        shards[path.name] = sha256(path)
+    return {"tokens": total, "shards": shards}
 
-class ShardWriter:
-    """Writes tokens into the shards folder/stem_NUMBER.bin of shard_size tokens each, the last one
-    of fewer. They are shards when finish() has written their headers."""
-
-    def __init__(self, folder: Path, stem: str, first_number: int, shard_size: int):
-        self.folder = folder
-        self.stem = stem
-        self.first_number = first_number
-        self.shard_size = shard_size
-        self.paths = []
-        self.tokens = 0
-
-    def write(self, tokens: np.ndarray):
-        while len(tokens):
-            held = self.tokens % self.shard_size
-            if held == 0:
-                number = self.first_number + len(self.paths)
-                self.paths.append(self.folder / f"{self.stem}_{number:06d}.bin")
-                self.paths[-1].write_bytes(bytes(SHARD_HEADER_BYTES))
-            piece = tokens[:self.shard_size - held]
-            with open(self.paths[-1], "ab") as f:
-                f.write(piece.astype("<u2", copy=False).data)
-            self.tokens += len(piece)
-            tokens = tokens[len(piece):]
-
-    def move_end(self, other: "ShardWriter", num_tokens: int, end_of_text: int):
-        """Moves the last tokens to another writer. Where they begin within a document they get an
-        end-of-text token of their own to begin with."""
-        first, kept = divmod(self.tokens - num_tokens, self.shard_size)
-        for path in self.paths[first:]:
-            for piece in token_pieces(path, kept):
-                if not other.tokens and piece[0] != end_of_text:
-                    other.write(np.array([end_of_text], dtype=np.uint16))
-                other.write(piece)
-            if kept:
-                os.truncate(path, SHARD_HEADER_BYTES + 2 * kept)
-            else:
-                path.unlink()
-                self.paths.remove(path)
-            kept = 0
-        self.tokens -= num_tokens
-
-    def finish(self, tokenizer) -> dict:
-        """Writes the headers. What the shards hold: {documents, tokens, bytes (of text),
-        bytes_per_token, shards: a list of {file, tokens, sha256}}."""
-        counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
-        shards = []
-        for path in self.paths:
-            num_tokens = (path.stat().st_size - SHARD_HEADER_BYTES) // 2
-            with open(path, "rb+") as f:
-                f.write(shard_header(num_tokens))
-            for piece in token_pieces(path):
-                counts += np.bincount(piece, minlength=tokenizer.vocab_size)
-            shards.append({"file": path.name, "tokens": num_tokens, "sha256": sha256(path)})
-        num_bytes = int(counts @ tokenizer.token_bytes)
-        return {"documents": int(counts[tokenizer.eot]), "tokens": self.tokens, "bytes": num_bytes,
-                "bytes_per_token": num_bytes / self.tokens if self.tokens else None,
-                "shards": shards}
-
-
-# --------------------------------------------------------------------------------------------------
-# Programs.
+# ---- Programs ------------------------------------------------------------------------------------
 
 class ArgumentParser(argparse.ArgumentParser):
     """argparse, whose errors are one line like any other."""
@@ -158,13 +111,11 @@ class ArgumentParser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(f"{message} (--help lists the options)")
 
-
 def run(main, errors: tuple = ()) -> int:
     """Runs main(); the exit status of the program, which is what main returns, or 0.
 
-    A UserError, or an exception of the classes in `errors`, is one line and status 2, and so is an
-    error of the operating system; an interruption is one line and the status that the shell gives
-    that signal. A program that uses train_gpt says `run(main, errors=(train_gpt.UserError,))`.
+    A UserError, or one of the classes in `errors`, is one line and status 2, and so is an error of
+    the operating system; an interruption is one line and the status that a shell gives that signal.
     """
     def interrupt(signum, frame):
         raise KeyboardInterrupt(signum)
@@ -174,34 +125,27 @@ def run(main, errors: tuple = ()) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # a file's name need not be UTF-8
     try:
         return main() or 0
-    except (UserError, *errors) as e:
-        message = f"error: {e}"
-        status = 2
     except BrokenPipeError:  # the reader of our output, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except OSError as e:
-        where = f"{e.filename}: " if e.filename else ""
-        message = f"error: {where}{e.strerror or e}"
-        status = 2
     except KeyboardInterrupt as e:
-        message = "interrupted"
-        status = 128 + (e.args[0] if e.args else signal.SIGINT)
-    print(message, file=sys.stderr)
-    return status
+        print("interrupted", file=sys.stderr)
+        return 128 + (e.args[0] if e.args else signal.SIGINT)
+    except (UserError, OSError, *errors) as e:
+        if isinstance(e, OSError):
+            e = f"{e.filename}: {e.strerror}" if e.filename else e.strerror or e
+        print(f"error: {e}", file=sys.stderr)
+        return 2
 
-
-# --------------------------------------------------------------------------------------------------
-# Files.
+# ---- Files ---------------------------------------------------------------------------------------
 
 def sha256(path) -> str:
     """The SHA-256 of a file's bytes, in hexadecimal."""
-    digest = hashlib.sha256()
     with open(path, "rb") as f:
+        digest = hashlib.sha256()
         while piece := f.read(1 << 20):
             digest.update(piece)
     return digest.hexdigest()
-
 
 @contextlib.contextmanager
 def staging(folder: Path):
@@ -214,6 +158,8 @@ def staging(folder: Path):
         except (BlockingIOError, PermissionError):
             raise UserError(f"{folder}: another run is writing there; wait for it, or choose "
                             "another name") from None
+        except OSError:  # a file system without locks
+            pass
         for leftover in folder.iterdir():
             if leftover.name != "lock":
                 leftover.unlink()
@@ -227,15 +173,10 @@ def staging(folder: Path):
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-
 def publish(staged: list[Path], folder: Path):
-    """Gives finished files their final names, in order. Their content reaches the disk first, so
-    that not even a power cut leaves half a file under a final name."""
+    """Gives finished files their final names, in order, once their content is on the disk."""
     for path in staged:
         with open(path, "rb+") as f:
             os.fsync(f.fileno())
     for path in staged:
         os.replace(path, folder / path.name)
-    handle = os.open(folder, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)

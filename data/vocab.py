@@ -6,7 +6,6 @@
 """
 
 import functools
-import hashlib
 import re
 import sys
 from pathlib import Path
@@ -14,13 +13,10 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from data.common import UserError
+from data.common import UserError, sha256
 
 END_OF_TEXT = "<|endoftext|>"
 
-# GPT-2's rule for what a merge may not cross, in a form with little for the regex engine to try
-# twice: same tokens as the published pattern, 1.6 times as fast in tiktoken.
-GPT2_PATTERN = r"(?:'(?:[sdmt]|ll|ve|re)| ?(?:\p{L}+|\p{N}+|[^\s\p{L}\p{N}]+))|\s+(?!\S)|\s"
 GPT2_SHA256 = {
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
@@ -35,28 +31,19 @@ PIECE_END = re.compile(
     rb"[!-\xff](?<!\xc2[\x85\xa0])(?<!\xe1\x9a\x80)(?<!\xe2\x80[\x80-\x8a\xa8\xa9\xaf])"
     rb"(?<!\xe2\x81\x9f)(?<!\xe3\x80\x80)(?=[\t-\r ])")
 
-
 def piece_end(data: bytes, start: int = 0) -> int:
     """Where the piece of data that begins at start ends."""
     end = start + PIECE_BYTES
     if len(data) <= end:
         return len(data)
-    for search_from in (max(end - 4096, start), start):  # the last place is nearly always near
-        ends = [match.end() for match in PIECE_END.finditer(data, search_from, end)]
-        if ends:
-            return ends[-1]
-    while end > start + PIECE_BYTES - 3 and data[end] & 0xC0 == 0x80:  # not inside a character
-        end -= 1
-    return end
-
+    ends = [match.end() for match in PIECE_END.finditer(data, max(end - 4096, start), end)]
+    while not ends and end > start + PIECE_BYTES - 3 and data[end] & 0xC0 == 0x80:
+        end -= 1  # not inside a character
+    return ends[-1] if ends else end
 
 def utf8(text: str) -> bytes:
     """Half a surrogate pair, which JSON can spell and UTF-8 cannot, becomes U+FFFD."""
-    try:
-        return text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
-
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
 
 def is_utf8(data: bytes) -> bool:
     try:
@@ -65,14 +52,12 @@ def is_utf8(data: bytes) -> bool:
     except UnicodeDecodeError:
         return False
 
-
 class BytesTokenizer:
     """A token is a byte of UTF-8."""
 
     name = "bytes"
     vocab_size = 257
     eot = 256
-    token_bytes = np.array([1] * 256 + [0])  # bytes of text a token stands for
 
     def encode_utf8(self, data: bytes) -> np.ndarray:
         return np.frombuffer(data, dtype=np.uint8).astype(np.uint16)
@@ -84,7 +69,6 @@ class BytesTokenizer:
         data = b"".join(END_OF_TEXT.encode() if i == self.eot else bytes([i]) for i in ids)
         return data.decode("utf-8", "replace")
 
-
 class GPT2Tokenizer:
     """GPT-2's byte-pair encoding. Text that spells the end-of-text token out is text."""
 
@@ -94,11 +78,10 @@ class GPT2Tokenizer:
 
     def __init__(self, merge_ranks: dict[bytes, int]):
         import tiktoken
+        from tiktoken_ext.openai_public import r50k_pat_str
         self.encoding = tiktoken.Encoding(
-            "gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=merge_ranks,
+            "gpt2", pat_str=r50k_pat_str, mergeable_ranks=merge_ranks,
             special_tokens={END_OF_TEXT: self.eot}, explicit_n_vocab=self.vocab_size)
-        self.token_bytes = np.zeros(self.vocab_size, dtype=np.int64)
-        self.token_bytes[list(merge_ranks.values())] = [len(token) for token in merge_ranks]
 
     def encode_utf8(self, data: bytes) -> np.ndarray:
         """Invalid UTF-8 becomes U+FFFD."""
@@ -117,9 +100,7 @@ class GPT2Tokenizer:
     def decode(self, ids) -> str:
         return self.encoding.decode(list(ids), errors="replace")
 
-
 TOKENIZERS = {tokenizer.name: tokenizer for tokenizer in (GPT2Tokenizer, BytesTokenizer)}
-
 
 def gpt2_merge_ranks(vocab_dir) -> dict[bytes, int]:
     try:
@@ -128,30 +109,22 @@ def gpt2_merge_ranks(vocab_dir) -> dict[bytes, int]:
     except ImportError:
         raise UserError("the gpt2 tokenizer needs tiktoken: pip install tiktoken (or take the "
                         "bytes tokenizer)") from None
-    if vocab_dir is None:
-        try:
+    try:
+        if vocab_dir is None:
             return openai_public.gpt2()["mergeable_ranks"]
-        except (OSError, ValueError) as e:
-            raise UserError(f"GPT-2's vocabulary could not be downloaded ({type(e).__name__}); "
-                            "give --vocab_dir a folder with its encoder.json and vocab.bpe, or "
-                            "take the bytes tokenizer") from None
-    files = {name: Path(vocab_dir) / name for name in GPT2_SHA256}
-    for name, path in files.items():
-        if not path.is_file():
-            raise UserError(f"{path}: no such file; --vocab_dir needs GPT-2's encoder.json and "
-                            "vocab.bpe")
-        if hashlib.sha256(path.read_bytes()).hexdigest() != GPT2_SHA256[name]:
-            raise UserError(f"{path}: not GPT-2's (its checksum differs); fetch it again")
-    # The checksums again: tiktoken may have a copy of an older file of that path in its cache.
-    return data_gym_to_mergeable_bpe_ranks(str(files["vocab.bpe"]), str(files["encoder.json"]),
-                                           GPT2_SHA256["vocab.bpe"], GPT2_SHA256["encoder.json"])
-
+        paths = {name: str(Path(vocab_dir, name)) for name in GPT2_SHA256}
+        for name, path in paths.items():
+            if sha256(path) != GPT2_SHA256[name]:
+                raise ValueError(f"the checksum of {name} is another than GPT-2's")
+        # The checksums again: tiktoken may have an older file of that path in its cache.
+        return data_gym_to_mergeable_bpe_ranks(*paths.values(), *GPT2_SHA256.values())
+    except (OSError, ValueError) as e:
+        what = "downloaded" if vocab_dir is None else f"read from {vocab_dir}"
+        raise UserError(f"GPT-2's vocabulary could not be {what} ({type(e).__name__}: "
+                        f"{' '.join(str(e).split())[:200]}); give --vocab_dir a folder with its "
+                        "encoder.json and vocab.bpe, or take the bytes tokenizer") from None
 
 @functools.lru_cache
 def load_tokenizer(name: str, vocab_dir=None):
     """The tokenizer of that name. Raises UserError where its vocabulary cannot be had."""
-    if name == "bytes":
-        return BytesTokenizer()
-    if name == "gpt2":
-        return GPT2Tokenizer(gpt2_merge_ranks(vocab_dir))
-    raise UserError(f"unknown tokenizer {name!r}; there are {' and '.join(TOKENIZERS)}")
+    return BytesTokenizer() if name == "bytes" else GPT2Tokenizer(gpt2_merge_ranks(vocab_dir))

@@ -26,7 +26,7 @@ SCRIPT = ROOT / "train_gpt.py"  # the script under test; --script changes it
 EVERY_SCRIPT = ("test_training.py", "test_reliability.py", "test_processes.py", "test_settings.py",
                 "test_loader.py", "test_honesty.py")
 sys.path.insert(0, str(ROOT))
-from records.tools.load import load_script
+from records.tools.load import TORCHRUN, load_script
 
 # The demo, made small, in settings that every script is expected to have. Layers, windows and
 # whatever else the script under test has of its own stay as its demo has them.
@@ -137,7 +137,7 @@ def command(*flags, ranks=None, script=None) -> list[str]:
     """The command line that starts the script at this path, by torchrun if ranks is given."""
     torchrun = []
     if ranks:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        torchrun = [*TORCHRUN, f"--nproc_per_node={ranks}"]
     return [sys.executable, *torchrun, str(script or SCRIPT), *map(str, flags)]
 
 
@@ -148,6 +148,15 @@ def launch(*flags, ranks=None, script=None, cwd=None, threads=1, check=True, **e
                           text=True, cwd=cwd, env=environment, timeout=500)
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+RUN_SH = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def run_sh(*argv, run=ROOT / "run.sh", **env):
+    """Runs run.sh, or a link to it or a copy; its CompletedProcess."""
+    return subprocess.run([str(run), *argv], capture_output=True, text=True, errors="replace",
+                          timeout=200, env={**os.environ, **RUN_SH, **env}, check=False)
 
 
 def run_helper(name: str, *arguments, ranks=None, **env) -> str:

@@ -2,12 +2,11 @@
 are of test_race.py's stand-in for the script."""
 
 import json
-import re
 import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, refused
+from conftest import ROOT
 from test_data_common import status_of
 from test_race import STAND_IN, place, starts  # noqa: F401, place is a fixture
 
@@ -21,8 +20,7 @@ def changed(text, *changes):
     return text
 
 
-BASE = '''"""A script."""
-import math
+BASE = '''import math
 rate = 0.1
 def model(x):
     y = x + 1
@@ -30,42 +28,26 @@ def model(x):
 def loss(x):
     return model(x) ** 2
 '''
+PLUS, POWER, NOTE = ("x + 1\n", "x + 2\n"), ("** 2", "** 3"), ("math\n", "math\n\n  # a word\n")
+TWO, THREE = "    y = y + 2  # part: two\n", "    z = 3  # part: three\n    y = y + z  # part: three\n"
+A = ("rate = 0.1", "rate = 1  # part: a"), ("** 2", "** 3  # part: a")
 
 
-def parts(new, old=BASE):
-    return {part.name: part for part in ablate.parts_of(old, new)}
-
-
-def test_places_that_share_a_name_are_one_part():
-    """Here `width`, which is set in one place and used in another one, and in a string."""
-    new = changed(BASE, ("rate = 0.1\n", "rate = 0.1\nwidth = 7\n"), ("x + 1", "x + width"),
-                  ("** 2", "** 3"), ("A script.", "Another script."),
-                  ("import math\n", "import math  # a word\n"))
-    found = parts(new)
-    assert list(found) == ["width", "loss 9"]
-    assert (len(found["width"].places), found["width"].lines) == (2, "-1 +2")
-    alone = changed(BASE, ("** 2", "** 3"), ("A script.", "Another script."),
-                    ("import math\n", "import math  # a word\n"))
-    assert ablate.without(new, found["width"].places) == alone
-    everything = [place for part in found.values() for place in part.places]
-    assert ablate.program(ablate.without(new, everything)) == ablate.program(BASE)
-    quoted = changed(BASE, ("rate = 0.1\n", "rate = 0.1\nwidth = 7\n"), ("y * rate", "y * 'width'"))
-    assert list(parts(quoted)) == ["width"]
-
-
-def test_marks_draw_the_lines_between_parts():
-    """Two marks in one place of added lines; a place without a mark follows the name it shares."""
-    new = changed(BASE, ("    y = x + 1\n", "    y = x + 1\n    y = y + 2  # part: two\n"
-                         "    z = 3  # part: three\n    y = y + z  # part: three\n"),
-                  ("** 2", "** 2 + len(str(z))"), ("y * rate", "y * rate * 2"))
-    found = parts(new)
-    assert list(found) == ["two", "three", "model 9"]
-    assert ablate.without(new, found["two"].places) == new.replace(
-        "    y = y + 2  # part: two\n", "")
-    assert [place.new for place in found["three"].places][1] == (
-        "    return model(x) ** 2 + len(str(z))\n",)
-    both = changed(new, ("y = y + 2  # part: two", "y = y + 2  # part: two  # part: three"))
-    assert ablate.without(both, parts(both)["three"].places) == BASE.replace("rate\n", "rate * 2\n")
+@pytest.mark.parametrize("changes, expected, rest", [
+    # Each place is a part, but for comments and empty lines.
+    ([PLUS, POWER, NOTE], {"model 6": [POWER, NOTE], "loss 9": [PLUS, NOTE]}, [NOTE]),
+    ([("rate = 0.1\n", ""), POWER], {"line 2": [POWER], "loss 6": [("rate = 0.1\n", "")]}, []),
+    # Marks in one place, beside a line that replaces one, and in two places.
+    ([("x + 1\n", f"x + 2\n{TWO}{THREE}")],
+     {"model 4": [("x + 1\n", f"x + 1\n{TWO}{THREE}")], "two": [("x + 1\n", f"x + 2\n{THREE}")],
+      "three": [("x + 1\n", f"x + 2\n{TWO}")]}, []),
+    ([*A, PLUS], {"a": [PLUS], "model 4": A}, [])])
+def test_the_parts_of_a_change_and_the_copies_without_them(changes, expected, rest):
+    new = changed(BASE, *changes)
+    parts = {part.name: part for part in ablate.parts_of(BASE, new)}
+    assert {name: ablate.without(new, part) for name, part in parts.items()} == {
+        name: changed(BASE, *left) for name, left in expected.items()}
+    assert ablate.without(new, *parts.values()) == changed(BASE, *rest)
 
 
 COPY = changed(STAND_IN, ("OFFSET = 0.0", "OFFSET = -0.1"),  # pays
@@ -92,7 +74,7 @@ def test_what_pays_what_harms_and_what_does_nothing(place, capsys):  # noqa: F81
     rows = [line.split(" | ") for line in (folder / "table.md").read_text().splitlines()[2:]]
     assert [(row[0], row[1], row[-1]) for row in rows] == [
         ("| line 2", "-1 +1", "makes no difference |"), ("| line 5", "-1 +1", "pays |"),
-        ("| bonus", "-1 +2", "harms |")]
+        ("| line 36", "-1 +2", "harms |")]
     assert (folder / "table.md").read_text() in out
     verdict = json.loads((folder / "race_parts" / "verdict.json").read_text())
     pays = next(row for row in verdict if row["decision"] == "worse")
@@ -105,7 +87,7 @@ def test_what_pays_what_harms_and_what_does_nothing(place, capsys):  # noqa: F81
     (place / "patched.py").write_text(STAND_IN)
     subprocess.run(["patch", "-s", place / "patched.py", folder / "record.patch"], check=True)
     assert (place / "patched.py").read_text() == shortest
-    assert "it leaves out: line 2, bonus\n" in out
+    assert "it leaves out: line 2, line 36\n" in out
     assert all("--muon_lr=2" in line for line in (place / "starts").read_text().splitlines())
     before = starts(place)  # the same command starts nothing more
     assert run_ablate(place, "--muon_lr=2") == 0 and starts(place) == before
@@ -115,23 +97,29 @@ def test_what_pays_what_harms_and_what_does_nothing(place, capsys):  # noqa: F81
 
 
 def test_what_cannot_be_left_out_alone_is_joined(place, capsys):  # noqa: F811
-    """A list became a number: no name tells that its definition and its use belong together."""
+    """A list became a number. Where that is all of the change, nothing is raced."""
     use = ("loss = 5 - step", "loss = 5 * SCALE[0] - step")
     old = changed(STAND_IN, ("OFFSET = 0.0\n", "OFFSET = 0.0\nSCALE = [1]\n"), use)
-    new = changed(old, ("SCALE = [1]", "SCALE = 1"), ("SCALE[0]", "SCALE"))
-    new = changed(new, ("import argparse, hashlib", "assert 'kept'\nimport argparse, hashlib"))
+    scale = changed(old, ("SCALE = [1]", "SCALE = 1"), ("SCALE[0]", "SCALE"))
     (place / "base.py").write_text(old)
-    (place / "record.py").write_text(new)
+    (place / "record.py").write_text(
+        changed(scale, ("import argparse, hashlib", "assert 'kept'\nimport argparse, hashlib")))
     assert run_ablate(place, "--most=2") == 0
     out = capsys.readouterr().out
     assert "ablate: it does not train without line 7 alone: TypeError: " in out
-    assert re.search(r"ablate: line 7, line \d+ are joined to one part, the rest\n", out)
+    assert "ablate: line 7, line 38 are joined to one part, the rest\n" in out
     table = (place / "records" / "ablate_record" / "table.md").read_text()
     assert "| the rest | -2 +2 | +0.0000 | 2 |" in table and "| line 2 | -0 +1 |" in table
-    (place / "record.py").write_text(changed(old, ("SCALE = [1]", "SCALE = 1, 2")))
-    (place / "base.py").write_text(changed(old, ("SCALE = [1]", "SCALE = None")))
-    assert run_ablate(place, f"--records={place / 'other'}") == 2
-    assert "ablate: line 6 cannot be left out\n" in capsys.readouterr().out
+    for copy, base, words in (
+            (scale, old, "all of the change is one part, and "),
+            (changed(old, ("SCALE = [1]", "SCALE = 1, 2")),
+             changed(old, ("SCALE = [1]", "SCALE = None")), "no part can be left out")):
+        (place / "record.py").write_text(copy)
+        (place / "base.py").write_text(base)
+        before = len(starts(place))
+        assert run_ablate(place, f"--records={place / words[:3]}") == 2
+        assert words in capsys.readouterr().err
+        assert {steps for *_, steps in starts(place)[before:]} == {"1"}
 
 
 def test_parts_by_flags_and_a_race_that_goes_on(place, capsys):  # noqa: F811
@@ -145,27 +133,19 @@ def test_parts_by_flags_and_a_race_that_goes_on(place, capsys):  # noqa: F811
                     ("without_steps", 2), ("without_rate", 2)]
     table = (place / "records" / "ablate_record" / "table.md").read_text()
     assert "| rate | --muon_lr=9 | +0.0000 | 2 |" in table
-    assert "to leave out rate, add --muon_lr=9\n" in capsys.readouterr().out
+    assert "it leaves out: rate --muon_lr=9\n" in capsys.readouterr().out
 
 
-def test_a_copy_that_does_not_train_is_refused(place, capsys):  # noqa: F811
-    (place / "record.py").write_text(COPY.replace("loss = 5", "loss = missing"))
-    assert run_ablate(place) == 2
-    assert "record.py does not train one step: NameError: " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("flags, words", [
-    ([], "does not differ from"),
-    (["--part=a b: --x=1", "--part=a_b: --x=2"], "two parts are called"),
-    (["--part=x"], "expected a name, a colon and flags"),
-    (["--level=x"], "invalid number value")])
-def test_wrong_usage_starts_nothing(flags, words, place, capsys):  # noqa: F811
-    (place / "record.py").write_text(STAND_IN + "# a comment\n")
+@pytest.mark.parametrize("text, flags, words", [
+    ("", [], "in no more than comments: there is no part"),
+    ("", ["--part=a b: --x=1", "--part=a_b: --x=2"], "two parts are called without_a_b"),
+    ("", ["--part=x"], "expected a name, a colon and flags"),
+    ("", ["--level=x"], "invalid number value"),
+    ("missing\n", [], "record.py does not train one step: NameError: "),
+    ("def (\n", [], "record.py does not train one step: SyntaxError: ")])
+def test_wrong_usage_starts_no_race(text, flags, words, place, capsys):  # noqa: F811
+    (place / "record.py").write_text(f"{STAND_IN}# a comment\n{text}")
     assert run_ablate(place, *flags) == 2
     err = capsys.readouterr().err
-    assert words in err and len(err.splitlines()) == 1 and not (place / "starts").exists()
-
-
-def test_the_copy_must_be_a_program():
-    with refused("the copy is no Python program"):
-        ablate.parts_of(BASE, "def (\n")
+    assert words in err and len(err.splitlines()) == 1
+    assert not list((place / "records").rglob("race.json"))

@@ -8,12 +8,10 @@ import pytest
 from conftest import write_shard
 
 from data import common, inspect_shards
-from data.common import UserError, check_shard, run
-
+from data.common import UserError, check_shard
 
 def with_sidecar(folder, tokenizer="bytes"):
     (folder / "t.json").write_text(json.dumps({"tokenizer": tokenizer}))
-
 
 def test_the_numbers(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(common, "PIECE_TOKENS", 8)
@@ -35,7 +33,6 @@ def test_the_numbers(tmp_path, monkeypatch, capsys):
         + "one document",
         "  it begins: 'no start'"]
 
-
 def test_without_a_vocabulary_all_but_the_text_is_told(tmp_path, monkeypatch, capsys):
     def unavailable(*_):
         raise UserError("no vocabulary")
@@ -45,38 +42,33 @@ def test_without_a_vocabulary_all_but_the_text_is_told(tmp_path, monkeypatch, ca
     assert "3 tokens (gpt2), ids 1 to 50256, 1 documents" in said
     assert "not decoded: no vocabulary" in said
 
-
 def test_a_bad_shard_is_named_and_the_others_are_still_reported(tmp_path, capsys):
     with_sidecar(tmp_path)
     good = write_shard(tmp_path / "t_val_000000.bin", [256, 65])
     bad = write_shard(tmp_path / "t_train_000001.bin", [256, 1, 300])
     with pytest.raises(UserError) as expected:
         check_shard(bad, 257)
-    assert run(lambda: inspect_shards.main([str(bad)])) == 2
+    assert inspect_shards.main([bad]) == 2
     assert capsys.readouterr() == ("", f"error: {expected.value}\n")
-    assert run(lambda: inspect_shards.main([str(bad), str(good)])) == 2
-    captured = capsys.readouterr()
-    assert f"{good}: 2 tokens" in captured.out
-    assert captured.err.splitlines() == [f"error: {expected.value}", "error: 1 of 2 shards are bad"]
-    with pytest.raises(UserError, match="none.bin: cannot be read"):
-        inspect_shards.main([str(tmp_path / "none.bin"), "--tokenizer=bytes"])
-
+    assert inspect_shards.main([bad, good, str(tmp_path / "none.bin")]) == 2
+    out, err = capsys.readouterr()
+    assert out.startswith(f"{good}: 2 tokens")
+    assert err.splitlines() == [f"error: {expected.value}", f"error: {tmp_path}/none.bin: cannot "
+                                "be read (No such file or directory)"]
 
 def test_the_tokenizer_comes_from_the_sidecar_or_the_flag(tmp_path, capsys):
     path = write_shard(tmp_path / "t_train_000001.bin", [256, 65])
     assert inspect_shards.tokenizer_of(Path(path)) == "gpt2"
     with_sidecar(tmp_path)
+    (tmp_path / "t.json").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "t.json").read_bytes())
     assert inspect_shards.tokenizer_of(Path(path)) == "bytes"
-    with_sidecar(tmp_path, "other")
-    with pytest.raises(UserError, match="unknown tokenizer 'other'"):
-        inspect_shards.main([path])
-    for damaged in ("{", "{}", "[]", "[" * 100_000):
-        (tmp_path / "t.json").write_text(damaged)
-        with pytest.raises(UserError, match="t.json: damaged, names no tokenizer; --tokenizer"):
-            inspect_shards.main([path])
-    inspect_shards.main([path, "--tokenizer=bytes"])
+    for text, words in (('{"tokenizer": "other"}', "unknown tokenizer 'other'"),
+                        *((text, "t.json: damaged, names no tokenizer; --tokenizer")
+                          for text in ("{", "{}", "[]", "[" * 100_000))):
+        (tmp_path / "t.json").write_text(text)
+        assert inspect_shards.main([path]) == 2 and words in capsys.readouterr().err
+    assert inspect_shards.main([path, "--tokenizer=bytes"]) == 0
     assert "it begins: 'A'" in capsys.readouterr().out
-
 
 @pytest.mark.parametrize("piece", [8, 50, 10_000])
 def test_what_other_shards_hold_too_is_counted(tmp_path, monkeypatch, capsys, piece):
@@ -91,11 +83,6 @@ def test_what_other_shards_hold_too_is_counted(tmp_path, monkeypatch, capsys, pi
     third[367:] = tokens[300:333]
     val, *trains = (write_shard(tmp_path / f"t_{name}.bin", content) for name, content in (
         ("val_000000", tokens), ("train_000001", other), ("train_000002", third)))
-    runs = {tuple(text[i:i + 32]) for text in (other, third) for i in range(400 - 31)}
-    expected = sum(tuple(tokens[i:i + 32]) in runs for i in range(400 - 31))
-    assert expected == 39 + 2
-    inspect_shards.main([str(val), "--seen_in", *map(str, trains)])
-    assert f"  {expected / 369:.2%} of its runs of 32 tokens stand in 2 other shard(s) too" in (
+    inspect_shards.main([val, "--seen_in", *trains])
+    assert f"  {(39 + 2) / 369:.2%} of its runs of 32 tokens stand in 2 other shard(s) too" in (
         capsys.readouterr().out.splitlines())
-    with pytest.raises(UserError, match="cannot be read"):
-        inspect_shards.main([str(val), "--seen_in", str(tmp_path / "none.bin")])

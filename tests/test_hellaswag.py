@@ -23,12 +23,10 @@ LINE = {"ind": 1, "activity_label": "a", "ctx_a": "It rains.", "ctx_b": "he",
         "ctx": "It rains. he", "split": "val",
         "endings": ["waits.", "eats it.", "sings.", "is rain."], "label": 0}
 
-
 def write_lines(path, *lines):
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     path.write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
     return path
-
 
 def plain_losses(model, item, window: int) -> list[float]:
     """The summed losses of an item's endings by GPT.forward, an example at a time."""
@@ -40,17 +38,14 @@ def plain_losses(model, item, window: int) -> list[float]:
         inputs = torch.tensor(tokens + [model.hp.vocab_size - 1] * padding, dtype=torch.int32)
         targets = torch.tensor(targets + [-1] * padding)
         with torch.no_grad():
-            mean = model(inputs, targets, torch.tensor(window, dtype=torch.int32))
-        losses.append(float(mean) * len(inputs))
+            losses.append(float(model(inputs, targets, torch.tensor(window, dtype=torch.int32))))
     return losses
-
 
 def load(folder):
     """A run and its last step's window."""
     run = load_model(folder)
     run.model.float()
     return run, train_gpt.window_tokens(run.hp.num_iterations, run.hp)
-
 
 @pytest.mark.parametrize("batch_size", [5, 12])
 def test_batched_scores_are_those_of_one_example_a_forward(tmp_path, batch_size):
@@ -73,13 +68,11 @@ def test_batched_scores_are_those_of_one_example_a_forward(tmp_path, batch_size)
     difference = (summed - torch.tensor(near_misses)).abs()
     assert difference.max() > 0.1, "a block more or less in the window shows"
 
-
 def figures(out: str) -> dict:
     line = r"^hellaswag_(\w+):(\d\.\d{4}) standard_error:(\d\.\d{4}) n:(\d+)$"
     found = re.findall(line, out, re.MULTILINE)
     assert [name for name, *_ in found] == ["acc_norm", "acc"] and out.count("\n") == 2, out
     return {name: (float(share), float(error), int(n)) for name, share, error, n in found}
-
 
 def test_figures_of_a_trained_run_are_the_plain_ones(trained, run_sample):
     run, window = load(trained)
@@ -102,7 +95,6 @@ def test_figures_of_a_trained_run_are_the_plain_ones(trained, run_sample):
     assert (trained.parent / f"{trained.name}.log").read_bytes() == log
     assert {path.suffix for path in trained.iterdir()} == {".pt"}
 
-
 def test_bfloat16_runs_are_scored_in_float32(tmp_path, run_sample, monkeypatch):
     folder = save_random_model(tmp_path / "run", "--dtype=bfloat16")
     used = []
@@ -112,39 +104,33 @@ def test_bfloat16_runs_are_scored_in_float32(tmp_path, run_sample, monkeypatch):
     done = run_sample(folder, "--data", TINY_FILE, "--limit=1", program=hellaswag)
     assert figures(done.out)["acc"][2] == 1 and used == [torch.float32]
 
-
-def test_labels_as_text_blank_lines_and_limit(tmp_path):
+def test_labels_as_text_blank_lines_a_mark_and_limit(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", LINE, "", {**LINE, "label": "3"}, "not JSON")
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     items = hellaswag.read_items(path, load_tokenizer("bytes"), 2)
     assert [item.label for item in items] == [0, 3]
     assert bytes(items[0].context[1:]) == b"It rains. he"
     assert bytes(items[0].endings[0]) == b" waits."
 
-
-@pytest.mark.parametrize("line, message", [
-    ('{"ctx": "cut off', "no JSON"),
-    ({**LINE, "ctx": ""}, "ctx is no text"),
-    ({**LINE, "endings": ["a", "b", "c"]}, "endings are not four texts"),
-    ({**LINE, "label": ""}, "label is not 0, 1, 2 or 3"),  # the test split hides them
-])
-def test_bad_lines_are_named(tmp_path, trained, run_sample, line, message):
-    path = write_lines(tmp_path / "bad.jsonl", LINE, LINE, line, LINE)
+@pytest.mark.parametrize("lines, message", [
+    ([LINE, LINE, '{"ctx": "cut off'], "line 3: no JSON"),
+    ([LINE, {**LINE, "ctx": ""}], "line 2: ctx is no text"),
+    ([{**LINE, "endings": ["a", "b", "c"]}], "line 1: endings are not four texts"),
+    ([{**LINE, "label": ""}], "line 1: label is not 0, 1, 2 or 3"),  # the test split hides them
+    (["", ""], "holds no item"), (None, "No such file or directory")])
+def test_what_cannot_be_used_is_one_line(tmp_path, trained, run_sample, lines, message):
+    path = tmp_path / "bad.jsonl"
+    if lines:
+        write_lines(path, *lines)
     done = run_sample(trained, "--data", path, program=hellaswag)
-    assert done.status == 2 and done.err.startswith(f"error: {path}: line 3: {message}")
+    assert done.status == 2 and done.err.startswith(f"error: {path}: {message}")
     assert done.err.count("\n") == 1 and done.out == ""
 
-
-def test_what_cannot_be_used_is_one_line(tmp_path, trained, run_sample):
-    (tmp_path / "empty.jsonl").write_text("\n\n")
-    unknown = save_random_model(tmp_path / "unknown", "--vocab_size=1000")
-    for run, name, message in (
-            (trained, "none.jsonl", "cannot be read (No such file or directory)"),
-            (trained, "empty.jsonl", "holds no item"),
-            (unknown, "empty.jsonl", "no tokenizer is known for a vocabulary of 1000 tokens")):
-        done = run_sample(run, "--data", tmp_path / name, program=hellaswag)
-        assert done.status == 2 and message in done.err, (name, done.err)
-        assert done.err.count("\n") == 1
-
+def test_an_unknown_vocabulary_is_one_line(tmp_path, run_sample):
+    run = save_random_model(tmp_path / "unknown", "--vocab_size=1000")
+    done = run_sample(run, program=hellaswag)
+    assert done.status == 2 and done.err == (
+        "error: no tokenizer is known for a vocabulary of 1000 tokens\n")
 
 @pytest.fixture
 def published(tmp_path, monkeypatch):
@@ -155,7 +141,6 @@ def published(tmp_path, monkeypatch):
     monkeypatch.setattr(hellaswag, "FOLDER", tmp_path / "data" / "hellaswag")
     return source
 
-
 def test_the_published_file_is_fetched_once(published, trained, run_sample):
     done = run_sample(trained, program=hellaswag)
     assert figures(done.out)["acc"][2] == 2 and done.err.startswith("note: fetching file:")
@@ -165,7 +150,6 @@ def test_the_published_file_is_fetched_once(published, trained, run_sample):
     published.unlink()
     again = run_sample(trained, program=hellaswag)
     assert again.out == done.out and again.err == ""
-
 
 def test_a_download_that_fails_is_one_line_and_leaves_nothing(published, trained, run_sample,
                                                               monkeypatch):

@@ -1,14 +1,16 @@
 """tools/ledger.py: the ledger of what was raced, and what survives that so much was tried; and
 that git takes a race that was moved to a topic."""
 
+import multiprocessing
 import subprocess
 
 import numpy as np
 import pytest
-from conftest import ROOT, refused
+from conftest import ROOT
 from scipy import stats
 
 from records.tools import ledger
+from records.tools.judge import e_value
 
 
 def row(candidate="a", patch="1", **more):
@@ -19,7 +21,7 @@ def row(candidate="a", patch="1", **more):
     return usual | more
 
 
-def rows_in(folder):
+def ideas_in(folder):
     return [(r["race"], r["candidate"], r["patch"], r["pairs"])
             for r in ledger.read(folder / "ideas.csv")]
 
@@ -28,40 +30,80 @@ def test_an_idea_that_goes_on_is_still_one_idea(tmp_path):
     ledger.add(tmp_path, "race_x", [row("a"), row("b, \"c\"\n", interval=[-1.0, 2.5])])
     ledger.add(tmp_path, "race_y", [row("a", pairs=0, E=None, decision="broken", difference=None)])
     ledger.add(tmp_path, "race_x", [row("a", pairs=7), row("a", "2")])
-    assert rows_in(tmp_path) == [("race_x", "b, \"c\"\n", "1", "3"), ("race_y", "a", "1", "0"),
-                                ("race_x", "a", "1", "7"), ("race_x", "a", "2", "3")]
+    assert ideas_in(tmp_path) == [("race_x", "b, \"c\"", "1", "3"), ("race_y", "a", "1", "0"),
+                                  ("race_x", "a", "1", "7"), ("race_x", "a", "2", "3")]
     second = ledger.read(tmp_path / "ideas.csv")[0]
-    assert (second["low"], second["high"], second["p"]) == ("-1.0", "2.5", "")
+    assert (second["low"], second["high"], second["p"]) == ("-1.0", "2.5", None)
     assert [path.name for path in tmp_path.iterdir()] == ["ideas.csv"]
 
 
-@pytest.mark.parametrize("text", ["a,b\n1,2\n", ",".join(ledger.COLUMNS) + "\n2026,x\n",
-                                  ",".join(ledger.COLUMNS) + "\n" + "x," * 16 + "x\n"])
-def test_a_damaged_ledger_is_one_line(text, tmp_path):
-    (tmp_path / "ideas.csv").write_text(text)
-    with refused("line 2: no line of a ledger"):
-        ledger.read(tmp_path / "ideas.csv")
+def as_saved_by_a_spreadsheet(text):
+    """With a byte order mark, semicolons, decimal commas and the line ends of Windows."""
+    lines = [line.replace(",", ";").replace(".", ",") for line in text.split("\n")]
+    return "\ufeff" + "\r\n".join(lines) + "\r\n"
+
+
+@pytest.mark.parametrize("change, warned", [
+    (lambda text: "\ufeff" + text, 0), (as_saved_by_a_spreadsheet, 0),
+    (lambda text: text.rstrip("\n"), 0), (lambda text: text.replace(",", "\t"), 0),
+    (lambda text: text + "2026-11-25,race_y,b,2,undeci", 1),  # a full disk
+    (lambda text: text + text.split("\n")[1].replace("race_x", "y").replace("2.5", "x"), 1),
+    (lambda text: text + text.split("\n")[1].replace("race_x", "y").replace("2.5", "nan"),
+     1)])
+def test_what_others_did_to_a_ledger(change, warned, tmp_path, capsys):
+    """It is read all the same, and a line that is none is named. What comes after it stays whole."""
+    ledger.add(tmp_path, "race_x", [row("a", E=2.5)])
+    path = tmp_path / "ideas.csv"
+    path.write_bytes(change(path.read_text()).encode())
+    ledger.add(tmp_path, "race_z", [row("c")])
+    assert ideas_in(tmp_path) == [("race_x", "a", "1", "3"), ("race_z", "c", "1", "3")]
+    assert [one["E"] for one in ledger.read(path)] == [2.5, 2.0]
+    err = capsys.readouterr().err
+    assert err.count("\n") == 2 * warned and err.count("line 3: no line of a ledger") == 2 * warned
+
+
+def enter(folder, name, barrier):
+    barrier.wait()
+    for i in range(3):
+        ledger.add(folder, f"race_{name}", [row(f"{name}{i}")])
+
+
+def test_races_that_end_together_lose_nothing(tmp_path):
+    """Also not where each finds no ledger."""
+    context = multiprocessing.get_context("fork")
+    for trial in range(40):
+        folder = tmp_path / str(trial)
+        folder.mkdir()
+        barrier = context.Barrier(3)
+        races = [context.Process(target=enter, args=(folder, name, barrier)) for name in "abc"]
+        for one in races:
+            one.start()
+        for one in races:
+            one.join()
+        assert [one.exitcode for one in races] == [0, 0, 0]
+        assert sorted(candidate for _, candidate, _, _ in ideas_in(folder)) == sorted(
+            f"{name}{i}" for name in "abc" for i in range(3))
 
 
 def marked(rows):
-    rows = [{"E": "", "p": "", "keep": "True", **one} for one in rows]
+    rows = [{"E": None, "p": None, "keep": "True", **one} for one in rows]
     ledger.mark_survivors(rows)
-    return [one["survives"] == "yes" for one in rows]
+    return [one["kept"] == "yes" for one in rows]
 
 
 def test_what_survives():
     """Of ten ideas with e-values, the second best survives from 2 * 20 / 10 = 4 times less on."""
-    worthless = [{"E": "0.5"}] * 8
-    assert marked([{"E": "250"}, {"E": "110"}, *worthless]) == [True, True] + [False] * 8
-    assert marked([{"E": "250"}, {"E": "90"}, *worthless]) == [True, False] + [False] * 8
-    assert marked([{"E": "150"}, *worthless, {}, {}]) == [False] * 11
-    assert marked([{"E": "250", "keep": "False"}, *worthless]) == [False] * 9
+    worthless = [{"E": 0.5}] * 8
+    assert marked([{"E": 250.0}, {"E": 110.0}, *worthless]) == [True, True] + [False] * 8
+    assert marked([{"E": 250.0}, {"E": 90.0}, *worthless]) == [True, False] + [False] * 8
+    assert marked([{"E": 150.0}, *worthless, {}, {}]) == [False] * 11
+    assert marked([{"E": 250.0, "keep": "False"}, *worthless]) == [False] * 9
     values = [0.001, 0.01, 0.03, 0.2, 0.9]
     expected = list(stats.false_discovery_control(values) <= 0.05)
-    assert marked([{"p": str(p)} for p in values]) == expected == [True] * 3 + [False] * 2
+    assert marked([{"p": p} for p in values]) == expected == [True] * 3 + [False] * 2
     # Both kinds: half of the rate is left for each.
-    assert marked([{"p": "0.03"}]) == [True] and marked([{"p": "0.03"}, {"E": "1"}])[0] is False
-    assert marked([{"p": "0.024"}, {"E": "1"}]) == [True, False]
+    assert marked([{"p": 0.03}]) == [True] and marked([{"p": 0.03}, {"E": 1.0}])[0] is False
+    assert marked([{"p": 0.024}, {"E": 1.0}]) == [True, False]
 
 
 def test_worthless_ideas_seldom_survive():
@@ -71,31 +113,36 @@ def test_worthless_ideas_seldom_survive():
     found = 0
     for _ in range(300):
         differences = random.standard_normal((40, 6))
-        rows = [{"E": str(E)} for E in ideas_e(differences[:20])]
-        rows += [{"p": str(p)} for p in stats.ttest_1samp(differences[20:], 0, axis=1).pvalue]
+        rows = [{"E": E} for E in e_value(differences[:20])]
+        rows += [{"p": p} for p in stats.ttest_1samp(differences[20:], 0, axis=1).pvalue]
         found += any(marked(rows))
     assert found <= 0.08 * 300
 
 
-def ideas_e(differences):
-    from records.tools.judge import e_value
-    return e_value(differences)
-
-
 def test_the_table(tmp_path, monkeypatch, capsys):
+    """Yours first, in the console's width, and nothing undecided has an E of 100 or more."""
     monkeypatch.setattr(ledger, "ROOT", tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "records" / "2026-11-25_x").mkdir(parents=True)
     ledger.main([])
     assert "no idea yet" in capsys.readouterr().out
-    ledger.add(tmp_path / "records", "race_x", [row("good", keep=True, decision="better", E=5000.0),
-                                               row("bad\x1b", E=0.25)])
     ledger.add(tmp_path / "records" / "2026-11-25_x", "race_y", [row("old", "3", E=None, p=0.5)])
+    ledger.add(tmp_path / "records", "race_x", [
+        row("good", keep=True, decision="better", E=5000.0), row("bad\x1b", E=0.25),
+        row("of_many_candidates", E=150.0), row("broken", E=None, difference=None)])
     ledger.main([])
-    header, *rows, _, last = capsys.readouterr().out.splitlines()
-    assert header.split() == ledger.SHOWN
-    assert {line.split()[2]: line.endswith("yes") for line in rows} == {
-        "good": True, r"bad\x1b": False, "old": False}
-    assert last == "3 ideas, of which 1 survive at a false discovery rate of 5%"
+    out = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in out.splitlines())
+    header, *rows, _, count, last = out.splitlines()
+    assert header.split() == ["date", "race", "candidate", "decision", "loss", "E", "or", "p",
+                              "pairs", "kept"]
+    assert [line.split()[2:] for line in rows] == [
+        ["good", "better", "+0.0100", "E", "5,000", "3", "yes"],
+        [r"bad\x1b", "undecided", "+0.0100", "E", "0.25", "3"],
+        ["andidates", "worse?", "+0.0100", "E", "150", "3"],
+        ["broken", "undecided", "3"], ["old", "undecided", "+0.0100", "p", "0.5", "3"]]
+    assert count == "5 ideas, 1 of them kept at a false discovery rate of 5%"
+    assert last == "What failed, and why: records/negative.md"
 
 
 def test_git_takes_a_race_that_was_moved_and_ignores_one_that_was_not(tmp_path):

@@ -107,6 +107,9 @@ REFUSED = {
     "a bias": (
         lambda model: setattr(model.blocks[0].mlp.fc, "bias", nn.Parameter(torch.zeros(128))),
         r"no row for blocks\.0\.mlp\.fc\.bias"),
+    "a name that begins like a row's": (
+        lambda model: setattr(model, "skip_weights_2", nn.Parameter(torch.ones(2))),
+        r"no row for skip_weights_2 \(2,\)"),
     "a vector that is left NaN": (
         lambda model: setattr(model, "skip_weights", parameter(2)),
         r"skip_weights lacks initial values"),

@@ -1,6 +1,7 @@
-"""tools/race.py: what it starts, in which order, what it counts, and how it goes on. Most races
-here are of a stand-in for the script, which writes logs of the same form in no time."""
+"""tools/race.py, with trial.py and verdict.py: what it starts, in which order, what it counts, and
+how it goes on. Races here are of a stand-in for the script, which writes such logs in no time."""
 
+import errno
 import json
 import os
 import re
@@ -17,7 +18,9 @@ from test_data_common import status_of
 from test_logs import log_text
 
 from data.common import UserError
-from records.tools import ledger, logs, race
+from records.tools import judge, ledger, logs, race
+
+LEAST = next(n for n in range(2, 20) if judge.e_value([1.0] * n) >= 100)  # pairs
 
 STAND_IN = '''
 import argparse, hashlib, os, sys, time
@@ -90,8 +93,8 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "record.py").write_text(STAND_IN.replace("OFFSET = 0.0", "OFFSET = -0.1"))
     (tmp_path / "launch.py").write_text(LAUNCHER)
     (tmp_path / "honesty.py").write_text(HONESTY)
-    monkeypatch.setattr(race, "LAUNCH", tmp_path / "launch.py")
-    monkeypatch.setattr(race, "HONESTY", tmp_path / "honesty.py")
+    monkeypatch.setattr(race.trial, "LAUNCH", tmp_path / "launch.py")
+    monkeypatch.setattr(race.trial, "HONESTY", tmp_path / "honesty.py")
     monkeypatch.setenv("STARTS", str(tmp_path / "starts"))
     monkeypatch.delenv("NPROC", raising=False)
     return tmp_path
@@ -102,8 +105,8 @@ def run_race(place, *flags, script="record.py"):
     argv = [str(place / script), f"--vs={place / 'base.py'}", f"--records={place / 'records'}",
             *flags]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["race.py", *argv])
         patch.chdir(ROOT)
+        patch.setattr(sys, "argv", ["race.py", *argv])
         return status_of(race.main, errors=(logs.BadInput,))
 
 
@@ -111,6 +114,12 @@ def verdicts(place, name="record"):
     """candidate -> its object in verdict.json."""
     text = (place / "records" / f"race_{name}" / "verdict.json").read_text()
     return {row["candidate"]: row for row in json.loads(text)}
+
+
+def changed(place, old, new, script="record"):
+    """The stand-in as a copy with a change."""
+    assert STAND_IN.count(old) == 1
+    (place / f"{script}.py").write_text(STAND_IN.replace(old, new))
 
 
 def starts(place):
@@ -130,8 +139,8 @@ def finished_logs(place, side):
 def test_its_page_is_fresh_after_every_run(place, monkeypatch, flags, judged):
     """... and with a fixed number of pairs it says nothing of their difference before the end."""
     pages = []
-    monkeypatch.setattr(race.page, "save", lambda path, sides, comparisons, target, notes, alive:
-                        pages.append((len(sides[-1].runs), len(comparisons), notes, alive)))
+    monkeypatch.setattr(race.verdict.page, "save", lambda path, sides, comparisons, target, notes,
+                        alive: pages.append((len(sides[-1].runs), len(comparisons), notes, alive)))
     run_race(place, *flags)
     assert pages == [(1, judged, [], True), (2, judged, [], True), (2, judged, [], True),
                      (2, 1, [], False)]
@@ -150,41 +159,45 @@ def test_a_race_in_turn_with_the_same_seeds(place, capsys):
         "verdict.txt"]
     ends = [[logs.read_run(path, "x").loss for path in finished_logs(place, side)]
             for side in ("record", "base")]
-    p = stats.ttest_rel(*ends).pvalue
     verdict = " ".join((folder / "verdict.txt").read_text().split())
     found = re.search(r"record is better than base \(record - base = (-0\.1\d*) nats a token, 99 % "
                       r"interval \S+ \.\. \S+, p = (\S+), lower in 3 of 3 pairs\)\.", verdict)
+    p = stats.ttest_rel(*ends).pvalue
     assert found[2] == f"{p:.2g}" and verdict in " ".join(out.split())
     row = verdicts(place)["record"]
     assert row["p"] == pytest.approx(p) and row["E"] is None and row["keep"] is True
     assert f"{row['difference']:.4f}" == found[1] and row["pairs"] == 3
+    # The copy is there 0.1 nats earlier, on a line that falls by 0.2 nats a step, of five.
+    assert row["steps_later"] == pytest.approx(-0.5, abs=0.1) and row["baseline_steps"] == 5
+    assert row["steps_interval"][0] < row["steps_later"] < row["steps_interval"][1]
     assert "below 4 at p < 0.01: record" in verdict
     before = out.partition("verdict: ")[0]
     assert " p = " not in before and " E = " not in before
-    assert "after 1 pair: record - base = -0.1" in out
-    assert re.search(r"race: 5 runs to go, about 00:\d\d\n", out)
-    assert re.search(r"step 2: record - base = (-0\.1\d*), mean of 1: \1\n", out)
-    assert re.search(r"step 2: record - base = -0\.1\d*, mean of 3: -0\.1", out)
-    patch = (folder / "record.patch").read_text()
-    assert "-OFFSET = 0.0\n+OFFSET = -0.1\n" in patch
+    assert re.search(r"race: record: after 1 pair: lower by 0\.1\d* in all 1\n", before)
+    for name in ("record", "base"):  # before anything is slow, it says what is slow
+        assert re.search(rf"race: checking \S+{name}\.py: one step .*\nrace: checking \S+{name}\.py: "
+                         "a tiny model .*honest\n", before)
+    assert re.search(r"race: a pair takes 00:\d\d; 2 more take 00:\d\d\n", before)
+    assert re.search(r"step 2: base - record = 0?\+0\.1\d*\n", before)
+    assert "-OFFSET = 0.0\n+OFFSET = -0.1\n" in (folder / "record.patch").read_text()
     assert (folder / "race.png").read_bytes().startswith(b"\x89PNG")
     assert all("--muon_lr=2" in line and "--save_every=0" in line
                for line in (place / "starts").read_text().splitlines())
 
 
 def test_pairs_are_added_until_it_is_decided(place, capsys):
-    """Five at least; and a race that is decided starts nothing more, also if more are allowed."""
+    """As few as can decide it; and a decided race starts nothing more, also if it may."""
     assert run_race(place, "demo") == 0
     row = verdicts(place)["record"]
-    pairs = row["pairs"]
-    assert 5 <= pairs < 12 and row["decision"] == "better" and row["E"] >= 100 and row["p"] is None
+    assert row["pairs"] == LEAST and row["decision"] == "better" and row["E"] >= 100
     assert row["adjusted"] == pytest.approx(1 / row["E"]) and row["why"].startswith("record is bet")
     low, high = row["interval"]
-    assert low < row["difference"] < high < 0
-    assert len(finished_logs(place, "record")) == len(finished_logs(place, "base")) == pairs
+    assert row["p"] is None and low < row["difference"] < high < 0
+    assert len(finished_logs(place, "record")) == len(finished_logs(place, "base")) == LEAST
     out = capsys.readouterr().out
-    assert f"after {pairs} pairs: record - base = " in out and f"E = {row['E']:.3g}: better" in out
-    assert re.search(r"after 4 pairs: .*: undecided, 1 more such pair would decide it\n", out)
+    assert re.search(rf"better after {LEAST} pairs: lower by 0\.1\d* in all {LEAST}, E = ", out)
+    assert re.search(r"undecided after 4 pairs: lower by 0\.1\d* in all 4, E = \d+ of 100, about "
+                     rf"{LEAST} pairs would do\n", out)
     before = starts(place)
     assert run_race(place, "demo", "--most=20") == 0 and starts(place) == before
     assert verdicts(place)["record"] == row
@@ -192,20 +205,25 @@ def test_pairs_are_added_until_it_is_decided(place, capsys):
 
 def test_an_undecided_race_goes_on_with_more_pairs_and_a_fixed_one_does_not(place, capsys):
     assert run_race(place, "--most=2") == 4
-    assert verdicts(place)["record"]["decision"] == "undecided"
+    out = capsys.readouterr().out
+    highest = ledger.e_text(judge.e_value([1.0, 1.0]))
+    assert (f"--most=2 cannot show that a copy is better: E is {highest} at most by then, of 100, "
+            f"which takes {LEAST} pairs or more") in out
+    standing = (r"record: undecided after 2 pairs: lower by 0\.1\d* in all 2, E = \S+ of 100, about "
+                rf"{LEAST} pairs would do: the same command with `--most=12`")
+    assert re.search(rf"race: {standing}\n\Z", out)
+    row = verdicts(place)["record"]
+    assert row["decision"] == "undecided" and re.fullmatch(standing, row["why"])
     before = starts(place)
     assert run_race(place, "--most=3") == 4
     (line,) = ledger.read(place / "records" / "ideas.csv")  # one idea, with its three pairs
     assert (line["race"], line["candidate"], line["pairs"]) == ("race_record", "record", "3")
     assert starts(place)[len(before):] == [("record", 3, None), ("base", 3, None)]
-    out = " ".join(capsys.readouterr().out.split())
-    assert "4 runs are done" in out and "pairs in all would likely decide it." in out
-    assert run_race(place, "--repeat=3") == 2
-    assert "repeat was None and is 3" in capsys.readouterr().err
-    flags = ["--name=fixed", "--repeat=2"]
-    assert run_race(place, *flags) in (0, 4)
-    assert run_race(place, "--name=fixed", "--repeat=3") == 2
-    assert "repeat was 2 and is 3" in capsys.readouterr().err
+    assert "4 runs are done" in capsys.readouterr().out
+    assert run_race(place, "--name=fixed", "--repeat=2") in (0, 4)
+    for flags, words in ((["--repeat=3"], "repeat was None and is 3"),
+                         (["--name=fixed", "--repeat=3"], "repeat was 2 and is 3")):
+        assert run_race(place, *flags) == 2 and words in capsys.readouterr().err
 
 
 def test_many_candidates_share_the_baseline_and_drop_out(place, capsys):
@@ -233,13 +251,13 @@ def test_many_candidates_share_the_baseline_and_drop_out(place, capsys):
     assert made.count("same") == 2 and made.count("broken") == made.count("liar") == 0
     assert len({row["patch"] for row in rows.values()} - {rows["same"]["patch"]}) == 5
     out, err = capsys.readouterr()
-    assert "NameError: name 'missing' is not defined" in err
-    folder = place / "records" / "race_record"
-    table = next(line for line in out.splitlines() if line.startswith("worse "))
+    assert "NameError: name 'missing' is not defined" in err and " of 600, about " in out
+    table = next(line for line in out.splitlines() if line.startswith("worse  "))
     assert table.split()[1:3] == ["worse", str(rows["worse"]["pairs"])]
-    assert (folder / "base_muon_lr_3.patch").read_text() == "flags: --muon_lr=3\n"
+    patch = place / "records" / "race_record" / "base_muon_lr_3.patch"
+    assert patch.read_text() == "flags: --muon_lr=3\n"
     before = starts(place)  # the same command tries only what could not be raced
-    (place / "broken.py").write_text(STAND_IN.replace("OFFSET = 0.0", "OFFSET = 0.2"))
+    changed(place, "OFFSET = 0.0", "OFFSET = 0.2", "broken")
     assert run_race(place, *copies, settings) == 0
     more = starts(place)[len(before):]
     assert more[:2] == [("broken", 1, "1"), ("liar", 1, "1")]
@@ -247,86 +265,73 @@ def test_many_candidates_share_the_baseline_and_drop_out(place, capsys):
     assert verdicts(place)["broken"]["decision"] == "worse"
 
 
-def test_the_status_and_the_json_of_a_race(place, capsys):
-    """3: nothing to keep; 2: nothing could be raced. Programs read standard output."""
-    (place / "record.py").write_text(STAND_IN.replace("OFFSET = 0.0", "OFFSET = 0.1"))
-    assert run_race(place, "--json") == 3
+@pytest.mark.parametrize("old, new, flags, expected, why", [
+    ("OFFSET = 0.0", "OFFSET = 0.1", [], (3, "worse", False), "record is worse than base"),
+    ("tokens:{step}", "tokens:{2 * step}", [], (3, "no difference", False), "Unequal: record has "
+     "100 % more tokens. The change had no effect"),
+    ("NOISE = 1.0", "NOISE = -22.0\nOFFSET = 0.01", ["--worth=0.2"], (3, "no difference", False),
+     "No difference that matters: record - base lies between -0."),
+    ("OFFSET = 0.0", "OFFSET = -0.1", ["--worth=0.2"], (0, "better", True), "record is better"),
+    ("OFFSET = 0.0", "OFFSET = -0.1  # DISHONEST", ["--dishonest"], (3, "better", False),
+     "{place}/record.py: not honest: the loss of token 7 changes by 0.5"),
+    ("OFFSET = 0.0", "OFFSET = -0.1", ["--only_ours=--muon_lr=13", "--dishonest"],
+     (3, "better", False), "{place}/record.py: not honest: the loss of token 7 changes by 0.5"),
+    ("import argparse", "import missing, argparse", [], (2, "broken", False), "{place}/record.py f"),
+    ("for key, value in vars(args)", "for key, value in (vars(args) | {{'val_tokens': 9}})", [],
+     (2, "broken", False), "{place}/record.py: no loss compares, for the validation data"),
+])
+def test_the_status_and_the_json_of_a_race(place, capsys, old, new, flags, expected, why):
+    """Programs read standard output, people the verdict, which begins with what is dishonest."""
+    changed(place, old, new.replace("{{", "{").replace("}}", "}"))
+    status = run_race(place, "--json", *flags)
     out, err = capsys.readouterr()
-    assert json.loads(out)[0]["decision"] == "worse" and "race: after 1 pair" in err
-    (place / "record.py").write_text("import missing")
-    assert run_race(place, "--name=x", "--json") == 2
-    out, err = capsys.readouterr()
-    assert json.loads(out)[0]["decision"] == "broken"
-    assert err.splitlines()[-1].startswith("error: ")
-
-
-def test_a_gain_with_more_tokens_is_not_kept(place):
-    (place / "record.py").write_text(STAND_IN.replace("OFFSET = 0.0", "OFFSET = -0.1").replace(
-        "tokens:{step}", "tokens:{2 * step}"))
-    assert run_race(place) == 3
-    row = verdicts(place)["record"]
-    assert (row["decision"], row["tokens"], row["baseline_tokens"]) == ("better", 10, 5)
-    assert row["why"].startswith("Unequal: record has 100 % more tokens. record is better than "
-                                 "base at 100 % more tokens (")
-
-
-def test_a_difference_that_is_not_worth_more_pairs(place):
-    assert run_race(place, "--worth=0.2", "--only_ours=--muon_lr=2") == 0  # it is decided before
-    (place / "record.py").write_text(STAND_IN.replace("OFFSET = 0.0", "OFFSET = 0.01").replace(
-        "NOISE = 1.0", "NOISE = -22.0"))
-    assert run_race(place, "--worth=0.2", "--name=y") == 3
-    row = verdicts(place, "y")["record"]
-    assert row["decision"] == "no difference" and max(map(abs, row["interval"])) <= 0.2
-    assert row["why"].startswith("No difference that matters: record - base lies between -0.")
-
-
-def test_a_candidate_with_other_validation_data_is_not_compared(place, capsys):
-    (place / "record.py").write_text(STAND_IN.replace('for key, value in vars(args).items()]',
-        'for key, value in (vars(args) | {"val_tokens": 9}).items()]'))
-    assert run_race(place) == 2
-    assert "validation data" in capsys.readouterr().err
-    assert len(finished_logs(place, "record")) == 1
+    (row,) = json.loads(out)
+    assert (status, row["decision"], row["keep"]) == expected
+    assert row["why"].startswith(why.format(place=place))
+    if status == 2:
+        assert err.splitlines()[-1].startswith("error: ")
+    elif not row["honest"]:
+        verdict = (place / "records" / "race_record" / "verdict.txt").read_text()
+        assert verdict.startswith(f"{row['why']}\n") and f"\n\n{row['why']}\n" in err
+        assert run_race(place, *flags) == status  # the check is not made again
+        assert len((place / "honesty.py.asked").read_text().splitlines()) == 2
 
 
 def test_two_settings_of_one_script(place):
     flags = [f"--records={place / 'records'}", "--repeat=2", "--seed=7", "--save_every=3"]
     assert run_race(place, "demo", *flags, "--only_ours=--muon_lr=0.5 --val_loss_every=2",
-                    "--name=x", script="base.py") == 3
+                    "--name=x", "--text=a.txt", script="base.py") == 3
     lines = (place / "starts").read_text().splitlines()[2:]
     assert [seed for _, seed, _ in starts(place)[2:]] == [7, 7, 8, 8]
     for line in lines:
         assert line.startswith("demo ") and "--save_every=3" in line and "every=0" not in line
         assert ("--muon_lr=0.5 --val_loss_every=2" in line) == ("--name=base_ours " in line)
     assert (place / "records" / "race_x" / "base_ours").is_dir()
-
-
-def test_a_mistake_shows_at_once_with_its_traceback(place, capsys):
-    (place / "record.py").write_text(STAND_IN.replace("loss = 5", "loss = missing"))
-    assert run_race(place) == 2
-    err = capsys.readouterr().err
-    assert "Traceback" in err and "NameError: name 'missing' is not defined" in err
-    assert err.splitlines()[-1] == (f"error: {place}/record.py fails in a run of 1 step, whose "
-                                    "output is above; mend it and start the race again")
-    assert len(starts(place)) == 1 and "NPROC=1" in (place / "starts").read_text()
-    (place / "record.py").write_text(STAND_IN)  # mended, it is raced
-    assert run_race(place, "--repeat=1") == 4
-
-
-def test_a_copy_that_is_not_honest_is_not_raced(place, capsys):
-    """Once it is mended, the race begins."""
-    (place / "record.py").write_text(STAND_IN + "# DISHONEST\n")
-    assert run_race(place, "--repeat=1", "--muon_lr=1") == 2
-    assert capsys.readouterr().err == (
-        f"error: {place}/record.py: not honest: the loss of token 7 changes by 0.5; it is not "
-        "raced, unless you add --dishonest\n")
-    assert len(starts(place)) == 1  # its one step
-    assert verdicts(place)["record"]["decision"] == "dishonest"
-    (place / "record.py").write_text(STAND_IN.replace("OFFSET = 0.0", "OFFSET = -0.1"))
-    assert run_race(place, "demo", "--repeat=1", "--text=a.txt", "--muon_lr=1") == 4
     asked = (place / "honesty.py.asked").read_text().splitlines()
-    assert asked[1:] == [f"{place}/{name} demo --muon_lr=1" for name in ("record.py", "base.py")]
-    verdict = (place / "records" / "race_record" / "verdict.txt").read_text()
-    assert "honest" not in verdict
+    assert asked[1] == f"{place}/base.py demo --save_every=3"
+
+
+@pytest.mark.parametrize("old, new, flags, words", [
+    ("loss = 5", "loss = missing", [], "fails in a run of 1 step, whose output is above; mend it "
+     "and start the race again"),
+    ("OFFSET = 0.0", "OFFSET = 0.0  # DISHONEST", [], "not honest: the loss of token 7 changes by "
+     "0.5; it is not raced, unless you add --dishonest"),
+    ("\nsource =", "\nsys.argv.append('--seed=9')\nsource =", [], "its log says seed = 9 at step 1, "
+     "expected --seed=1 and a validation after the last step; a race needs both"),
+    ("muon_lr=1.0", "muon_lr=1.0, z_loss=0.1", ["--z_loss=0.2"], "base.py fails in a run of 1 step, "
+     "whose output is above; flags that only the copies know go into --only_ours")])
+def test_a_mistake_shows_in_one_step_and_once_mended_it_is_raced(place, capsys, old, new, flags,
+                                                                 words):
+    changed(place, old, new)
+    assert run_race(place, *flags) == 2
+    err = capsys.readouterr().err
+    assert err.splitlines()[-1].endswith(words)
+    assert ("NameError: name 'missing' is not defined" in err) == ("missing" in new)
+    assert all(steps == "1" for *_, steps in starts(place))
+    assert all(line.endswith("NPROC=1") for line in (place / "starts").read_text().splitlines())
+    if not flags:
+        (place / "record.py").write_text(STAND_IN)
+    assert run_race(place, "--repeat=1", *[f"--only_ours={flag}" for flag in flags]) == 4
 
 
 @pytest.mark.parametrize("draws", [True, False])
@@ -341,20 +346,6 @@ def test_it_says_where_pairs_do_not_start_from_equal_weights(place, capsys, draw
         draws = False
 
 
-def test_a_dishonest_copy_may_be_raced_and_the_verdict_says_so_first(place, capsys):
-    """Also when pairs are added later; a setting can make a script dishonest, too."""
-    flags = ["--only_ours=--muon_lr=13", "--dishonest"]
-    assert run_race(place, "--most=1", *flags) == 4
-    assert run_race(place, *flags) == 3
-    found = verdicts(place)["record"]
-    assert found["decision"] == "better" and not found["keep"]
-    seen = f"{place}/record.py: not honest: the loss of token 7 changes by 0.5\n"
-    folder = place / "records" / "race_record"
-    assert (folder / "verdict.txt").read_text().startswith(seen)
-    assert "\n\n" + seen in capsys.readouterr().out
-    assert len((place / "honesty.py.asked").read_text().splitlines()) == 2
-
-
 def test_a_script_that_takes_no_single_step_is_tried_with_two(place):
     text = STAND_IN.replace("N = args", 'assert args.num_iterations % 2 == 0 or '
                             'sys.exit("error: --num_iterations takes multiples of 2")\nN = args')
@@ -365,34 +356,15 @@ def test_a_script_that_takes_no_single_step_is_tried_with_two(place):
     assert "--num_iterations=6" in (place / "starts").read_text().splitlines()[-1]
 
 
-def test_a_flag_that_only_the_copy_knows(place, capsys):
-    (place / "record.py").write_text(STAND_IN.replace("muon_lr=1.0", "muon_lr=1.0, z_loss=0.1"))
-    assert run_race(place, "--z_loss=0.2") == 2
-    assert capsys.readouterr().err.splitlines()[-1].endswith(
-        "base.py fails in a run of 1 step, whose output is above; flags that only the copies know "
-        "go into --only_ours")
-    assert run_race(place, "--only_ours=--z_loss=0.2", "--most=1") == 4
-
-
-def test_a_copy_that_ignores_its_seed_is_refused(place, capsys):
-    (place / "record.py").write_text(STAND_IN.replace("\nsource =", "\nsys.argv.append('--seed=9')"
-                                                      "\nsource ="))
-    assert run_race(place) == 2
-    assert "its log says seed = 9 at step 1, expected --seed=1" in capsys.readouterr().err
-
-
 def test_a_run_that_fails_is_run_again_by_the_same_command(place, capsys):
     assert run_race(place, "--most=1") == 4
     fails = "import sys\nif '--seed=2' in sys.argv:\n    sys.exit('no space')\n"
-    (place / "launch.py").write_text(fails + LAUNCHER)
-    assert run_race(place, "--most=2") == 2  # the baseline begins the second pair
-    out = capsys.readouterr()
-    assert "no space" in out.err
-    assert re.search(r"error: \S+/base\.py failed with seed 2", out.err)
-    fails = fails.replace("if", "if 'record.py' in sys.argv[1] and")
-    (place / "launch.py").write_text(fails + LAUNCHER)
-    assert run_race(place, "--most=2") == 2
-    assert re.search(r"error: \S+/record\.py failed with seed 2", capsys.readouterr().err)
+    for name, launcher in (("base", fails),  # which begins the second pair
+                           ("record", fails.replace("if", "if 'record.py' in sys.argv[1] and"))):
+        (place / "launch.py").write_text(launcher + LAUNCHER)
+        assert run_race(place, "--most=2") == 2
+        err = capsys.readouterr().err
+        assert "no space" in err and re.search(rf"error: \S+/{name}\.py failed with seed 2", err)
     assert verdicts(place)["record"]["decision"] == "broken"
     (place / "launch.py").write_text(LAUNCHER)
     assert run_race(place, "--most=2") == 4
@@ -407,17 +379,18 @@ def test_a_race_that_goes_on_refuses_what_has_changed(change, words, place, caps
     assert run_race(place, "--most=1", "--muon_lr=1") == 4
     before = starts(place)
     if change == "record":
-        with open(place / "record.py", "a") as file:
-            file.write("# another\n")
+        (place / "record.py").write_text(STAND_IN)
     if change == "NPROC":
         monkeypatch.setenv("NPROC", "2")
     flags = ["--muon_lr=2" if change == "flags" else "--muon_lr=1"]
-    flags += ["--seed=2"] if change == "seed" else []
-    assert run_race(place, "--most=2", *flags) == 2
+    assert run_race(place, "--most=2", *flags, *["--seed=2"] * (change == "seed")) == 2
     err = capsys.readouterr().err
     assert "was begun with other scripts or flags: " in err and words in err
     assert "Go back to them, or give this race a --name of its own" in err
     assert starts(place) == before
+
+
+ON_ALL_SIDES = "this flag takes effect on all sides or on none"
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -428,7 +401,12 @@ def test_a_race_that_goes_on_refuses_what_has_changed(change, words, place, caps
     (["--most=0"], "--most=0: takes a number above 0"),
     (["--level=2"], "--level=2.0: takes a number below 1"),
     (["--level=0.1", "--repeat=3"], "--repeat judges at a level of 0.01"),
-    (["record.py"], "record.py: cannot be read"),
+    (["gone.py"], "gone.py: cannot be read"),
+    (["--only_ours=--val_files=x.bin"], f"--val_files=x.bin: losses compare only on one validation "
+     f"text, so {ON_ALL_SIDES}"),
+    (["--only_ours=--muon_lr=1 --val_tokens 9"], ON_ALL_SIDES),
+    (["--only_ours=--vocab_size=99"], ON_ALL_SIDES), (["--only_ours=--text=a"], ON_ALL_SIDES),
+    ([f"{ROOT}/train_gpt.py --val_seq_len=64"], ON_ALL_SIDES),
     (["demo"], "no word names a copy: ./run.sh race my_record.py")])
 def test_wrong_usage_starts_nothing(flags, words, place, capsys):
     script = flags.pop() if flags == ["demo"] else "record.py"
@@ -437,13 +415,39 @@ def test_wrong_usage_starts_nothing(flags, words, place, capsys):
     assert words in out.err and not (place / "starts").exists() and len(out.err.splitlines()) == 1
 
 
+def test_help_names_the_flags_of_run_sh(capsys):
+    with pytest.raises(SystemExit):
+        race.main(["x.py", "--help"])
+    out = capsys.readouterr().out
+    assert "--text=FILE_OR_FOLDER" in out and "speedrun, short or demo" in out and "--most" in out
+
+
+@pytest.mark.parametrize("number, status, says", [
+    (errno.ENOLCK, 4, "is on a file system without locks (No locks available)"),
+    (errno.ENOSYS, 4, "without locks"), (errno.EIO, 2, "Input/output error")])
+def test_a_file_system_without_locks(number, status, says, place, capsys, monkeypatch):
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(race.trial.fcntl, "flock", flock)
+    assert run_race(place, "--repeat=1") == status
+    assert "".join(capsys.readouterr()).count(says) == 1
+
+
+def test_a_ledger_that_cannot_be_written_is_a_warning_after_the_verdict(place, capsys):
+    (place / "records" / "ideas.csv").mkdir(parents=True)
+    assert run_race(place) == 0
+    verdict, warning = capsys.readouterr().out.split("record is better than base", 1)
+    assert "ideas.csv cannot be written (Is a directory)" in warning
+
+
 PROGRAM = """
 import sys
 sys.path.insert(0, {root!r})
 from records.tools import race, logs
 from data import common
-race.LAUNCH = race.Path({launcher!r})
-race.HONESTY = race.LAUNCH.with_name("honesty.py")
+race.trial.LAUNCH = race.Path({launcher!r})
+race.trial.HONESTY = race.trial.LAUNCH.with_name("honesty.py")
 sys.exit(common.run(race.main, errors=(logs.BadInput,)))
 """
 
@@ -475,12 +479,16 @@ def alive(place):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="signals and ps as on Linux")
 @pytest.mark.parametrize("number, group, status", [
-    (signal.SIGINT, True, 130), (signal.SIGTERM, False, 143)])
-def test_interrupted_it_goes_on_and_no_run_is_lost_or_counted_twice(number, group, status, place):
+    (signal.SIGINT, True, 130), (signal.SIGTERM, False, 143), (signal.SIGKILL, True, -9)])
+def test_interrupted_it_goes_on_and_no_run_is_lost_or_counted_twice(number, group, status, place,
+                                                                    capsys):
+    """While it runs, it cannot be started a second time."""
     hold = place / "starts.hold"
     hold.touch()
     program = begin(place)
     wait_for(place / "starts.held", "")  # three steps into the third of four runs
+    assert run_race(place, "--repeat=2") == 2
+    assert "race_record: this race is running already; wait for it" in capsys.readouterr().err
     (os.killpg if group else os.kill)(program.pid, number)
     assert program.wait() == status
     for _ in range(100):
@@ -489,8 +497,9 @@ def test_interrupted_it_goes_on_and_no_run_is_lost_or_counted_twice(number, grou
         time.sleep(0.1)
     assert not alive(place)
     text = (place / "out").read_text()
-    assert "race: 2 runs are done; the same command goes on from there" in text
-    assert text.endswith("interrupted\n") and "Traceback" not in text
+    if number != signal.SIGKILL:
+        assert "race: 2 runs are done; the same command goes on from there" in text
+        assert text.endswith("interrupted\n") and "Traceback" not in text
     hold.unlink()
     assert begin(place).wait() in (0, 4)
     assert "2 runs are done" in (place / "out").read_text()
@@ -510,26 +519,16 @@ def test_interrupted_it_goes_on_and_no_run_is_lost_or_counted_twice(number, grou
 def test_which_runs_count(place, more, resumed, counts):
     """Finished ones of this script and these seeds. What --resume leaves is a log of its own, which
     continues the one that was cut short."""
-    flags = [f"--vs={place / 'base.py'}", "--repeat=2", f"--records={place / 'records'}"]
-    one = race.parse([str(place / "record.py"), *flags])
-    folder = one.folder / "record"
-    folder.mkdir(parents=True)
     usual = {"source": (place / "record.py").read_text()}
     killed = {} if resumed is None else {"total": 500}
+    folder = place / "logs"
+    folder.mkdir()
     (folder / "a.log").write_text(log_text(**usual | killed | more))
     if resumed is not None:
         text = log_text((3.3, 3.2), first=250, parent="gone/a", **usual | resumed)
         (folder / "b.log").write_text(text)
     (folder / "z_copy.log").write_text((folder / "a.log").read_text())  # of a seed that is there
-    found = race.counted(one, one.candidates[0])
+    entry = race.Entry("record", "record.py", [], usual["source"])
+    found = race.trial.finished(entry, folder, range(1, 3))
     assert {seed: Path(run.path).stem for seed, run in found.items()} == (
         {1: "a" if resumed is None else "b"} if counts else {})
-
-
-def test_a_verdict_says_how_many_steps_are_saved(place):
-    """The copy is there 0.1 nats earlier, on a line that falls by 0.2 nats a step, of five."""
-    assert run_race(place) == 0
-    row = verdicts(place)["record"]
-    assert row["steps_later"] == pytest.approx(-0.5, abs=0.1) and row["baseline_steps"] == 5
-    low, high = row["steps_interval"]
-    assert low < row["steps_later"] < high

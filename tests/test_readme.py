@@ -24,6 +24,7 @@ from test_data_vocab import write_vocabulary
 
 import train_gpt
 from data import vocab
+from data.common import sha256
 from records.tools import ablate, compare, launch, logs, race
 
 FOLDERS = sorted(path.parent for path in ROOT.glob("records/*/README.md"))
@@ -106,9 +107,12 @@ def bash(folder: Path, script: str) -> str:
 def make_demo_shards(folder: Path, text: bytes):
     demo = folder / "data" / "demo"
     demo.mkdir(exist_ok=True)
-    write_shard(demo / "demo_train_000001.bin", byte_documents(text) * 20)
-    write_shard(demo / "demo_val_000000.bin", byte_documents(text))
-    (demo / "demo.json").write_text('{"tokenizer": "bytes"}')
+    sidecar = {"tokenizer": "bytes"}
+    for side, number, times in (("train", 1, 20), ("val", 0, 1)):
+        path = demo / f"demo_{side}_{number:06}.bin"
+        write_shard(path, byte_documents(text) * times)
+        sidecar[side] = {"shards": [{"file": path.name, "sha256": sha256(path)}]}
+    (demo / "demo.json").write_text(json.dumps(sidecar))
 
 
 def test_the_first_commands(tmp_path):

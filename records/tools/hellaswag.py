@@ -21,7 +21,7 @@ from http.client import HTTPException
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from records.tools.load import ROOT, UserError, installed
+from records.tools.load import ROOT, UserError, installed, require, run
 
 with installed():
     import torch
@@ -30,20 +30,18 @@ with installed():
     from tqdm import tqdm
 
     from data.common import publish, staging
-from records.tools.sample import (Trained, arguments, features, load_run, note, number, start,
+from records.tools.sample import (Trained, arguments, features, load_run, note, number,
                                   tokenizer_of)
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 ITEMS = 10042  # in the published file
 FOLDER = ROOT / "data" / "hellaswag"
 
-
 @dataclass
 class Item:
     context: list[int]  # begins with the end-of-text token
     endings: list[list[int]]
     label: int
-
 
 def download(folder: Path) -> Path:
     """The published file, fetched where it is not there yet."""
@@ -58,14 +56,12 @@ def download(folder: Path) -> Path:
         raise UserError(f"{path.name}: could not be fetched from {URL} ({e}); "
                         "give a copy of it by --data") from None
     lines = content.count(b"\n")
-    if lines != ITEMS:
-        raise UserError(f"{path.name}: {URL} gave {lines} lines instead of {ITEMS}; "
-                        "give a copy of it by --data")
+    require(lines == ITEMS, f"{path.name}: {URL} gave {lines} lines instead of {ITEMS}; "
+            "give a copy of it by --data")
     with staging(folder / ".hellaswag.unfinished") as unfinished:
         (unfinished / path.name).write_bytes(content)
         publish([unfinished / path.name], folder)
     return path
-
 
 def read_item(line: bytes, tokenizer) -> Item:
     """Raises UserError that says what is wrong with the line."""
@@ -73,22 +69,15 @@ def read_item(line: bytes, tokenizer) -> Item:
         fields = json.loads(line)
     except (ValueError, RecursionError) as e:  # in JSON or UTF-8
         raise UserError(f"no JSON ({e})") from None
-    if not isinstance(fields, dict):
-        raise UserError("no JSON object")
-    context = fields.get("ctx")
-    endings = fields.get("endings")
-    label = str(fields.get("label"))  # some copies have it as text
-    if not (isinstance(context, str) and context):
-        raise UserError("ctx is no text")
-    if not (isinstance(endings, list) and len(endings) == 4):
-        raise UserError("endings are not four texts")
-    if not all(isinstance(ending, str) and ending for ending in endings):
-        raise UserError("endings are not four texts")
-    if label not in ("0", "1", "2", "3"):
-        raise UserError("label is not 0, 1, 2 or 3")
+    require(isinstance(fields, dict), "no JSON object")
+    context, endings, label = (fields.get(name) for name in ("ctx", "endings", "label"))
+    require(isinstance(context, str) and context, "ctx is no text")
+    require(isinstance(endings, list) and len(endings) == 4
+            and all(isinstance(ending, str) and ending for ending in endings),
+            "endings are not four texts")
+    require(str(label) in ("0", "1", "2", "3"), "label is not 0, 1, 2 or 3")  # some have a text
     encoded = [tokenizer.encode(" " + ending) for ending in endings]
     return Item([tokenizer.eot, *tokenizer.encode(context)], encoded, int(label))
-
 
 def read_items(path: Path, tokenizer, limit: int | None) -> list[Item]:
     items = []
@@ -99,14 +88,10 @@ def read_items(path: Path, tokenizer, limit: int | None) -> list[Item]:
                     break
                 if line.strip():
                     items.append(read_item(line, tokenizer))
-    except OSError as e:
-        raise UserError(f"{path}: cannot be read ({e.strerror})") from None
     except UserError as e:
         raise UserError(f"{path}: line {line_number}: {e}") from None
-    if not items:
-        raise UserError(f"{path}: holds no item")
+    require(items, f"{path}: holds no item")
     return items
-
 
 @torch.no_grad()
 def ending_losses(trained: Trained, items: list[Item]) -> tuple[Tensor, Tensor]:
@@ -134,41 +119,27 @@ def ending_losses(trained: Trained, items: list[Item]) -> tuple[Tensor, Tensor]:
     summed = torch.stack([ending.sum() for ending in losses.split(lengths)])
     return summed.view(len(items), -1), torch.tensor(lengths).view(len(items), -1)
 
-
-def accuracy(scores: Tensor, labels: Tensor) -> tuple[float, float]:
-    """(share of items whose lowest score is the right ending's, its standard error)"""
-    share = float((scores.argmin(1) == labels).double().mean())
-    return share, math.sqrt(share * (1 - share) / len(labels))
-
-
 def main():
     parser = arguments("hellaswag", __doc__)
-    parser.add_argument("--data", type=Path, metavar="FILE", help="items in the format of "
-                        "hellaswag_val.jsonl; default: that file, fetched into data/hellaswag")
-    parser.add_argument("--limit", type=number(int, 1), metavar="N", help="only the first N items")
-    parser.add_argument("--batch_size", type=number(int, 1), default=8, metavar="N",
-                        help="items in one forward, of four sequences each; changes the speed "
-                        "alone; default 8")
+    add = parser.add_argument
+    add("--data", type=Path, metavar="FILE", help="items (hellaswag_val.jsonl, fetched)")
+    add("--limit", type=number(int, 1), metavar="N", help="only the first N items")
+    add("--batch_size", type=number(int, 1), default=8, metavar="N",
+        help="items in one forward, of four sequences each; changes the speed alone (8)")
     args = parser.parse_args()
     trained = load_run(args)
     trained.model.float()  # what bfloat16 rounds after a rotation depends on the place in the batch
     tokenizer = tokenizer_of(trained.hp, args.vocab_dir)
     items = read_items(args.data or download(FOLDER), tokenizer, args.limit)
-    summed = []
-    lengths = []
-    with tqdm(total=len(items), unit="item", disable=None) as bar:
-        for at in range(0, len(items), args.batch_size):
-            batch = items[at:at + args.batch_size]
-            batch_summed, batch_lengths = ending_losses(trained, batch)
-            summed.append(batch_summed)
-            lengths.append(batch_lengths)
-            bar.update(len(batch))
-    summed = torch.cat(summed)
+    batches = []
+    for at in tqdm(range(0, len(items), args.batch_size), unit="batch", disable=None):
+        batches.append(ending_losses(trained, items[at:at + args.batch_size]))
+    summed, lengths = map(torch.cat, zip(*batches))
     labels = torch.tensor([item.label for item in items])
-    for name, scores in (("acc_norm", summed / torch.cat(lengths)), ("acc", summed)):
-        share, error = accuracy(scores, labels)
+    for name, scores in (("acc_norm", summed / lengths), ("acc", summed)):
+        share = float((scores.argmin(1) == labels).double().mean())
+        error = math.sqrt(share * (1 - share) / len(labels))
         print(f"hellaswag_{name}:{share:.4f} standard_error:{error:.4f} n:{len(items)}")
 
-
 if __name__ == "__main__":
-    sys.exit(start(main))
+    sys.exit(run(main, errors=(torch.OutOfMemoryError,)))

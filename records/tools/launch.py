@@ -2,12 +2,12 @@
 processes, checks everything, and starts torchrun.
 
     ./run.sh [train] [SCRIPT.py] [speedrun|short|demo] [--repeat=N] [--text=PATH] [flags]
+    ./run.sh [SCRIPT.py] --resume[=RUN] [flags]
 
 Each command that it starts is printed first, and can be given by hand as well. What --check finds
-is one line and status 2. A run that fails later shows what torchrun shows.
+is one line and status 2. Of a run that ends early, the last lines say why, and how to go on.
 """
 
-import glob
 import hashlib
 import json
 import math
@@ -18,87 +18,106 @@ import subprocess
 import sys
 import sysconfig
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data import tokenize_text
-from records.tools.load import ArgumentParser, UserError, load_script, require, run
+from records.tools import logs
+from records.tools.load import ArgumentParser, UserError, installed, load_script, require, run
+
+with installed():
+    import torch
+
+    from data import tokenize_text
+    from data.common import sha256
+    from records.tools import sample
+    from records.tools.watch import checkpoint_of, end, say, train
 
 # The standard library, without its tests and its tables of characters.
 DEMO_TEXT = ("--out data/demo --name demo --tokenizer bytes --shuffle --glob *.py "
              "--exclude *-packages --exclude test --exclude tests --exclude idle_test "
              "--exclude encodings --exclude entities.py")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 
-def say(text: str):
-    print(f"run.sh: {text}", flush=True)
-
-
-def start(*command: str, read=False, **variables: str) -> list[str]:
+def start(*command: str, **variables: str):
     """Runs a Python program with these environment variables added. If it fails, this process ends
-    with its status. With `read`, returns the lines that it printed, which are passed on meanwhile.
-    """
+    with its status."""
     say(shlex.join(["python", *command]))
-    program = subprocess.Popen([sys.executable, *command], env=os.environ | variables, text=True,
-                               errors="replace", stdout=subprocess.PIPE if read else None)
-    lines = []
+    program = subprocess.Popen([sys.executable, *command], env=os.environ | variables)
     try:
-        for line in program.stdout or ():
-            lines.append(line)
-            with suppress(OSError):  # a run outlives its console
-                print(line, end="", flush=True)
         program.wait()
     except KeyboardInterrupt:
-        # Ctrl+C has reached the program too, which then ends by itself. A signal to this process
-        # alone has not.
-        with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
-            program.wait(timeout=3)
-        program.terminate()
-        program.wait()
+        end(program)
         raise
     if program.returncode:
         sys.exit(program.returncode % 256)
-    return lines
 
 
 # ---- What to train -------------------------------------------------------------------------------
 
-def split_words(words: list[str]) -> tuple[str, list[str]]:
+def split_words(words: list[str]) -> tuple[str | None, list[str]]:
     """The script that a command line names, and the flags for it. A word that is neither a flag nor
-    a flag's value is the script or the preset, wherever it stands."""
+    a flag's value is the script or the preset, wherever it stands. --resume needs no value."""
     scripts = []
     flags = []
     presets = []
     for before, word in zip(["", *words], words):
         is_value = before.startswith("--") and "=" not in before and before != "--check"
-        if word.startswith("-") or is_value:
-            flags.append(word)
+        if before == "--resume" and not word.startswith("-") and not word.endswith(".py"):
+            flags[-1] += word
+        elif word.startswith("-") or is_value and before != "--resume":
+            flags.append("--resume=" if word == "--resume" else word)
         elif word.endswith(".py"):
             scripts.append(word)
         else:
             presets.append(word)
     for named in (scripts, presets):
         require(len(named) < 2, f"{' and '.join(named)}: name one script and one preset at most")
-    return scripts[0] if scripts else "train_gpt.py", [*map("--preset={}".format, presets), *flags]
+    return scripts[0] if scripts else None, [*map("--preset={}".format, presets), *flags]
 
 
-def prepare_machine(gpus: int):
-    """On a machine without GPUs that torch sees, sets what makes training fast, and complains if
-    there is a driver for one."""
-    if gpus:
-        return
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # processes are as fast as threads
-    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "1000000000")  # keep what a step frees
-    os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", "2000000000")
-    if NVIDIA_DRIVER.exists() and "CUDA_VISIBLE_DEVICES" not in os.environ:
-        version = re.search(r"\d+[.]\S+", NVIDIA_DRIVER.read_text())[0]
-        raise UserError(f"torch {torch.__version__} sees no GPU with NVIDIA driver {version}; "
-                        "install a torch that fits it, or set CUDA_VISIBLE_DEVICES= for a CPU")
+def find_resumed(path: str | None, flags: list[str]) -> tuple[str, list[str], dict]:
+    """The script, the flags, and the settings of the run, where --resume names a checkpoint, a log,
+    a folder or nothing. A script that is not named is the one in this folder that saved it."""
+    values = dict(flag.split("=", 1) for flag in flags if "=" in flag)
+    if "--resume" not in values:
+        return path or "train_gpt.py", flags, {}
+    run = Path(values["--resume"] or values.get("--records", "records")).expanduser()
+    checkpoint = checkpoint_of(run)
+    try:
+        saved = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+        settings, source = saved["settings"], saved["script"]
+    except Exception:  # of many kinds; the script's own check says what is wrong with the file
+        settings, source = {}, None
+    scripts = ["train_gpt.py", *sorted(map(str, Path().glob("*.py")))]
+    same = [script for script in scripts if source and sample.source_hash(Path(script)) == source]
+    path = path or (same or scripts)[0]
+    say(f"{path} goes on from {checkpoint}")
+    flags = [flag for flag in flags if not flag.startswith("--resume=")]
+    return path, [*flags, f"--resume={checkpoint}"], settings
+
+
+def cores() -> int:
+    """How many this process may use: by its affinity, and by the quotas of its control groups, as a
+    container's --cpus sets them."""
+    has_affinity = hasattr(os, "sched_getaffinity")  # not on a Mac
+    count = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
+    quotas = []
+    with suppress(OSError):
+        group = re.search("(?m)^0::/(.*)", Path("/proc/self/cgroup").read_text())
+        folder = CONTROL_GROUPS / (group[1] if group else "")
+        quotas = [each / "cpu.max" for each in (folder, *folder.parents)]
+    for path in [*quotas, CONTROL_GROUPS / "cpu" / "cpu.cfs_quota_us"]:
+        with suppress(OSError, ValueError):  # there is none, or it is "max"
+            words = path.read_text().split()
+            if len(words) == 1:  # in version 1 of control groups
+                words += path.with_name("cpu.cfs_period_us").read_text().split()
+            if int(words[0]) > 0:
+                count = min(count, int(words[0]) // int(words[1]))
+    return max(1, count)
 
 
 def number_of_ranks(micro_batches: int, gpus: int) -> int:
@@ -108,21 +127,46 @@ def number_of_ranks(micro_batches: int, gpus: int) -> int:
     if wanted:
         require(wanted.isdecimal() and int(wanted) > 0, f"NPROC={wanted} is not a number above 0")
         return int(wanted)
-    has_affinity = hasattr(os, "sched_getaffinity")  # not on a Mac
-    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
-    return max(n for n in range(1, (gpus or cores) + 1) if micro_batches % n == 0)
+    return max(n for n in range(1, (gpus or cores()) + 1) if micro_batches % n == 0)
 
 
-def micro_batches_of(checkpoint: Path) -> int:
-    """The number of micro-batches of the run that saved a checkpoint."""
-    try:
-        return torch.load(checkpoint, map_location="cpu", weights_only=True,
-                          mmap=True)["settings"]["micro_batches"]
-    except Exception:  # of many kinds; the script's own check says what is wrong with the file
-        return 1
+def prepare_cpu(ranks: int):
+    """On a machine without GPUs that torch sees, sets what makes training fast, and complains if
+    there is a driver for one."""
+    if NVIDIA_DRIVER.exists() and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        version = re.search(r"\d+[.]\S+", NVIDIA_DRIVER.read_text())[0]
+        raise UserError(f"torch {torch.__version__} sees no GPU with NVIDIA driver {version}; "
+                        "install a torch that fits it, or set CUDA_VISIBLE_DEVICES= for a CPU")
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "1000000000")  # keep what a step frees
+    os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", "2000000000")
+    # Processes are as fast as threads. Threads beyond the cores wait for each other.
+    wanted = os.environ.setdefault("OMP_NUM_THREADS", "1")
+    most = max(1, cores() // ranks)
+    if not (wanted.isdecimal() and 0 < int(wanted) <= most):
+        os.environ["OMP_NUM_THREADS"] = str(most)
+        say(f"OMP_NUM_THREADS={most} in place of {wanted}: {ranks} rank(s) share {cores()} core(s)")
 
 
 # ---- The data ------------------------------------------------------------------------------------
+
+def make_shards(prefix: str, *words: str):
+    """Makes shards by these words for data/tokenize_text.py, unless there are some that are still
+    as their sidecar says, which is written last."""
+    sidecar = Path(f"{prefix}.json")
+    old = [*sidecar.parent.glob(f"{sidecar.stem}_*.bin"), *sidecar.parent.glob(sidecar.name)]
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        sides = json.loads(sidecar.read_text())
+        shards = [shard for side in ("train", "val") for shard in sides[side]["shards"]]
+        sums = {shard["file"]: shard["sha256"] for shard in shards}
+        found = {path.name: sha256(path) for path in old if path != sidecar}
+        if found == sums:
+            return
+    if old:
+        say(f"{prefix}*: files are missing or damaged; all are made again")
+    for path in old:
+        path.unlink()
+    start("data/tokenize_text.py", *words)
+
 
 def make_preset_data(script, hp):
     """Makes the demo's data, or fetches as much of FineWeb as the settings need."""
@@ -133,11 +177,11 @@ def make_preset_data(script, hp):
         tokens = script.tokens_seen(hp.num_iterations, hp)
         chunks = math.ceil(tokens / max(1, usable * hp.epochs))
         start("data/fineweb.py", f"--num_chunks={chunks}")
-    elif hp.train_files.startswith("data/demo/") and not glob.glob(hp.train_files):
-        start("data/tokenize_text.py", sysconfig.get_path("stdlib"), *DEMO_TEXT.split())
+    elif hp.train_files.startswith("data/demo/"):
+        make_shards("data/demo/demo", sysconfig.get_path("stdlib"), *DEMO_TEXT.split())
 
 
-def shards_of_text(text: str) -> Path:
+def shards_of_text(text: str) -> str:
     """The beginning of the paths of a text's shards, data/<name>/<name>_<hash>, which are made
     unless they are there. Since the hash is that of the files' names, sizes and times, a changed
     text gets shards of its own. Those from before stay, for runs that are resumed on them."""
@@ -147,23 +191,22 @@ def shards_of_text(text: str) -> Path:
     name = re.sub(r"\W", "_", Path(text).resolve().stem, flags=re.ASCII)
     if name in ("demo", "fineweb10B"):  # which are the presets'
         name += "_text"
-    shards = Path("data", name, f"{name}_{digest}")
-    if not shards.with_suffix(".json").exists():  # it is written last
-        start("data/tokenize_text.py", text, "--out", str(shards.parent), "--name", shards.name,
-              "--tokenizer", "bytes", "--shuffle")
-    return shards
+    prefix = f"data/{name}/{name}_{digest}"
+    make_shards(prefix, text, "--out", f"data/{name}", "--name", f"{name}_{digest}", "--tokenizer",
+                "bytes", "--shuffle")
+    return prefix
 
 
-def flags_for_text(text: str, shards: Path, script, hp, named: dict) -> list[str]:
+def flags_for_text(text: str, prefix: str, script, hp, named: dict) -> list[str]:
     """The flags that have a run train on a text's shards: more passes if they are short, and all of
     the validation text. Says in one line what was chosen. Flags that the user has named stay."""
-    sidecar = json.loads(shards.with_suffix(".json").read_text())
+    sidecar = json.loads(Path(f"{prefix}.json").read_text())
     train, val = (sidecar[side]["tokens"] for side in ("train", "val"))
-    flags = [f"--train_files={shards}_train_*.bin", f"--val_files={shards}_val_*.bin"]
+    flags = [f"--train_files={prefix}_train_*.bin", f"--val_files={prefix}_val_*.bin"]
     if "val_tokens" not in named and hp.val_tokens >= val:
         flags.append("--val_tokens=0")
     if "epochs" not in named:
-        found = script.find_shards(f"{shards}_train_*.bin")
+        found = script.find_shards(f"{prefix}_train_*.bin")
         epochs = 1
         while hp.num_iterations > sum(1 for _ in islice(
                 script.step_starts(found, replace(hp, epochs=epochs)), hp.num_iterations)):
@@ -175,19 +218,23 @@ def flags_for_text(text: str, shards: Path, script, hp, named: dict) -> list[str
     return flags
 
 
-# ---- Training ------------------------------------------------------------------------------------
+# ---- The whole -----------------------------------------------------------------------------------
 
-def training_command(path: str, flags: list[str], ranks: int) -> list[str]:
-    if ranks == 1:
-        return [path, *flags]
-    return ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", path,
-            *flags]
-
-
-def train(command: list[str]) -> str:
-    """A run; the path of its log, which is the last line that it prints."""
-    logs = [line for line in start(*command, read=True) if line.startswith("log: ")]
-    return logs[-1].removeprefix("log: ").rstrip("\n")
+def show_sample(path: str, log: Path, hp, prompt: list[str]):
+    """A sample of a demo, and what to do next."""
+    try:
+        checkpoint = checkpoint_of(log)
+    except UserError as e:  # the disk is full, say
+        say(f"no sample: {e}")
+        return
+    say(f"what the model writes after step {int(checkpoint.stem[4:])} of {hp.num_iterations}:")
+    words = [*[f"--script={path}"] * (path != "train_gpt.py"), *prompt]
+    start("records/tools/sample.py", str(checkpoint), *words, "--tokens=300", "--temperature=0.9")
+    another = shlex.join(["./run.sh", "sample", str(log), *words, "--seed=1"])
+    say(f"another sample: {another}")
+    copy = "cp train_gpt.py my_record.py; " * (path == "train_gpt.py")
+    race = shlex.join(["./run.sh", "race", "my_record.py" if copy else path])
+    say(f"next, a race of a copy that you change: {copy}{race}")
 
 
 def main(argv=None):
@@ -198,15 +245,20 @@ def main(argv=None):
     own, words = parser.parse_known_args(argv)
     path, flags = split_words(words)
     if own.help:
+        path = path or "train_gpt.py"
         require(os.path.isfile(path), f"{path}: there is no such script")
         start(path, "--help")
         return
+    path, flags, saved = find_resumed(path, flags)
     if own.text is not None and "--preset=demo" not in flags:
         flags.insert(0, "--preset=demo")
     script = load_script(path)
     try:
         hp, command = script.parse_flags(flags)
-        if not command.resume:
+        if command.resume:
+            known = {name: saved[name] for name in asdict(hp).keys() & saved.keys()}
+            hp = replace(hp, **known | command.named)
+        else:
             script.check_settings(hp, world_size=1)
     except script.UserError as e:
         raise UserError(e) from None
@@ -219,31 +271,29 @@ def main(argv=None):
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     require(tasks == "1", f"srun has started {tasks} run.sh, which do not know of each other: let "
             "it start torchrun, once on each node, as records/cluster.md shows")
-    prepare_machine(gpus)
+    ranks = number_of_ranks(hp.micro_batches, gpus)
+    if not gpus:
+        prepare_cpu(ranks)
     require(gpus or command.preset not in ("speedrun", "short") or command.check
-            or "num_iterations" in command.named, f"--preset={command.preset} takes days or weeks "
-            "without a GPU; run demo, or insist by --num_iterations=N")
+            or "num_iterations" in command.named, f"{command.preset} takes weeks without a GPU; "
+            "run demo, or insist by --num_iterations=N")
 
     if own.text is not None:
         shards = shards_of_text(own.text)
         flags += flags_for_text(own.text, shards, script, hp, command.named)
-    elif not command.resume and not own_data:
+    elif not own_data:
         make_preset_data(script, hp)
-
-    micro_batches = micro_batches_of(command.resume) if command.resume else hp.micro_batches
-    ranks = number_of_ranks(micro_batches, gpus)
-    what = f"--resume={command.resume}" if command.resume else f"preset {command.preset}"
-    say(f"{what}: {ranks} rank(s)")
+    what = "the checkpoint's settings" if command.resume else f"preset {command.preset}"
+    say(f"{what}, {ranks} rank(s); settings and data are checked")
     start(path, "--check", *flags, WORLD_SIZE=str(ranks))
     if command.check:
         return
-    logs = [train(training_command(path, flags, ranks)) for _ in range(own.repeat or 1)]
+    runs = [train(path, flags, ranks) for _ in range(own.repeat or 1)]
     if own.repeat:
-        start("records/tools/compare.py", *logs)
+        start("records/tools/compare.py", *map(str, runs))
     elif command.preset == "demo" and hp.save_every and hp.num_iterations and not command.resume:
-        start("records/tools/sample.py", *logs, f"--script={path}", "--tokens=300",
-              "--temperature=0.9")
+        show_sample(path, runs[0], hp, [] if own.text or own_data else ["--prompt=def "])
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run(main, errors=(logs.BadInput,)))

@@ -1,28 +1,26 @@
-"""The ledger of ideas: what was raced, what came of it, and what survives that so much was tried.
+"""The ledger of ideas: what was raced, and what survives that so much was tried.
 
     ./run.sh ideas
 
-Each race enters its candidates into records/ideas.csv, which git ignores: failed, broken and
-stopped ones too, since the more is tried, the more looks good by chance. The project's own races
-are in the ideas.csv of a dated folder. This prints all, newest last. `survives` marks the ideas that
-are to be kept (better, honest, with the baseline's tokens) and are among what a false discovery
-rate of 5 % leaves of all that was tried: of the ideas marked so, at most 5 % are none, on average.
-
-E-values go through e-BH (Wang and Ramdas, arXiv:2009.02824), which holds however they depend on
-each other, p-values of fixed designs through Benjamini and Hochberg's procedure. If there are both,
-each kind gets half of the 5 %: the sum of two false discovery rates bounds that of both together.
+Every race appends its candidates to records/ideas.csv, failed and broken ones too, since the more
+is tried, the more looks good by chance. Yours are shown first, then those of the dated folders.
+`kept` marks ideas that are to be kept, and that a false discovery rate of 5 % leaves: by e-BH (Wang
+and Ramdas, arXiv:2009.02824) for e-values, by Benjamini and Hochberg for p-values, with half of the
+rate for each where there are both. `better?` and `worse?` have an E above 100, but their race asked
+for more, since it had several candidates.
 """
 
 import csv
+import io
 import os
-import re
+import shutil
 import sys
 from datetime import datetime, timezone
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from records.tools import logs
-from records.tools.load import ROOT, ArgumentParser, installed, require, run
+from records.tools.load import ROOT, ArgumentParser, installed, run
 
 with installed():
     from scipy import stats
@@ -30,73 +28,100 @@ with installed():
 RATE = 0.05
 COLUMNS = ["date", "race", "candidate", "patch", "decision", "keep", "honest", "difference", "low",
            "high", "E", "p", "pairs", "seconds", "baseline_seconds", "tokens", "baseline_tokens"]
-VALUE = r"([0-9.]+(e[-+]?\d+)?)?"  # a number, or nothing
-SHOWN = ["date", "race", "candidate", "decision", "difference", "E", "p", "pairs", "survives"]
+
+def e_text(E: float) -> str:
+    if E < 100:
+        return f"{E:.2g}"
+    return f"{E:,.0f}" if E < 1e5 else "above 99,999"
+
+def row_of(line: str) -> dict | None:
+    """A line's cells, the numbers in it as numbers; None if it is no line of a ledger. A
+    spreadsheet may have divided them by semicolons, and written commas for points."""
+    for mark in ",;\t":
+        cells = next(csv.reader([line.replace("\0", "")], delimiter=mark), [])
+        row = dict(zip(COLUMNS, cells))
+        try:
+            for key in ("difference", "E", "p"):
+                row[key] = float(row[key].replace(",", ".")) if row[key] else None
+        except (KeyError, ValueError):
+            continue
+        if len(cells) == len(COLUMNS) and 0 <= (row["p"] or 0) <= 1 and (row["E"] or 0) >= 0:
+            return row
+    return None
 
 def read(path: Path) -> list[dict]:
-    """The rows of a ledger; none where there is no file."""
-    if not path.exists():
-        return []
-    with open(path, encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file, strict=True))
-    for number, row in enumerate(rows, 2):
-        require(list(row) == COLUMNS and None not in row.values()
-                and all(re.fullmatch(VALUE, row[name]) for name in ("E", "p")),
-                f"{path}, line {number}: no line of a ledger; mend it or take it out")
-    return rows
+    """The ideas in a ledger. Where a race went on, its last line counts. A damaged line is said and
+    passed over."""
+    text = path.read_text(encoding="utf-8-sig", errors="replace") if path.exists() else ""
+    found = {}
+    for number, line in enumerate(text.split("\n"), 1):
+        row = row_of(line)
+        if row:
+            idea = (row["race"], row["candidate"], row["patch"])
+            found.pop(idea, None)
+            found[idea] = row
+        elif line.strip(",;\t ") and not line.lstrip('"').startswith(COLUMNS[0]):
+            print(f"warning: {path}, line {number}: no line of a ledger, passed over",
+                  file=sys.stderr)
+    return list(found.values())
 
 def add(records: Path, race: str, verdict: list[dict]):
-    """Enter a race's verdict. If it went on, its earlier lines are replaced: with more pairs an
-    idea is still one idea."""
-    path = Path(records, "ideas.csv")
-    now = f"{datetime.now(timezone.utc):%Y-%m-%d}"
-    new = []
-    for one in verdict:
-        low, high = one["interval"] or (None, None)
-        new.append({"date": now, "race": race, **one, "low": low, "high": high})
-    same = {(race, one["candidate"], one["patch"]) for one in verdict}
-    rows = [row for row in read(path)
-            if (row["race"], row["candidate"], row["patch"]) not in same]
-    unfinished = path.with_suffix(".unfinished")
-    with open(unfinished, "w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows + new)
-    os.replace(unfinished, path)  # a ledger is never half written
+    """Append a race's candidates, each line by one write, so that races that end together lose
+    nothing. Two that find no ledger both write a header, which is read as often as it stands."""
+    with open(Path(records, "ideas.csv"), "ab+", buffering=0) as file:
+        for one in verdict:
+            low, high = one["interval"] or (None, None)
+            row = one | {"date": f"{datetime.now(timezone.utc):%Y-%m-%d}", "race": race,
+                         "low": low, "high": high}
+            cells = ["" if row[key] is None else str(row[key]) for key in COLUMNS]
+            text = io.StringIO()
+            csv.writer(text, lineterminator="\n").writerow(" ".join(cell.split()) for cell in cells)
+            size = file.seek(0, io.SEEK_END)
+            before = "" if size else ",".join(COLUMNS) + "\n"
+            if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+                before = "\n"  # a full disk has cut a line, which must not spoil this one
+            file.write(f"{before}{text.getvalue()}".encode("utf-8", "backslashreplace"))
 
 def mark_survivors(rows: list[dict]):
-    """Set row["survives"]: yes, or nothing."""
-    kinds = [[row for row in rows if row["E"]], [row for row in rows if row["p"] and not row["E"]]]
-    kinds = [kind for kind in kinds if kind]
+    """Set row["kept"]: yes, or nothing."""
+    by_e = [(row, min(1.0, 1 / row["E"])) for row in rows if row["E"]]
+    by_p = [(row, row["p"]) for row in rows if row["p"] is not None]
+    kinds = [kind for kind in (by_e, by_p) if kind]
     for row in rows:
-        row["survives"] = ""
+        row["kept"] = ""
     for kind in kinds:
-        values = [min(1.0, 1 / float(row["E"])) if row["E"] else float(row["p"]) for row in kind]
-        for row, value in zip(kind, stats.false_discovery_control(values)):
-            if value <= RATE / len(kinds) and row["keep"] == "True":
-                row["survives"] = "yes"
+        values = stats.false_discovery_control([value for _, value in kind])
+        for (row, _), value in zip(kind, values):
+            if value <= RATE / len(kinds) and row["keep"].casefold() == "true":
+                row["kept"] = "yes"
 
 def main(arguments=None):
     ArgumentParser(description=__doc__, prog="./run.sh ideas").parse_args(arguments)
-    paths = [*sorted(ROOT.glob("records/*/ideas.csv")), ROOT / "records" / "ideas.csv"]
-    rows = sorted([row for path in paths for row in read(path)], key=lambda row: row["date"])
-    if not rows:
-        print("no idea yet: ./run.sh race my_record.py enters one")
-        return
+    records = ROOT / "records"
+    paths = [records / "ideas.csv", *sorted(records.glob("*/ideas.csv"))]
+    rows = [row for path in paths for row in read(path)]
     mark_survivors(rows)
-    table = [SHOWN, *[[short(row[name]) for name in SHOWN] for row in rows]]
-    widths = [max(map(len, cells)) for cells in zip(*table)]
-    for cells in table:
-        print(logs.printable("  ".join(map(str.ljust, cells, widths)).rstrip()))
-    left = sum(row["survives"] == "yes" for row in rows)
-    print(f"\n{len(rows)} ideas, of which {left} survive at a false discovery rate of {RATE:.0%}")
-
-def short(text: str) -> str:
-    """A number in four digits."""
-    try:
-        return f"{float(text):.4g}"
-    except ValueError:
-        return text
+    # Where the console is narrow, names lose their beginnings.
+    longest = max([9, *[len(row[key]) for row in rows for key in ("race", "candidate")]])
+    width = min(longest, max(9, (shutil.get_terminal_size().columns - 62) // 2))
+    line = f"{{:5}}  {{:{width}}}  {{:{width}}}  {{:13}}  {{:>7}}  {{:14}}  {{:>5}}  {{}}"
+    if rows:
+        print(line.format("date", "race", "candidate", "decision", "loss", "E or p", "pairs",
+                          "kept"))
+    for row in rows:
+        decision, loss = row["decision"], row["difference"]
+        if decision == "undecided" and (row["E"] or 0) >= 100:
+            decision = "better?" if loss < 0 else "worse?"
+        evidence = "" if row["E"] is None else f"E {e_text(row['E'])}"
+        if row["p"] is not None:
+            evidence = f"p {row['p']:.2g}"
+        cells = [row["date"][5:], row["race"][-width:], row["candidate"][-width:], decision,
+                 "" if loss is None else f"{loss:+.4f}", evidence, row["pairs"], row["kept"]]
+        print(line.format(*map(logs.printable, cells)).rstrip())
+    kept = sum(row["kept"] == "yes" for row in rows)
+    print(f"\n{len(rows)} ideas, {kept} of them kept at a false discovery rate of {RATE:.0%}"
+          if rows else "no idea yet: ./run.sh race my_record.py enters one")
+    print("What failed, and why: records/negative.md")
 
 if __name__ == "__main__":
     sys.exit(run(main))

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]
+# Starts several processes of this machine, also where its own name leads nowhere.
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local_addr=127.0.0.1"]
 
 
 @contextlib.contextmanager
@@ -25,7 +27,8 @@ def installed():
 with installed():
     from data.common import ArgumentParser, UserError, require, run
 
-__all__ = ["ROOT", "ArgumentParser", "UserError", "installed", "load_script", "require", "run"]
+__all__ = ["ROOT", "TORCHRUN", "ArgumentParser", "UserError", "installed", "load_script", "require",
+           "run"]
 
 
 def load_script(path, name: str = "training_script") -> ModuleType:

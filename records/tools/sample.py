@@ -6,8 +6,7 @@
     ./run.sh sample RUN --prompt "464 3290"     # in numbers, without GPT-2's vocabulary
 
 The text goes to stdout token by token, until there are --tokens of them or the model ends its text.
-Bytes that are not UTF-8 are shown as U+FFFD, control characters in the form \\x1b. The same seed
-gives the same text on the same hardware.
+Control characters are shown in the form \\x1b. One seed gives one text on the same hardware.
 """
 
 import codecs
@@ -21,7 +20,8 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from records.tools import logs
-from records.tools.load import ROOT, ArgumentParser, UserError, installed, load_script, run
+from records.tools.load import (ROOT, ArgumentParser, UserError, installed, load_script, require,
+                                run)
 
 with installed():
     import torch
@@ -34,7 +34,6 @@ ESCAPES = {code: f"\\x{code:02x}" for code in CONTROL if chr(code) not in "\n\t"
 NEEDED = ("BLOCK", "GPT", "Hyperparameters", "Rotary", "read_checkpoint",
           "window_tokens")  # what a training script must have
 
-
 class Trained(NamedTuple):
     """A run's model in evaluation mode, for use without a compiler, and the script that trained
     it."""
@@ -42,15 +41,12 @@ class Trained(NamedTuple):
     hp: object  # the script's Hyperparameters
     script: ModuleType
 
-
 def note(line: str):
     print(f"note: {line}", file=sys.stderr, flush=True)
-
 
 def one_line(text) -> str:
     """Text of unknown origin, made fit for a message."""
     return " ".join(str(text).split()).translate(ESCAPES)[:500]
-
 
 def number(kind: type, least: int):
     """The type of an argument that is a number of this kind, and not below `least`."""
@@ -62,20 +58,16 @@ def number(kind: type, least: int):
     parse.__name__ = f"{'whole number' if kind is int else 'number'} from {least} on"
     return parse
 
-
 def arguments(verb: str, description: str) -> ArgumentParser:
     """A parser with the arguments of every program that uses a trained model."""
     parser = ArgumentParser(description=description, prog=f"./run.sh {verb}")
-    parser.add_argument("run", metavar="RUN", nargs="+",
-                        help="a run's log, its folder or a checkpoint; of several, the newest")
-    parser.add_argument("--script", type=Path, metavar="FILE",
-                        help="script that trained the run; default: the repository's train_gpt.py")
-    parser.add_argument("--vocab_dir", metavar="DIR", help="folder with GPT-2's encoder.json and "
-                        "vocab.bpe; without it tiktoken's copy or a download")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
-                        help="cpu or cuda; default: cuda where there is one, else cpu")
+    add = parser.add_argument
+    add("run", metavar="RUN", nargs="+", help="a log, folder or checkpoint; of several, the newest")
+    add("--script", type=Path, metavar="FILE", help="that trained the run (train_gpt.py)")
+    add("--vocab_dir", metavar="DIR", help="of GPT-2's encoder.json and vocab.bpe (downloaded)")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", default=device, help=f"cpu or cuda ({device})")
     return parser
-
 
 def checked_script(path: Path) -> ModuleType:
     """A training script as a module. Raises UserError where it cannot be loaded or is none."""
@@ -86,52 +78,35 @@ def checked_script(path: Path) -> ModuleType:
     except (Exception, SystemExit) as e:
         raise UserError(f"{path}: cannot be loaded ({type(e).__name__}: {one_line(e)})") from e
     missing = [name for name in NEEDED if not hasattr(script, name)]
-    if missing:
-        raise UserError(f"{path}: is not a training script, because it has no {missing[0]}")
+    require(not missing, f"{path}: is not a training script, because it has no "
+            f"{' or '.join(missing)}")
     return script
 
-
-def source_hash(path: Path) -> str | None:
-    """The sha256 that a script's runs keep in their checkpoints; None where there is no script."""
-    try:
-        if path.is_file():
-            return hashlib.sha256(path.read_text(encoding="utf-8").encode()).hexdigest()
-    except (OSError, ValueError):  # unreadable, or not UTF-8
-        pass
-    return None
-
+def source_hash(path: Path) -> str:
+    """The sha256 that a script's runs keep in their checkpoints."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 def check_script(checkpoint: Path, saved: dict, path: Path, asked: bool):
     """Raises UserError where path is not the script of the run, unless it was asked for by name."""
-    trained_by = saved.get("script")
-    if source_hash(path) == trained_by:
+    if source_hash(path) == saved.get("script"):
         return
     message = f"{checkpoint}: was trained by another script than {path} as it is now"
     if asked:
         note(message)
         return
-    candidates = [*sorted(Path().glob("*.py")), *sorted(ROOT.glob("*.py")),
-                  *sorted(ROOT.glob("records/*/train_gpt.py"))]
-    for candidate in candidates:
-        if source_hash(candidate) == trained_by:
-            raise UserError(f"{message}; add --script {one_line(shlex.quote(str(candidate)))}")
+    for candidate in (*sorted(Path().glob("*.py")), *sorted(ROOT.glob("*.py")),
+                      *sorted(ROOT.glob("records/*/train_gpt.py"))):
+        require(source_hash(candidate) != saved.get("script"),
+                f"{message}; add --script {one_line(shlex.quote(str(candidate)))}")
     raise UserError(f"{message}; add --script FILE (the run's log contains its text), or "
                     f"--script {shlex.quote(str(path))} to try this one all the same")
-
 
 def folder_of(run: Path) -> Path:
     """The folder of the run that this log, folder or checkpoint belongs to."""
     if run.suffix == ".pt":
         return run.parent
-    if run.suffix == ".log" and not run.is_dir():
-        return run.with_suffix("")
-    return run
-
-
-def checkpoints_of(folder: Path, last: int = 10**8) -> list[Path]:
-    """A run's checkpoints up to the step `last`, the oldest first."""
-    return sorted(path for path in folder.glob("step*.pt") if path.name <= f"step{last:08}.pt")
-
+    return run.with_suffix("") if run.suffix == ".log" and not run.is_dir() else run
 
 def find_checkpoint(run: Path) -> Path:
     """The newest checkpoint of a run. If a resumed run has not saved one yet, it is the newest of
@@ -139,21 +114,20 @@ def find_checkpoint(run: Path) -> Path:
     if run.suffix == ".pt" and run.is_file():
         return run
     folder = folder_of(run)
-    if run.suffix == ".pt" or not (folder.is_dir() or run.is_file()):
-        raise UserError(f"{run}: there is no such run; name its log, its folder or a checkpoint")
-    checkpoints = checkpoints_of(folder)
+    require(run.suffix != ".pt" and (folder.is_dir() or run.is_file()),
+            f"{run}: there is no such run; name its log, its folder or a checkpoint")
+    found = sorted(folder.glob("step*.pt"))
     log = folder.parent / f"{folder.name}.log"
-    if not checkpoints and log.is_file():
+    if not found and log.is_file():
         chain = logs.read_run(log, folder.name)
         for (before, _), (_, step) in reversed([*itertools.pairwise(chain.logs)]):
-            checkpoints = checkpoints or checkpoints_of(folder_of(Path(before)), step)
-        if chain.missing and not checkpoints:
-            raise UserError(f"{log}: has saved no checkpoint yet, and {chain.missing}")
-    if not checkpoints:
-        raise UserError(f"{folder}: has no checkpoint; the run has not saved one yet, or was told "
-                        "to save none (--save_every=0)")
-    return checkpoints[-1]
-
+            found = found or [path for path in sorted(folder_of(Path(before)).glob("step*.pt"))
+                              if path.name <= f"step{step:08}.pt"]
+        require(found or not chain.missing,
+                f"{log}: has saved no checkpoint yet, and {chain.missing}")
+    require(found, f"{folder}: has no checkpoint; the run has not saved one yet, or was told to "
+            "save none (--save_every=0)")
+    return found[-1]
 
 def load_model(run, device="cpu", script_path: Path | None = None) -> Trained:
     """The newest model of the run that this log, folder or checkpoint belongs to. script_path names
@@ -166,8 +140,7 @@ def load_model(run, device="cpu", script_path: Path | None = None) -> Trained:
         saved = script.read_checkpoint(checkpoint)
     except (script.UserError, logs.BadInput) as e:
         raise UserError(one_line(e).removeprefix("--resume=")) from None
-    if not isinstance(saved, dict):
-        raise UserError(f"{checkpoint}: is not a checkpoint of a run")
+    require(isinstance(saved, dict), f"{checkpoint}: is not a checkpoint of a run")
     check_script(checkpoint, saved, path, asked=script_path is not None)
     try:
         hp = script.Hyperparameters(**saved["settings"])
@@ -175,16 +148,12 @@ def load_model(run, device="cpu", script_path: Path | None = None) -> Trained:
         model = script.GPT(hp, weights["embed.weight"].dtype, flex=False)
         model.load_state_dict(weights)
     except Exception as e:
-        reason = f"{type(e).__name__}: {one_line(e)}"
-        raise UserError(f"{checkpoint}: does not fit {path} ({reason})") from e
+        raise UserError(f"{checkpoint}: does not fit {path} ({type(e).__name__}: {one_line(e)})")
     return Trained(model.to(device).eval(), hp, script)
-
 
 def load_run(args) -> Trained:
     """The model of the run that the arguments name. Raises UserError."""
     try:
-        if torch.device(args.device).type not in ("cpu", "cuda"):
-            raise RuntimeError("neither cpu nor cuda")
         torch.empty(1, device=args.device)
     except (RuntimeError, AssertionError) as e:
         raise UserError(f"--device={args.device} cannot be used ({one_line(e)})") from None
@@ -194,14 +163,12 @@ def load_run(args) -> Trained:
         note(f"the newest of {len(runs)} runs: {newest}")
     return load_model(newest, args.device, args.script)
 
-
 def tokenizer_of(hp, vocab_dir):
     """The tokenizer of a run's vocabulary. Raises UserError if it is not available."""
     names = {tokenizer.vocab_size: name for name, tokenizer in TOKENIZERS.items()}
-    if hp.vocab_size not in names:
-        raise UserError(f"no tokenizer is known for a vocabulary of {hp.vocab_size} tokens")
+    require(hp.vocab_size in names,
+            f"no tokenizer is known for a vocabulary of {hp.vocab_size} tokens")
     return load_tokenizer(names[hp.vocab_size], vocab_dir)
-
 
 def features(trained: Trained, tokens: list[int]) -> Tensor:
     """What the model hands to its head, x_TD, for tokens whose last block is filled up, with the
@@ -221,7 +188,6 @@ def features(trained: Trained, tokens: list[int]) -> Tensor:
     return model.features(torch.tensor(padded, dtype=torch.int32, device=device),
                           torch.tensor(window, dtype=torch.int32, device=device))
 
-
 @torch.no_grad()
 def generate(trained: Trained, tokens: list[int], temperature: float = 0.8, top_k: int = 50,
              generator: torch.Generator | None = None):
@@ -237,28 +203,14 @@ def generate(trained: Trained, tokens: list[int], temperature: float = 0.8, top_
         tokens.append(int(ids[chosen]))
         yield tokens[-1]
 
-
-def start(main) -> int:
-    def within_memory():
-        try:
-            main()
-        except torch.OutOfMemoryError:
-            raise UserError("the GPU's memory is full; ask for less, or use --device=cpu") from None
-    return run(within_memory)
-
-
 def encode_prompt(prompt: str, tokenizer, vocab_size: int) -> list[int]:
     if tokenizer:
         return tokenizer.encode(prompt)
-    try:
-        tokens = [int(number) for number in prompt.replace(",", " ").split()]
-        if all(0 <= token < vocab_size for token in tokens):
-            return tokens
-    except ValueError:
-        pass
-    raise UserError("--prompt: without the vocabulary it has to be token numbers from 0 to "
-                    f"{vocab_size - 1}, such as '464 32'")
-
+    numbers = prompt.replace(",", " ").split()
+    require(all(word.isdecimal() and int(word) < vocab_size for word in numbers),
+            "--prompt: without the vocabulary it has to be token numbers from 0 to "
+            f"{vocab_size - 1}, such as '464 32'")
+    return [int(word) for word in numbers]
 
 def token_bytes(token: int, tokenizer) -> bytes:
     """A token in UTF-8, which may be a part of a character; without a tokenizer, its number."""
@@ -268,20 +220,16 @@ def token_bytes(token: int, tokenizer) -> bytes:
         return bytes([token])
     return tokenizer.encoding.decode_single_token_bytes(token)
 
-
 def main():
     parser = arguments("sample", __doc__)
-    parser.add_argument("--prompt", default="", metavar="TEXT",
-                        help="text to continue; by default a new document begins")
-    parser.add_argument("--tokens", type=number(int, 1), default=200, metavar="N",
-                        help="largest number of tokens to add; default 200")
-    parser.add_argument("--temperature", type=number(float, 0), default=0.8, metavar="F",
-                        help="0 takes the likeliest token, 1 draws by the model's own "
-                        "probabilities; default 0.8")
-    parser.add_argument("--top_k", type=number(int, 0), default=50, metavar="K",
-                        help="draw from the K likeliest tokens, or from all with 0; default 50")
-    parser.add_argument("--seed", type=number(int, 0), default=0, metavar="S",
-                        help="seed of the random choices; default 0")
+    add = parser.add_argument
+    add("--prompt", default="", metavar="TEXT", help="text to continue (a new document begins)")
+    add("--tokens", type=number(int, 1), default=200, metavar="N", help="at most so many (200)")
+    add("--temperature", type=number(float, 0), default=0.8, metavar="F",
+        help="0 takes the likeliest token, 1 draws by the model's own probabilities (0.8)")
+    add("--top_k", type=number(int, 0), default=50, metavar="K",
+        help="draw from the K likeliest tokens, or from all with 0 (50)")
+    add("--seed", type=number(int, 0), default=0, metavar="S", help="of the random choices (0)")
     args = parser.parse_args()
     trained = load_run(args)
     model, hp, _ = trained
@@ -304,20 +252,15 @@ def main():
     show(b"".join(token_bytes(token, tokenizer) for token in prompt))
     generator = torch.Generator().manual_seed(args.seed)
     endless = generate(trained, [eot, *prompt], args.temperature, args.top_k, generator)
-    shown = 0
     try:
-        for token in itertools.islice(endless, args.tokens):
+        for shown, token in enumerate(itertools.islice(endless, args.tokens)):
             if token == eot:
                 break
             show(token_bytes(token, tokenizer))
-            shown += 1
-    except KeyboardInterrupt:
-        sys.exit(130)
     finally:
         show(b"\n", final=True)
     if token == eot:
         note(f"end of text after {shown} tokens")
 
-
 if __name__ == "__main__":
-    sys.exit(start(main))
+    sys.exit(run(main, errors=(torch.OutOfMemoryError,)))

@@ -1,0 +1,122 @@
+"""What a race found: the rows of verdict.json, verdict.txt, picture, page and patches."""
+
+import contextlib
+import difflib
+import hashlib
+import io
+import json
+import math
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+from records.tools import compare, judge, page, plot
+from records.tools.ledger import e_text
+from records.tools.trial import Entry
+
+def in_words(pairs, decision: str | None, E: float, asked: float, most: int) -> str:
+    """How a candidate stands after these pairs, in one wording for the way and the end. `asked` is
+    the E that decides; the decision is None where only the last of a fixed number may."""
+    gaps = [ours.loss - theirs.loss for ours, theirs in pairs]
+    gap = mean(gaps)
+    agree = sum(one * gap > 0 for one in gaps)
+    text = (f"{decision or ''} after {len(gaps)} pair{'s' * (len(gaps) != 1)}: "
+            f"{'lower' if gap < 0 else 'higher'} by {abs(gap):.4f} in "
+            f"{'all' if agree == len(gaps) else f'{agree} of'} {len(gaps)}").strip()
+    if decision:
+        text += f", E = {e_text(E)} of {e_text(asked)}"
+    needed = judge.pairs_until_decided(gaps, 1 / asked) if len(gaps) > 1 else None
+    if decision == "undecided" and needed:
+        text += f", about {max(needed, len(gaps) + 1)} pairs would do"
+        if needed > most:
+            text += f": the same command with `--most={12 * math.ceil(needed / 12)}`"
+    return text
+
+@dataclass(frozen=True)
+class Standing:
+    """A candidate, as its race hands it on."""
+    entry: Entry
+    pairs: list  # (its run, the baseline's) of each seed
+    problem: str  # why it cannot be raced
+    dishonest: str  # what the check of its honesty saw
+    allowed: bool  # to race all the same
+    words: str  # how it stands
+
+@dataclass(frozen=True)
+class Outcome:
+    rows: list[dict]  # of verdict.json
+    sides: list  # of the candidates that have pairs, and the baseline's, as compare.py has them
+    comparisons: list
+    target: float | None
+    level: float | None  # of e-values; None for a fixed number of pairs
+    notes: list[str]  # what is wrong with scripts
+
+def outcome_of(standings: list[Standing], baseline: Entry, runs: list, notes: list[str],
+               target: float | None, level: float | None, worth: float | None) -> Outcome:
+    """By the runs of the baseline, which may have begun a pair that no candidate has yet."""
+    raced = [one for one in standings if one.pairs]
+    sides = [compare.Side("A" if len(raced) == 1 else f"A{i}", [ours for ours, _ in one.pairs],
+                          target) for i, one in enumerate(raced, 1)]
+    found = []
+    if sides:
+        sides.append(compare.Side("B", runs, target))
+        absent = len(standings) - len(raced)
+        found = compare.compare_all(sides[:-1], sides[-1], target, level, worth, absent)
+    known = {one.entry.name: known for one, *known in zip(raced, sides, found)}
+    rows = [row_of(one, baseline, *known.get(one.entry.name, (None, None)), sides[-1:])
+            for one in standings]
+    return Outcome(rows, sides, found, target, level, [note for note in notes if note])
+
+def row_of(one: Standing, baseline: Entry, side, found, base: list) -> dict:
+    """An object of verdict.json. side and found are None for a candidate without a pair."""
+    test = judge.test_that_speaks(found, "loss") if found else {}
+    values = {key: test.get(key) for key in ("difference", "interval", "E", "p", "adjusted")}
+    for prefix, sides in (("", [side]), ("baseline_", base)):
+        for key in ("seconds", "tokens", "parameters"):
+            known = [getattr(run, key) for run in sides[0].used] if found else []
+            values[prefix + key] = mean(known) if known and None not in known else None
+    steps = found["paired"]["steps"] if found else {}
+    values |= {"steps_later": steps.get("difference"), "steps_interval": steps.get("interval"),
+               "baseline_steps": base[0].used[0].steps if found else None}
+    decision = found["decision"] if found else "undecided"
+    why = found["verdict"] if found else "no pair"
+    if decision == "undecided" and one.words:
+        why = f"{one.entry.name}: {one.words}"
+    if one.problem:
+        decision = "dishonest" if one.dishonest and not one.allowed else "broken"
+    equal = values["tokens"] == values["baseline_tokens"]
+    patch = patch_of(one.entry, baseline)
+    return {"candidate": one.entry.name, "script": one.entry.script, "decision": decision,
+            "keep": decision == "better" and not one.dishonest and equal,
+            "honest": not one.dishonest, "pairs": len(one.pairs),
+            "why": one.problem or one.dishonest or why,
+            "patch": hashlib.sha256(patch.encode()).hexdigest(), **values}
+
+def patch_of(entry: Entry, baseline: Entry) -> str:
+    """What was changed: a diff, after the flags."""
+    texts = [one.text.splitlines(True) for one in (baseline, entry)]
+    diff = difflib.unified_diff(*texts, baseline.script, entry.script)
+    own = [flag for flag in entry.flags if flag not in baseline.flags]
+    return "".join([f"flags: {shlex.join(own)}\n" * bool(own), *diff])
+
+def write_page(found: Outcome, folder: Path, alive: bool):
+    """race.html, from the first pair on. A fixed number of pairs has no p-value before its end."""
+    if found.sides:
+        shown = [] if alive and not found.level else found.comparisons
+        page.save(folder / "race.html", found.sides, shown, found.target, notes=found.notes,
+                  alive=alive)
+
+def write_rows(found: Outcome, folder: Path):
+    (folder / "verdict.json").write_text(json.dumps(found.rows, indent=1), encoding="utf-8")
+
+def write_text(found: Outcome, folder: Path):
+    """The verdict in words, printed too, and the picture."""
+    *sides, baseline = found.sides
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        compare.report(sides, [baseline], found.comparisons, found.target)
+    text = "".join(f"{note}\n" for note in found.notes) + out.getvalue()
+    print(f"\n{text}", end="", flush=True)
+    (folder / "verdict.txt").write_text(text, encoding="utf-8")
+    pairs = judge.pairs_of(sides[0], baseline) if len(sides) == 1 else ()
+    plot.save(str(folder / "race.png"), found.sides, found.target, pairs, found.level)
