@@ -259,26 +259,26 @@ def test_several_candidates_against_one_baseline(tmp_path, capsys):
 
 
 def test_pairs_that_were_added_until_decided_have_an_e_value(tmp_path, capsys):
-    losses = [3.20, 3.25, 3.31, 3.28, 3.22, 3.30]
+    losses = [3.20, 3.25, 3.31, 3.28, 3.22, 3.30, 3.24, 3.26]
     base = write(tmp_path / "b", losses, ms=(100.0, 101.0))
     ours = [x - 0.01 - i % 2 / 1000 for i, x in enumerate(losses)]
     a = write(tmp_path / "a", ours, ms=(100.0, 102.0))
-    E = compare.judge.e_value(np.subtract(ours, losses))
+    E = compare.judge.e_of_pairs(np.subtract(ours, losses))
     assert E > 100
     out = run_main(capsys, a, "--vs", base, "--until_decided=0.01")[1]
     said = " ".join(out.split())
     assert "A is better than B (A - B = -0.0105 nats a token, 99 % interval -0.0" in said
-    assert f"E = {E:,.0f}, lower in 6 of 6 pairs)." in said and "e+" not in said
-    assert said.count("E assumes that the differences of pairs are roughly normal.") == 2
-    assert "6 pairs -0.01050" in said and "Welch" not in said
+    assert f"E = {E:,.0f}, lower in 8 of 8 pairs)." in said and "e+" not in said
+    assert said.count("E assumes that differences of pairs are spread evenly to both sides.") == 2
+    assert "8 pairs -0.01050" in said and "Welch" not in said
     assert " p = " not in said.partition(" Mean below")[0]
-    (a / "run5.log").unlink()
-    (a / "run4.log").unlink()
+    for run in range(4, 8):
+        (a / f"run{run}.log").unlink()
     found = json.loads(run_main(capsys, a, "--vs", base, "--until_decided=0.01", "--json")[1])
     result = found["comparison"]
     assert result["decision"] == "undecided" and result["paired"]["loss"]["p"] is None
-    assert result["paired"]["loss"]["needed"] == 5
-    assert "Some 5 pairs in all would likely decide it." in result["verdict"]
+    assert result["paired"]["loss"]["needed"] == 8
+    assert "Some 8 pairs in all would likely decide it." in result["verdict"]
 
 
 @pytest.mark.parametrize("level", [None, 0.01, 0.2])
@@ -287,8 +287,8 @@ def test_the_word_and_the_intervals_agree(tmp_path, level, seed):
     """In nats, in steps and on the page: 0 is outside where a side is better or worse, and only
     there, also after the adjustment for the number of candidates."""
     draw = np.random.default_rng(seed).normal
-    base = draw(3.3, 0.05, 7)
-    sides = [side_of(f"A{i}", write(tmp_path / f"{i}", base + draw(mean, 0.01, 7)))
+    base = draw(3.3, 0.05, 12)
+    sides = [side_of(f"A{i}", write(tmp_path / f"{i}", base + draw(mean, 0.01, 12)))
              for i, mean in enumerate((-0.07, -0.012, 0.0, 0.015))]
     baseline = side_of("B", write(tmp_path / "b", base, ms=(101.0,)))
     found = compare.compare_all(sides, baseline, 3.28, level)

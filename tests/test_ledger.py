@@ -51,7 +51,8 @@ def as_saved_by_a_spreadsheet(text):
     (lambda text: text + text.split("\n")[1].replace("race_x", "y").replace("2.5", "nan"),
      1)])
 def test_what_others_did_to_a_ledger(change, warned, tmp_path, capsys):
-    """It is read all the same, and a line that is none is named. What comes after it stays whole."""
+    """It is read all the same, a line that is none is named, and what comes after it stays whole.
+    """
     ledger.add(tmp_path, "race_x", [row("a", E=2.5)])
     path = tmp_path / "ideas.csv"
     path.write_bytes(change(path.read_text()).encode())

@@ -253,6 +253,8 @@ COMMANDS = [words for text in TEXTS.values() for words in commands_of(text)]
 
 def training(words: list[str]) -> tuple[str, list[str]] | None:
     """The script that a command trains, and the flags for it; None if it trains none."""
+    if "--help" in words:
+        return None
     if words[:2] == ["./run.sh", "race"]:
         scripts = [word for word in words[2:] if word.endswith(".py")] or ["my_record.py"]
         flags = [word for word in words[2:] if word not in scripts]

@@ -186,7 +186,7 @@ def sentences_about(a, b, comparison, target):
     if target is not None:
         sentences.append(about_target(a, b, comparison, target))
     if test_that_speaks(comparison, "loss")["E"] is not None:
-        sentences.append("E assumes that the differences of pairs are roughly normal.")
+        sentences.append("E assumes that differences of pairs are spread evenly to both sides.")
     sentences += [f"But mind the warnings about {side.label}." for side in (a, b) if side.warnings]
     return list(filter(None, sentences))
 

@@ -156,8 +156,7 @@ def make_shards(prefix: str, *words: str):
     old = [*sidecar.parent.glob(f"{sidecar.stem}_*.bin"), *sidecar.parent.glob(sidecar.name)]
     with suppress(OSError, ValueError, LookupError, TypeError):
         sides = json.loads(sidecar.read_text())
-        shards = [shard for side in ("train", "val") for shard in sides[side]["shards"]]
-        sums = {shard["file"]: shard["sha256"] for shard in shards}
+        sums = sides["train"]["shards"] | sides["val"]["shards"]  # {file: SHA-256}
         found = {path.name: sha256(path) for path in old if path != sidecar}
         if found == sums:
             return
