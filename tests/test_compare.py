@@ -330,7 +330,8 @@ GLOB = {"val_files": "'d/val_*.bin'"}
     (NEW, {}, {"env": {"data": "d/val_train.bin 30 tokens 22"}}, None),
     (NEW, {}, {"env": {"val_data": NEW["val_data"] + "; d/2.bin 9 tokens bb"}}, "losses do not"),
     # Fingerprints of before November 2026 are others, of the same shard.
-    (NEW, {}, {"env": OLD | {"val_data": None}, "hyper": GLOB | {"x": 1}}, None),
+    (NEW, {}, {"env": {"data": OLD["data"].replace(" aa", " zz"), "val_data": None}, "hyper": GLOB},
+     None),
 ])
 def test_what_does_not_compare_is_not_compared(tmp_path, capsys, env, hyper, more, words):
     sides = []
@@ -429,6 +430,17 @@ def test_two_sides_and_what_they_differ_in(tmp_path, capsys):
                  "source, B -> A:\nthe same"):
         assert f"\n{line}\n" in out
     assert "missing in a log" in run_main(capsys, a, "--vs", LOGS / "console_only.log")[1]
+
+
+def test_a_long_diff_is_shortened_and_the_verdict_stands_at_the_end_too(tmp_path, capsys):
+    sides = [write(tmp_path / name, finals, source="".join(f"{name} = {i}\n" for i in range(100)))
+             for name, finals in (("a", GOOD), ("b", SAME))]
+    out = run_main(capsys, sides[0], "--vs", sides[1])[1]
+    verdict, changes = out.split("\n\n")[0], out.partition("source, B -> A:\n")[2]
+    assert verdict.startswith("verdict: ") and out.endswith(f"\n{verdict}\n\n")
+    diff, _, end = changes.partition("... and ")
+    assert diff.count("\n") == compare.DIFF_LINES and end.startswith("143 more lines: diff -u ")
+    assert f"logs.py --source {sides[1] / 'run0.log'}) <(" in end.splitlines()[0]
 
 
 def test_the_table_of_runs(tmp_path, capsys):
@@ -541,8 +553,8 @@ def test_as_a_program(tmp_path):
     folder = str(write(tmp_path / "a", GOOD * 20))
     bad = subprocess.run([*command, "absent.log"], capture_output=True, text=True, check=False)
     assert bad.returncode == 2 and bad.stdout == ""
-    assert bad.stderr == ("error: no run in absent.log (absent.log: cannot be read (No such file or "
-                          "directory))\n")
+    assert bad.stderr == ("error: no run in absent.log (absent.log: cannot be read (No such file "
+                          "or directory))\n")
     drawn = subprocess.run([*command, folder, "--vs", folder, "--plot", tmp_path / "x.png"],
                            capture_output=True, text=True, check=False)
     assert drawn.returncode == 0 and (tmp_path / "x.png").exists()
@@ -609,7 +621,8 @@ def test_the_statistics_of_published_folders(tmp_path, capsys, ours, theirs, pub
     for one in published.split():
         mantissa, _, exponent = one.partition("e")
         unit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
-        assert any(abs(abs(float(one)) - abs(figure)) <= 0.5000001 * unit for figure in figures), one
+        value = abs(float(one))
+        assert any(abs(value - abs(figure)) <= 0.5000001 * unit for figure in figures), one
     (losses,) = re.findall(r"(?m)^losses = (.*)$", text)[:1]
     assert json.loads(losses) == [float(f"3.{value}") for value in ours.split()[::2]]
 

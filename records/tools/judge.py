@@ -1,6 +1,6 @@
-"""Judges runs: their spread, tests of a difference, also of pairs that are added until it is decided,
-the rules of the field, and what two sides differ in. It returns data: compare.py puts it into
-words, plot.py and page.py draw it. What too few values cannot say is None."""
+"""Judges runs: their spread, tests of a difference, also of pairs that are added until it is
+decided, the rules of the field, and what two sides differ in. It returns data: compare.py puts it
+into words, plot.py and page.py draw it. What too few values cannot say is None."""
 
 import math
 import warnings
