@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# ./run.sh [train] [SCRIPT.py] [speedrun|short|demo] [--repeat=N] [--text=PATH] [settings]
+# ./run.sh [train] [SCRIPT.py] [speedrun|short|demo] [--repeat=N] [--text=FILE_OR_FOLDER] [settings]
 #     trains: the speedrun where there is a CUDA GPU, else the demo, which ends with a sample.
 #     SCRIPT.py is a copy of train_gpt.py, --repeat=N trains N times, each with a seed of its own,
 #     and compares the runs, and --text trains the demo on a text of your own.
@@ -49,7 +49,9 @@ case "${1-train}" in
   train) program=launch ;;
   race | ablate) program=$1; needed+=" scipy matplotlib plotly" ;;
   honest) program=honesty ;;
-  bench | sample | hellaswag) program=$1 ;;
+  # On a CPU. Where others use the cores, threads that wait for each other are many times slower.
+  sample) program=$1; export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" ;;
+  bench | hellaswag) program=$1 ;;
   compare) program=compare; needed="numpy scipy" ;;
   ideas) program=ledger; needed="numpy scipy" ;;
   tokenize) program=tokenize_text; needed="numpy tqdm" ;;
@@ -87,7 +89,7 @@ if [ -z "$python" ]; then
   $python -m pip install --disable-pip-version-check "${packages[@]}" >&2 || die "pip failed, see above"
   versions=$(fits $python "$needed") || die ".venv cannot be used: $versions; remove it"
 fi
-[ "${program:-}" != launch ] || echo "run.sh: using $(command -v "$python") ($versions)"
+[ "${program:-}" != launch ] || note "using $(command -v "$python") ($versions)"
 case "${1-train}" in
   # Until pytest has read tests/conftest.py, it would take the word after --script for a test.
   test) [ "${2:-}" != --script ] || set -- test "--script=${3:-}" "${@:4}"

@@ -150,6 +150,15 @@ def launch(*flags, ranks=None, script=None, cwd=None, threads=1, check=True, **e
     return done
 
 
+RUN_SH = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def run_sh(*argv, run=ROOT / "run.sh", **env):
+    """Runs run.sh, or a link to it or a copy; its CompletedProcess."""
+    return subprocess.run([str(run), *argv], capture_output=True, text=True, errors="replace",
+                          timeout=200, env={**os.environ, **RUN_SH, **env}, check=False)
+
+
 def run_helper(name: str, *arguments, ranks=None, **env) -> str:
     """Runs a program in tests/helpers in a process of its own, by torchrun if ranks is given; what
     it prints. It must end with status 0."""

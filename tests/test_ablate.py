@@ -29,7 +29,8 @@ def loss(x):
     return model(x) ** 2
 '''
 PLUS, POWER, NOTE = ("x + 1\n", "x + 2\n"), ("** 2", "** 3"), ("math\n", "math\n\n  # a word\n")
-TWO, THREE = "    y = y + 2  # part: two\n", "    z = 3  # part: three\n    y = y + z  # part: three\n"
+TWO = "    y = y + 2  # part: two\n"
+THREE = "    z = 3  # part: three\n    y = y + z  # part: three\n"
 A = ("rate = 0.1", "rate = 1  # part: a"), ("** 2", "** 3  # part: a")
 
 

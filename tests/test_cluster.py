@@ -1,9 +1,10 @@
 """Training on two hosts by the script of records/cluster.md: two network namespaces of this machine
 with a cable (veth) between them, each with a name and an address of its own. They share nothing but
-the files, as the nodes of a cluster do."""
+the files, as the nodes of a cluster do. And on one host whose own name leads nowhere."""
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -161,3 +162,31 @@ def test_a_host_that_dies_ends_the_other_and_one_resumes(hosts, one_host, shards
     resumed = hosts.folder / "resumed"
     launch(f"--resume={newest_checkpoint(records)}", f"--records={resumed}", ranks=2)
     assert_same_end(resumed, one_host)
+
+
+def on_a_nameless_host(*words) -> str:
+    """Runs a command where no name but localhost can be looked up, as in a fresh container or on a
+    laptop off its network; what it prints. Skips the test where the kernel refuses."""
+    enter = ["unshare", "--net", "--uts", "--mount"]
+    if subprocess.run([*enter, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("namespaces need Linux and root")
+    script = ("ip link set lo up && hostname no-such-name && echo 127.0.0.1 localhost > $0 && "
+              "mount --bind $0 /etc/hosts && ! getent hosts no-such-name && exec \"$@\"")
+    environment = {name: value for name, value in ENVIRONMENT.items()
+                   if name != "GLOO_SOCKET_IFNAME"} | {"PYTHON": sys.executable, "NPROC": "2"}
+    done = subprocess.run([*enter, "sh", "-c", script, *map(str, words)], cwd=ROOT, text=True,
+                          env=environment, capture_output=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("start", ["run.sh", "the script's own line"])
+def test_a_host_whose_own_name_leads_nowhere_trains(start, tmp_path, shards):
+    command = ["./run.sh", str(SCRIPT)]
+    if start != "run.sh":
+        (line,) = re.findall("(?m)^ +(torchrun .* train_gpt[.]py)", SCRIPT.read_text())
+        words = shlex.split(line.replace("=8", "=2"))[1:-1]
+        command = [sys.executable, "-m", "torch.distributed.run", *words, str(SCRIPT)]
+    output = on_a_nameless_host(tmp_path / "hosts", *command, *RUN, *shards,
+                                f"--records={tmp_path}/r")
+    assert "step:9/9 val_loss" in output and "\nranks: 2\n" in log_of(tmp_path / "r")

@@ -259,26 +259,26 @@ def test_several_candidates_against_one_baseline(tmp_path, capsys):
 
 
 def test_pairs_that_were_added_until_decided_have_an_e_value(tmp_path, capsys):
-    losses = [3.20, 3.25, 3.31, 3.28, 3.22, 3.30]
+    losses = [3.20, 3.25, 3.31, 3.28, 3.22, 3.30, 3.24, 3.26]
     base = write(tmp_path / "b", losses, ms=(100.0, 101.0))
     ours = [x - 0.01 - i % 2 / 1000 for i, x in enumerate(losses)]
     a = write(tmp_path / "a", ours, ms=(100.0, 102.0))
-    E = compare.judge.e_value(np.subtract(ours, losses))
+    E = compare.judge.e_of_pairs(np.subtract(ours, losses))
     assert E > 100
     out = run_main(capsys, a, "--vs", base, "--until_decided=0.01")[1]
     said = " ".join(out.split())
     assert "A is better than B (A - B = -0.0105 nats a token, 99 % interval -0.0" in said
-    assert f"E = {E:,.0f}, lower in 6 of 6 pairs)." in said and "e+" not in said
-    assert said.count("E assumes that the differences of pairs are roughly normal.") == 2
-    assert "6 pairs -0.01050" in said and "Welch" not in said
+    assert f"E = {E:,.0f}, lower in 8 of 8 pairs)." in said and "e+" not in said
+    assert said.count("E assumes that differences of pairs are spread evenly to both sides.") == 2
+    assert "8 pairs -0.01050" in said and "Welch" not in said
     assert " p = " not in said.partition(" Mean below")[0]
-    (a / "run5.log").unlink()
-    (a / "run4.log").unlink()
+    for run in range(4, 8):
+        (a / f"run{run}.log").unlink()
     found = json.loads(run_main(capsys, a, "--vs", base, "--until_decided=0.01", "--json")[1])
     result = found["comparison"]
     assert result["decision"] == "undecided" and result["paired"]["loss"]["p"] is None
-    assert result["paired"]["loss"]["needed"] == 5
-    assert "Some 5 pairs in all would likely decide it." in result["verdict"]
+    assert result["paired"]["loss"]["needed"] == 8
+    assert "Some 8 pairs in all would likely decide it." in result["verdict"]
 
 
 @pytest.mark.parametrize("level", [None, 0.01, 0.2])
@@ -287,8 +287,8 @@ def test_the_word_and_the_intervals_agree(tmp_path, level, seed):
     """In nats, in steps and on the page: 0 is outside where a side is better or worse, and only
     there, also after the adjustment for the number of candidates."""
     draw = np.random.default_rng(seed).normal
-    base = draw(3.3, 0.05, 7)
-    sides = [side_of(f"A{i}", write(tmp_path / f"{i}", base + draw(mean, 0.01, 7)))
+    base = draw(3.3, 0.05, 12)
+    sides = [side_of(f"A{i}", write(tmp_path / f"{i}", base + draw(mean, 0.01, 12)))
              for i, mean in enumerate((-0.07, -0.012, 0.0, 0.015))]
     baseline = side_of("B", write(tmp_path / "b", base, ms=(101.0,)))
     found = compare.compare_all(sides, baseline, 3.28, level)
@@ -330,7 +330,8 @@ GLOB = {"val_files": "'d/val_*.bin'"}
     (NEW, {}, {"env": {"data": "d/val_train.bin 30 tokens 22"}}, None),
     (NEW, {}, {"env": {"val_data": NEW["val_data"] + "; d/2.bin 9 tokens bb"}}, "losses do not"),
     # Fingerprints of before November 2026 are others, of the same shard.
-    (NEW, {}, {"env": OLD | {"val_data": None}, "hyper": GLOB | {"x": 1}}, None),
+    (NEW, {}, {"env": {"data": OLD["data"].replace(" aa", " zz"), "val_data": None}, "hyper": GLOB},
+     None),
 ])
 def test_what_does_not_compare_is_not_compared(tmp_path, capsys, env, hyper, more, words):
     sides = []
@@ -429,6 +430,17 @@ def test_two_sides_and_what_they_differ_in(tmp_path, capsys):
                  "source, B -> A:\nthe same"):
         assert f"\n{line}\n" in out
     assert "missing in a log" in run_main(capsys, a, "--vs", LOGS / "console_only.log")[1]
+
+
+def test_a_long_diff_is_shortened_and_the_verdict_stands_at_the_end_too(tmp_path, capsys):
+    sides = [write(tmp_path / name, finals, source="".join(f"{name} = {i}\n" for i in range(100)))
+             for name, finals in (("a", GOOD), ("b", SAME))]
+    out = run_main(capsys, sides[0], "--vs", sides[1])[1]
+    verdict, changes = out.split("\n\n")[0], out.partition("source, B -> A:\n")[2]
+    assert verdict.startswith("verdict: ") and out.endswith(f"\n{verdict}\n\n")
+    diff, _, end = changes.partition("... and ")
+    assert diff.count("\n") == compare.DIFF_LINES and end.startswith("143 more lines: diff -u ")
+    assert f"logs.py --source {sides[1] / 'run0.log'}) <(" in end.splitlines()[0]
 
 
 def test_the_table_of_runs(tmp_path, capsys):
@@ -541,8 +553,8 @@ def test_as_a_program(tmp_path):
     folder = str(write(tmp_path / "a", GOOD * 20))
     bad = subprocess.run([*command, "absent.log"], capture_output=True, text=True, check=False)
     assert bad.returncode == 2 and bad.stdout == ""
-    assert bad.stderr == ("error: no run in absent.log (absent.log: cannot be read (No such file or "
-                          "directory))\n")
+    assert bad.stderr == ("error: no run in absent.log (absent.log: cannot be read (No such file "
+                          "or directory))\n")
     drawn = subprocess.run([*command, folder, "--vs", folder, "--plot", tmp_path / "x.png"],
                            capture_output=True, text=True, check=False)
     assert drawn.returncode == 0 and (tmp_path / "x.png").exists()
@@ -609,7 +621,8 @@ def test_the_statistics_of_published_folders(tmp_path, capsys, ours, theirs, pub
     for one in published.split():
         mantissa, _, exponent = one.partition("e")
         unit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
-        assert any(abs(abs(float(one)) - abs(figure)) <= 0.5000001 * unit for figure in figures), one
+        value = abs(float(one))
+        assert any(abs(value - abs(figure)) <= 0.5000001 * unit for figure in figures), one
     (losses,) = re.findall(r"(?m)^losses = (.*)$", text)[:1]
     assert json.loads(losses) == [float(f"3.{value}") for value in ours.split()[::2]]
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
+from records.tools import judge
 from records.tools.load import load_script
 
 simulate = load_script(ROOT / "records" / "2026-11-26_evalue" / "simulate.py", "simulate")
@@ -26,7 +27,7 @@ def test_what_bets_on_signs_win():
     one sign win 100."""
     signs = np.array(np.meshgrid(*[(-1, 1)] * 8)).reshape(8, -1).T
     for sizes in (np.ones(8), np.arange(1.0, 9.0), np.array([9, 1, 1, 3, 0.1, 7, 1, 2])):
-        assert np.mean(simulate.e_symmetric(signs * sizes)) == pytest.approx(1)
-    assert simulate.e_symmetric(np.ones(8)) >= 100 > simulate.e_symmetric(np.ones(7))
-    assert simulate.e_symmetric(-3 * np.ones(8)) == simulate.e_symmetric(np.ones(8))
-    assert simulate.e_symmetric(np.zeros(8)) == pytest.approx(1)
+        assert np.mean(judge.e_of_signs(signs * sizes)) == pytest.approx(1)
+    assert judge.e_of_signs(np.ones(8)) >= 100 > judge.e_of_signs(np.ones(7))
+    assert judge.e_of_signs(-3 * np.ones(8)) == judge.e_of_signs(np.ones(8))
+    assert judge.e_of_signs(np.zeros(8)) == pytest.approx(1)

@@ -108,14 +108,14 @@ def test_the_ends_of_an_e_value():
     assert judge.e_value([0.5] * 4) < 100
 
 
-@pytest.mark.parametrize("n", [5, 7, 30])
+@pytest.mark.parametrize("n", [8, 13, 30])
 def test_a_confidence_sequence_has_the_means_that_are_not_excluded(n):
     found = some_differences(n, 0.004)
     low, high = judge.confidence_sequence(found, 0.01)
     for start, bound in ((-100.0, low), (100.0, high)):
-        root = optimize.brentq(lambda mean: judge.e_value(found - mean) - 100, start, 0.004)
+        root = optimize.brentq(lambda mean: judge.e_of_pairs(found - mean) - 100, start, 0.004)
         assert bound == pytest.approx(root)
-    assert judge.confidence_sequence(found[:4], 0.01) is None
+    assert judge.confidence_sequence(found[:7], 0.01) is None
 
 
 def races_decided(effect, races, pairs=50):
@@ -142,8 +142,8 @@ def test_the_pairs_that_would_decide_it():
     found = some_differences(4, 0.012)
     needed = judge.until_decided(list(found), [0.0] * 4, 0.01)["needed"]
     assert 4 < needed < 100
-    share = judge.share_of_mean(found)
-    assert judge.log_e(share, needed - 1) < math.log(100) <= judge.log_e(share, needed)
+    E = [float(judge.e_of_pairs(np.resize(found, n))) for n in (needed - 1, needed)]
+    assert E[0] < 100 <= E[1]
     assert judge.until_decided([1.0, -1.0], [0.0, 0.0], 0.01)["needed"] is None
 
 

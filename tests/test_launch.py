@@ -1,25 +1,19 @@
-"""tools/launch.py by its functions, and run.sh in real starts."""
+"""tools/launch.py by its functions, and in real starts by run.sh."""
 
-import ast
-import graphlib
 import os
 import shutil
-import signal
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, log_path, losses, train
+from conftest import ROOT, TINY, log_path, losses, run_sh, train
 
 import train_gpt
 from data import tokenize_text
 from data.common import UserError
 from records.tools import launch
-
-ENVIRONMENT = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture
@@ -33,19 +27,34 @@ def started(monkeypatch):
 # ---- What to train -------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("words, path, flags", [
-    ("", "train_gpt.py", ""),
-    ("--seed=1 demo", "train_gpt.py", "--preset=demo --seed=1"),
+    ("", None, ""),
+    ("--seed=1 demo", None, "--preset=demo --seed=1"),
     ("--seed 1 speedrun my.py --check", "my.py", "--preset=speedrun --seed 1 --check"),
     ("--name demo my.py", "my.py", "--name demo"),  # the value of a flag
+    ("--resume", None, "--resume="),
+    ("--resume my.py --seed=1", "my.py", "--resume= --seed=1"),
+    ("my.py --resume records/a.log", "my.py", "--resume=records/a.log"),
 ])
 def test_script_and_preset_may_stand_anywhere(words, path, flags):
     assert launch.split_words(words.split()) == (path, flags.split())
 
 
-def test_ranks_are_as_many_as_divide_the_micro_batches(monkeypatch):
+@pytest.mark.parametrize("files, cores", [
+    ({}, 6), ({"cpu.max": "max 100000"}, 6), ({"cpu.max": "250000 100000"}, 2),
+    ({"cpu.max": "50000 100000"}, 1), ({"cpu.max": "900000 100000"}, 6),
+    ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
+    ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 6)])
+def test_ranks_are_as_many_as_there_are_cores_and_divide_the_micro_batches(files, cores, tmp_path,
+                                                                           monkeypatch):
+    """A container's quota counts, in both versions of control groups."""
     monkeypatch.delenv("NPROC", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(6), raising=False)
-    assert [launch.number_of_ranks(n, 0) for n in (8, 9, 7, 1)] == [4, 3, 1, 1]
+    monkeypatch.setattr(launch, "CONTROL_GROUPS", tmp_path)
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(f"{text}\n")
+    assert launch.cores() == launch.number_of_ranks(60, 0) == cores
+    assert launch.number_of_ranks(7, 0) == 1
     assert [launch.number_of_ranks(8, gpus) for gpus in (1, 3, 8)] == [1, 2, 8]
     monkeypatch.setenv("NPROC", "5")
     assert launch.number_of_ranks(8, 0) == 5, "the script's own check refuses it"
@@ -54,42 +63,43 @@ def test_ranks_are_as_many_as_divide_the_micro_batches(monkeypatch):
         launch.number_of_ranks(8, 0)
 
 
-def test_the_ranks_of_a_resumed_run_are_for_its_own_micro_batches(tmp_path, shards):
-    train(train_gpt, *TINY, *shards, f"--records={tmp_path}", "--micro_batches=3",
-          "--num_iterations=1", "--save_every=1")
-    (checkpoint,) = tmp_path.glob("*/step00000001.pt")
-    assert launch.micro_batches_of(checkpoint) == 3
-    assert launch.micro_batches_of(log_path(tmp_path)) == 1, "--check says what is wrong"
+@pytest.mark.parametrize("wanted, ranks, threads", [
+    (None, 2, "1"), ("1", 6, "1"), ("8", 6, "1"), ("8", 2, "3"), ("2", 2, "2"), ("2", 9, "1"),
+    ("0", 3, "2"), ("4,2", 1, "6")])
+def test_threads_are_at_most_the_cores_that_the_ranks_leave(wanted, ranks, threads, monkeypatch,
+                                                            capsys):
+    monkeypatch.setattr(launch, "cores", lambda: 6)
+    monkeypatch.setenv("OMP_NUM_THREADS", wanted or "")
+    if wanted is None:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    launch.prepare_cpu(ranks)
+    assert os.environ["OMP_NUM_THREADS"] == threads
+    said = f"run.sh: OMP_NUM_THREADS={threads} in place of {wanted}: {ranks} rank(s) share 6 "
+    assert capsys.readouterr().out == f"{said}core(s)\n" * (wanted not in (None, threads))
 
 
-def test_a_machine_without_gpus_is_set_up_and_a_driver_in_vain_is_said(tmp_path, monkeypatch):
-    variables = ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
-    for name in (*variables, "CUDA_VISIBLE_DEVICES"):
-        monkeypatch.setenv(name, "")  # so that it is restored
-        monkeypatch.delenv(name)
+def test_a_driver_in_vain_is_said(tmp_path, monkeypatch):
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "7")  # a user's own stays
-    launch.prepare_machine(gpus=1)
-    assert "OMP_NUM_THREADS" not in os.environ
-    driver = tmp_path / "version"
-    monkeypatch.setattr(launch, "NVIDIA_DRIVER", driver)
-    launch.prepare_machine(gpus=0)
-    assert [os.environ[name] for name in variables] == ["1", "1000000000", "7"]
-    driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54.03  Tue Jun  6\n")
+    monkeypatch.setattr(launch, "NVIDIA_DRIVER", tmp_path / "version")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    launch.prepare_cpu(1)
+    assert os.environ["MALLOC_TRIM_THRESHOLD_"] == "7" and "MALLOC_MMAP_THRESHOLD_" in os.environ
+    launch.NVIDIA_DRIVER.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54.03\n")
     with pytest.raises(UserError, match=r"torch \d\S+ sees no GPU with NVIDIA driver 535\.54\.03"):
-        launch.prepare_machine(gpus=0)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    launch.prepare_machine(gpus=0)
+        launch.prepare_cpu(1)
 
 
 @pytest.mark.parametrize("words, message", [
     ("fast", "invalid choice: 'fast'"),
     ("demo speedrun", "demo and speedrun: name one script and one preset"),
     ("demo --repeat=2 --seed=1", "--repeat=2: takes a number above 0, and neither --seed nor"),
-    ("speedrun", "--preset=speedrun takes days or weeks without a GPU; run demo"),
-    ("short", "--preset=short takes days or weeks without a GPU; run demo"),
+    ("speedrun", "speedrun takes weeks without a GPU; run demo"),
+    ("short", "short takes weeks without a GPU; run demo"),
     ("no_such.py demo", "no_such.py: there is no such script"),
     ("speedrun --text=README.md", "--text=README.md: trains the demo"),
     ("--text=no_such.txt", "no_such.txt: no such file or folder"),
+    ("--resume=no_such.pt", "no_such.pt: there is no such run; name its log, its folder or a"),
+    ("--resume=tests", "tests: has no checkpoint"),
 ])
 def test_what_a_user_can_fix_is_one_line_before_anything_starts(words, message, started,
                                                                 monkeypatch):
@@ -104,8 +114,9 @@ def test_what_a_user_can_fix_is_one_line_before_anything_starts(words, message, 
 def test_several_of_srun_are_refused(started, monkeypatch):
     """In a shell of salloc, there are tasks to start, but this is one process."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(launch, "prepare_machine", lambda gpus: None)
+    monkeypatch.setattr(launch, "prepare_cpu", lambda ranks: None)
     monkeypatch.setenv("SLURM_NTASKS", "8")
+    monkeypatch.setattr(launch, "make_preset_data", lambda script, hp: None)
     launch.main(["demo", "--check"])
     assert started.pop()[:2] == ("train_gpt.py", "--check")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
@@ -113,26 +124,44 @@ def test_several_of_srun_are_refused(started, monkeypatch):
         launch.main(["demo", "--check"])
 
 
+def test_a_run_is_resumed_by_its_checkpoint_its_log_its_folder_or_as_the_newest(
+        tmp_path, shards, monkeypatch, capsys):
+    """By the script that saved it, which is found here, for as many ranks as its own settings."""
+    monkeypatch.chdir(tmp_path)
+    for name, steps in (("older", 1), ("newer", 2)):
+        train(train_gpt, *TINY, *shards, f"--name={steps}{name}", f"--num_iterations={steps}",
+              "--micro_batches=3", "--save_every=1", "--records=records")
+    (log,) = Path("records").glob("*newer.log")
+    shutil.copy(train_gpt.__file__, "mine.py")
+    checkpoint = log.with_suffix("") / "step00000002.pt"
+    for run in (checkpoint, log, log.with_suffix(""), "records", ""):
+        path, flags, settings = launch.find_resumed(None, [f"--resume={run}", "--seed=3"])
+        assert (path, flags) == ("mine.py", ["--seed=3", f"--resume={checkpoint}"])
+        assert settings["micro_batches"] == 3
+        assert capsys.readouterr().out.endswith(f"run.sh: mine.py goes on from {checkpoint}\n")
+    (log,) = Path("records").glob("*older.log")
+    assert str(log)[:-4] in launch.find_resumed("other.py", [f"--resume={log}"])[1][0]
+    shutil.move("records", "elsewhere")
+    assert launch.find_resumed(None, ["--records=elsewhere", "--resume="])[0] == "mine.py"
+
+
 # ---- The data ------------------------------------------------------------------------------------
 
 def test_the_presets_get_the_data_that_they_need(started, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    speedrun, demo = train_gpt.PRESETS["speedrun"], train_gpt.PRESETS["demo"]
-    for hp in (speedrun, replace(speedrun, num_iterations=100), replace(speedrun, epochs=4)):
+    speedrun, short, demo = train_gpt.PRESETS.values()
+    for hp in (speedrun, replace(speedrun, num_iterations=100), replace(speedrun, epochs=4), short):
         launch.make_preset_data(train_gpt, hp)
-    launch.make_preset_data(train_gpt, train_gpt.PRESETS["short"])
     launch.make_preset_data(train_gpt, replace(demo, train_files="data/mine/*.bin"))
-    # 696 million tokens are in 7 chunks of 100 million, 39 million and the 98 of `short` in one.
+    # 696 million tokens are in 7 chunks of 100 million, 39 million and 98 million in one.
     assert started == [("data/fineweb.py", f"--num_chunks={n}") for n in (7, 1, 2, 1)]
     launch.make_preset_data(train_gpt, demo)
     assert started.pop()[0] == "data/tokenize_text.py" and len(started) == 4
-    Path("data/demo").mkdir(parents=True)
-    Path("data/demo/demo_train_000001.bin").touch()
-    launch.make_preset_data(train_gpt, demo)
-    assert len(started) == 4
 
 
-def test_a_text_is_tokenized_once_and_again_when_it_has_changed(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def tokenizing(tmp_path, monkeypatch):
+    """An empty folder, where `start` makes shards; the commands."""
     monkeypatch.chdir(tmp_path)
     commands = []
 
@@ -141,25 +170,59 @@ def test_a_text_is_tokenized_once_and_again_when_it_has_changed(tmp_path, monkey
         tokenize_text.main([*command[1:], "--workers=1"])
 
     monkeypatch.setattr(launch, "start", start)
+    return commands
+
+
+def overwrite(path: Path, at: int, new: bytes):
+    content = path.read_bytes()
+    path.write_bytes(content[:at] + new + content[at + len(new):])
+
+
+@pytest.mark.parametrize("damage", [
+    lambda folder: (folder / "s.json").unlink(),
+    lambda folder: (folder / "s.json").write_text('{"train": 1}'),
+    lambda folder: (folder / "s_val_000000.bin").unlink(),
+    lambda folder: os.truncate(folder / "s_train_000001.bin", 3000),
+    lambda folder: overwrite(folder / "s_train_000001.bin", 5001, bytes(2)),
+    lambda folder: overwrite(folder / "s_val_000000.bin", 0, b"junk"),
+    lambda folder: shutil.copy(folder / "s.json", folder / "s_train_000002.bin")])
+def test_what_was_made_here_and_is_damaged_is_made_again(damage, tokenizing, capsys):
+    """Also a shard too many, on which a run would train as well."""
+    Path("text.txt").write_text("to be or not to be " * 1000)
+    words = ("d/s", "text.txt", "--out", "d", "--name", "s", "--tokenizer", "bytes")
+    launch.make_shards(*words)
+    good = {path.name: path.read_bytes() for path in Path("d").iterdir()}
+    Path("d/other.bin").touch()
+    launch.make_shards(*words)
+    assert len(tokenizing) == 1 and "again" not in capsys.readouterr().out
+    damage(Path("d"))
+    launch.make_shards(*words)
+    assert len(tokenizing) == 2 and "run.sh: d/s*: files are missing or damaged; all are made " in (
+        capsys.readouterr().out)
+    assert {path.name: path.read_bytes() for path in Path("d").iterdir()} == {
+        **good, "other.bin": b""}
+
+
+def test_a_text_is_tokenized_once_and_again_when_it_has_changed(tokenizing, capsys):
     text = Path("my texts", "demo.txt")
     text.parent.mkdir()
     text.write_text("to be or not to be " * 1000)
     first = launch.shards_of_text(str(text))
-    assert launch.shards_of_text(str(text)) == first and len(commands) == 1
-    assert first.parent == Path("data/demo_text"), "not the folder of the demo's own data"
+    assert launch.shards_of_text(str(text)) == first and len(tokenizing) == 1
+    assert first.startswith("data/demo_text/"), "not the folder of the demo's own data"
     os.utime(text, ns=(0, 0))
-    changed = launch.shards_of_text(str(text))
-    assert changed != first and len(commands) == 2
-    assert all(path.with_suffix(".json").exists() for path in (first, changed))
-    folder = launch.shards_of_text("my texts")
-    assert folder.parent == Path("data/my_texts")
+    assert launch.shards_of_text(str(text)) != first and len(tokenizing) == 2
+    assert launch.shards_of_text(str(text.parent)).startswith("data/my_texts/")
+    assert len(list(Path("data").glob("*/*.json"))) == 3
 
     hp = replace(train_gpt.PRESETS["demo"], num_iterations=10)  # 40,960 tokens of 18,050
     flags = launch.flags_for_text("t", first, train_gpt, hp, {})
-    assert flags == [f"--train_files={first}_train_*.bin", f"--val_files={first}_val_*.bin",
-                     "--val_tokens=0", "--epochs=4"]
-    assert "18051 training tokens, 951 validation tokens: --val_tokens=0 --epochs=4" in (
+    assert flags[:2] == [f"--train_files={first}_train_*.bin", f"--val_files={first}_val_*.bin"]
+    assert "18051 training tokens, 951 validation tokens: --val_tokens=0 --epochs=" in (
         capsys.readouterr().out)
+    epochs = int(flags[3].removeprefix("--epochs="))
+    assert len(list(train_gpt.step_starts(train_gpt.find_shards(f"{first}_train_*.bin"),
+                                          replace(hp, epochs=epochs)))) >= 10
     hp = replace(hp, num_iterations=4, val_tokens=950)
     assert launch.flags_for_text("t", first, train_gpt, hp, {})[2:] == ["--epochs=1"]
     named = {"epochs": 3, "val_tokens": 9}
@@ -168,177 +231,42 @@ def test_a_text_is_tokenized_once_and_again_when_it_has_changed(tmp_path, monkey
         launch.flags_for_text("t", first, train_gpt, replace(hp, micro_batches=40), {})
 
 
-# ---- Starting programs ---------------------------------------------------------------------------
+# ---- The whole -----------------------------------------------------------------------------------
 
-def test_what_is_started_is_passed_on_and_its_failure_ends_this(tmp_path, capfd):
-    program = tmp_path / "program.py"
-    program.write_text("import os, sys\nprint('log: a')\nprint(b'\\xff'.decode('latin1'))\n"
-                       "print('log: ' + os.environ['WHERE'], flush=True)\n"
-                       "sys.exit(len(sys.argv) - 1)")
-    assert launch.start(str(program), read=True, WHERE="here")[-1] == "log: here\n"
-    printed = capfd.readouterr().out
-    assert printed.startswith(f"run.sh: python {program}\nlog: a\n") and "log: here\n" in printed
-    with pytest.raises(SystemExit) as ended:
-        launch.start(str(program), "fails", WHERE="")
-    assert ended.value.code == 1
-
-
-# ---- run.sh --------------------------------------------------------------------------------------
-
-def run_sh(*argv, folder=ROOT, **env):
-    environment = {**os.environ, **ENVIRONMENT, **env}
-    return subprocess.run([str(folder / "run.sh"), *argv], capture_output=True, text=True,
-                          timeout=150, env=environment, check=False)
-
-
-def program(path, text):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return str(path)
-
-
-def has_torch(version: str) -> str:
-    """The text of an interpreter that says it has all packages, and this version of torch."""
-    return f'case "$1" in -c) echo "3.10.1 {version}" ;; *) echo "$0 $*" ;; esac'
-
-
-@pytest.fixture
-def bare(tmp_path):
-    """A folder with run.sh and nothing else; (the folder, a function that runs it there with the
-    programs of tmp_path/bin)."""
-    folder = tmp_path / "repository"
-    folder.mkdir()
-    shutil.copy(ROOT / "run.sh", folder)
-    path = f"{tmp_path}/bin:/usr/bin:/bin"
-    return folder, lambda *argv: run_sh(*argv, folder=folder, PYTHON="", PATH=path, LC_ALL="C")
-
-
-def test_what_cannot_be_used_is_passed_over_in_a_line_each(bare, tmp_path):
-    folder, run = bare
-    program(folder / ".venv/bin/python", "echo a warning >&2; " + has_torch("2.8.0+cu128"))
-    program(tmp_path / "bin/python3", "echo 'ImportError: libcudart.so: not there' >&2; exit 1")
-    program(tmp_path / "bin/python", has_torch("2.10.0a0+git1"))
-    done = run("--seed=1", "demo")
-    assert done.returncode == 0 and (done.stderr + done.stdout).splitlines() == [
-        "run.sh: passed over .venv/bin/python: torch 2.8.0+cu128 is older than 2.9.1",
-        "run.sh: passed over python3: ImportError: libcudart.so: not there",
-        f"run.sh: using {tmp_path}/bin/python (Python 3.10.1, torch 2.10.0a0+git1)",
-        f"{tmp_path}/bin/python -W ignore records/tools/launch.py --seed=1 demo"], done.stderr
-
-
-def test_an_interpreter_that_is_asked_for_is_never_replaced(tmp_path):
-    without = program(tmp_path / "without", f'exec {sys.executable} -S "$@"')
-    for python, reason in {"/no/such": "/no/such: No such file or directory",
-                           without: "ModuleNotFoundError: No module named 'torch'"}.items():
-        done = run_sh("demo", PYTHON=python, LC_ALL="C")
-        assert done.returncode == 2 and done.stdout == "", python
-        assert done.stderr == f"error: PYTHON={python} cannot be used: {reason}\n"
-
-
-def test_an_environment_is_made_once_and_a_torch_in_it_stays(bare, tmp_path):
-    """By whatever python3 there is, which here makes one that works when pip has run."""
-    folder, run = bare
-    (folder / "requirements.txt").write_text("# All\ntorch==2.13.0\nnumpy\ntriton==3; linux\n")
-    made = f"""echo "$1 $2 $3" >> {tmp_path}/calls
-        case "$*" in
-            "-m pip install"*) echo "$*" > {tmp_path}/installed; exit ;;
-            "-c import sys, torch"[!,]*) [ -f {tmp_path}/has_torch ] || exit 1 ;;
-            *) [ -f {tmp_path}/installed ] || exit 1 ;;
-        esac
-        {has_torch("2.13.0")}"""
-    program(tmp_path / "made", made)
-    program(tmp_path / "bin/python3", f"""[ "$1 $2 $3" = "-m venv .venv" ] || exit 1
-        mkdir -p .venv/bin && cp {tmp_path}/made .venv/bin/python""")
-    program(tmp_path / "bin/python", "exit 1")
-    for times in range(2):
-        done = run("test", "--script", "mine.py", "-k", "loss")
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert done.stdout.endswith("-m pytest --script=mine.py -k loss\n")
-        assert ("making .venv" in done.stderr) == (times == 0)
-    assert (tmp_path / "calls").read_text().count("-m pip install") == 1
-    assert (tmp_path / "installed").read_text().endswith(" -r requirements.txt\n")
-    (tmp_path / "installed").unlink()
-    (tmp_path / "has_torch").touch()
-    done = run("demo")
-    assert "making .venv" in done.stderr
-    assert "run.sh: using .venv/bin/python (Python 3.10.1, torch 2.13.0)" in done.stdout
-    assert (tmp_path / "installed").read_text().endswith("-version-check numpy\n")
-
-
-def test_help_needs_no_python():
-    done = run_sh("help", PYTHON="/no/such")
-    assert done.returncode == 0 and done.stderr == ""
-    assert done.stdout.startswith("./run.sh [train] [SCRIPT.py] [speedrun|short|demo] [--repeat=N]")
-    assert done.stdout.endswith("micro-batches).\n")
-    assert done.stdout == run_sh("--help", PYTHON="/no/such").stdout
-
-
-@pytest.mark.parametrize("word, nearest", [("rcae", "race"), ("comapre", "compare"),
-                                           ("honesty", "honest"), ("smaple", "sample")])
-def test_an_unknown_verb_names_the_nearest_and_all(word, nearest):
-    done = run_sh(word, PYTHON="/no/such")
-    assert (done.returncode, done.stdout) == (2, "") and len(done.stderr.splitlines()) == 1
-    assert f"{word} is no verb; the nearest is {nearest}, and there are: train" in done.stderr
-
-
-@pytest.mark.parametrize("verb", ["race", "ablate", "honest", "compare", "sample", "hellaswag",
-                                  "tokenize", "inspect", "fineweb", "ideas"])
-def test_each_verb_explains_itself(verb):
-    done = run_sh(verb, "--help")
-    assert done.returncode == 0 and f"./run.sh {verb}" in done.stdout and done.stderr == ""
-
-
-def test_logs_are_compared_without_torch(tmp_path):
-    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('no torch here')\n")
-    assert "no torch here" in run_sh("demo", "--check", PYTHONPATH=str(tmp_path)).stderr
-    done = run_sh("compare", "records/demo", PYTHONPATH=str(tmp_path))
-    assert done.returncode == 0 and "3 runs" in done.stdout, done.stderr
-
-
-@pytest.mark.parametrize("name", ["compare", "race", "sample"])
-def test_an_old_path_says_where_the_program_is_now(name):
-    done = subprocess.run([sys.executable, ROOT / "records" / f"{name}.py", "x", "--json"],
-                          capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"error: records/{name}.py is now ./run.sh {name}\n"
-
-
-def test_no_tool_imports_one_that_imports_it():
-    tools = {path.stem: path for path in (ROOT / "records" / "tools").glob("*.py")}
-    imports = {}
-    for name, path in tools.items():
-        found = set()
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module == "records.tools":
-                found |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("records."):
-                found.add(node.module.removeprefix("records.tools."))
-        assert found <= set(tools), name
-        imports[name] = found
-    assert imports["ablate"] == {"load", "logs", "race"}  # so imports are found
-    graphlib.TopologicalSorter(imports).prepare()  # raises CycleError
+@pytest.mark.parametrize("saved, words", [
+    (10, "run.sh: what the model writes after step 10 of 550:"), (None, "run.sh: no sample: ")])
+def test_after_a_full_disk_the_sample_says_its_step(saved, words, started, tmp_path, capsys):
+    log = tmp_path / "run.log"
+    log.with_suffix("").mkdir()
+    if saved:
+        (tmp_path / "run" / f"step{saved:08}.pt").touch()
+    launch.show_sample("mine.py", log, train_gpt.PRESETS["demo"], ["--prompt=def "])
+    out = capsys.readouterr().out
+    assert out.startswith(words) and len(started) == bool(saved)
+    assert ("next, a race of a copy that you change: ./run.sh race mine.py" in out) == bool(saved)
 
 
 def test_a_copy_is_checked_trained_on_two_processes_and_sampled_from(tmp_path, shards):
+    """By a link to run.sh, with spaces in the names, a tilde after `=`, and a console that cannot
+    show them."""
+    (tmp_path / "a folder").mkdir()
+    (tmp_path / "a folder" / "start").symlink_to(ROOT / "run.sh")
     copy = tmp_path / "my record.py"
     text = (ROOT / "train_gpt.py").read_text()
     assert text.count("F.relu") == 1
     copy.write_text(text.replace("F.relu", "F.silu"))
-    flags = [*TINY[1:], *shards, "--num_iterations=2", f"--records={tmp_path}/r"]
-    done = run_sh(str(copy), *flags, "demo", NPROC="2")
+    flags = [*TINY[1:], *shards, "--num_iterations=2", "--records=~/\u0434\u0430\u043d"]
+    done = run_sh(str(copy), *flags, "demo", NPROC="2", HOME=str(tmp_path), OMP_NUM_THREADS="64",
+                  PYTHONIOENCODING="latin-1", run=tmp_path / "a folder" / "start")
     assert done.returncode == 0, done.stdout + done.stderr
-    log = log_path(tmp_path / "r")
-    lines = [line for line in done.stdout.splitlines() if line.startswith("run.sh: ")]
-    assert len(lines) == 5 and lines[0].startswith(f"run.sh: using {sys.executable} (Python 3.")
-    assert lines[1] == "run.sh: preset demo: 2 rank(s)"
-    assert f"python '{copy}' --check --preset=demo" in lines[2]
-    assert f"-m torch.distributed.run --standalone --nproc_per_node=2 '{copy}' --pre" in lines[3]
-    assert (f"records/tools/sample.py {log} '--script={copy}' --tokens=300 --temperature=0.9"
-            in lines[4])
-    trained, sample = done.stdout.split(lines[4])
-    assert len(losses(trained)) == 2 and len(sample) > 2
-    assert len(sample) > 200 or "note: end of text after" in done.stderr
+    log = log_path(tmp_path / "\u0434\u0430\u043d")
+    assert f"run.sh: using {sys.executable} (Python 3." in done.stderr
+    assert f"python '{copy}' --check --preset=demo" in done.stdout
+    assert ("-m torch.distributed.run --standalone --local_addr=127.0.0.1 --nproc_per_node=2 "
+            f"'{copy}' --pre") in done.stdout
+    trained, sample = done.stdout.split("run.sh: what the model writes after step 2 of 2:")
+    assert len(losses(trained)) == 2 and "run.sh: another sample: ./run.sh sample " in sample
+    assert f"./run.sh race '{copy}'" in sample.splitlines()[-1]
     assert "F.silu" in log.read_text() and "ranks: 2" in log.read_text()
 
 
@@ -357,56 +285,7 @@ def test_what_the_check_finds_is_one_line_and_nothing_is_trained(tmp_path, shard
     flags = ["speedrun", "--vocab_size=257", *TINY[1:], *shards, f"--records={tmp_path}"]
     done = run_sh(*flags, "--num_iterations=99999", NPROC="2")
     assert done.returncode == 2 and "not 99999: add shards, raise --epochs" in done.stderr
-    assert done.stderr.count("\n") == 1 and "preset speedrun: 2 rank(s)" in done.stdout
+    assert done.stderr.count("\n") == 2 and "preset speedrun, 2 rank(s)" in done.stdout
     done = run_sh(*flags, "--check", NPROC="1")
     assert done.returncode == 0 and done.stdout.count("checks passed") == 1, done.stderr
     assert not list(tmp_path.iterdir())
-
-
-class Started:
-    """A run.sh in the middle of its training, and in a session of its own, as in a terminal."""
-
-    def __init__(self, *argv, until, **env):
-        self.process = subprocess.Popen([str(ROOT / "run.sh"), *argv], stdout=subprocess.PIPE,
-                                        stderr=subprocess.STDOUT, text=True,
-                                        start_new_session=True, env={**os.environ, **ENVIRONMENT,
-                                                                     **env})
-        output = []
-        for line in self.process.stdout:
-            output.append(line)
-            if until in line:
-                return
-        raise AssertionError("".join(output))
-
-
-@pytest.mark.parametrize("number, to_all, ranks", [
-    (signal.SIGINT, True, "1"), (signal.SIGINT, True, "2"), (signal.SIGTERM, False, "2")])
-def test_a_signal_leaves_nothing_behind(tmp_path, shards, number, to_all, ranks):
-    """Ctrl+C, which a terminal sends to all, or a signal to run.sh alone, as from a scheduler. The
-    pipe is closed when the last of its programs has ended."""
-    flags = [*TINY[1:], "--num_iterations=4000", "--epochs=10000", "--val_loss_every=0"]
-    run = Started("demo", *flags, *shards, f"--records={tmp_path}", until="step:50/", NPROC=ranks)
-    (os.killpg if to_all else os.kill)(run.process.pid, number)
-    output, _ = run.process.communicate(timeout=20)
-    assert run.process.returncode == 128 + number, output
-    assert output.endswith("interrupted\n")
-
-
-def test_a_console_that_goes_away_does_not_end_the_run(tmp_path, shards):
-    run = Started("demo", *TINY[1:], *shards, f"--records={tmp_path}", "--num_iterations=40",
-                  until="step:3/", NPROC="2")
-    run.process.stdout.close()
-    run.process.wait(timeout=100)
-    assert "\nfinal_val_loss: " in log_path(tmp_path).read_text()
-
-
-def test_tests_run_on_a_copy(tmp_path):
-    """The tests that pin the method are left out; what they are is in tests/conftest.py."""
-    copy = tmp_path / "copy.py"
-    copy.write_text((ROOT / "train_gpt.py").read_text().replace("hp.head_lr", "0.01"))
-    done = run_sh("test", "--script", str(copy), "--collect-only", "-n", "0")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "[train_gpt]" in done.stdout
-    assert "golden" not in done.stdout and "test_model.py" not in done.stdout
-    done = run_sh("test", "--script", str(tmp_path / "none.py"))
-    assert done.returncode == 4 and "none.py is not a file" in done.stderr

@@ -20,7 +20,7 @@ from test_logs import log_text
 from data.common import UserError
 from records.tools import judge, ledger, logs, race
 
-LEAST = next(n for n in range(2, 20) if judge.e_value([1.0] * n) >= 100)  # pairs
+LEAST = next(n for n in range(2, 20) if judge.e_of_pairs([1.0] * n) >= 100)  # pairs
 
 STAND_IN = '''
 import argparse, hashlib, os, sys, time
@@ -175,8 +175,8 @@ def test_a_race_in_turn_with_the_same_seeds(place, capsys):
     assert " p = " not in before and " E = " not in before
     assert re.search(r"race: record: after 1 pair: lower by 0\.1\d* in all 1\n", before)
     for name in ("record", "base"):  # before anything is slow, it says what is slow
-        assert re.search(rf"race: checking \S+{name}\.py: one step .*\nrace: checking \S+{name}\.py: "
-                         "a tiny model .*honest\n", before)
+        script = rf"race: checking \S+{name}\.py: "
+        assert re.search(rf"{script}one step .*\n{script}a tiny model .*honest\n", before)
     assert re.search(r"race: a pair takes 00:\d\d; 2 more take 00:\d\d\n", before)
     assert re.search(r"step 2: base - record = 0?\+0\.1\d*\n", before)
     assert "-OFFSET = 0.0\n+OFFSET = -0.1\n" in (folder / "record.patch").read_text()
@@ -196,7 +196,7 @@ def test_pairs_are_added_until_it_is_decided(place, capsys):
     assert len(finished_logs(place, "record")) == len(finished_logs(place, "base")) == LEAST
     out = capsys.readouterr().out
     assert re.search(rf"better after {LEAST} pairs: lower by 0\.1\d* in all {LEAST}, E = ", out)
-    assert re.search(r"undecided after 4 pairs: lower by 0\.1\d* in all 4, E = \d+ of 100, about "
+    assert re.search(r"undecided after 4 pairs: lower by 0\.1\d* in all 4, E = \S+ of 100, about "
                      rf"{LEAST} pairs would do\n", out)
     before = starts(place)
     assert run_race(place, "demo", "--most=20") == 0 and starts(place) == before
@@ -206,11 +206,11 @@ def test_pairs_are_added_until_it_is_decided(place, capsys):
 def test_an_undecided_race_goes_on_with_more_pairs_and_a_fixed_one_does_not(place, capsys):
     assert run_race(place, "--most=2") == 4
     out = capsys.readouterr().out
-    highest = ledger.e_text(judge.e_value([1.0, 1.0]))
+    highest = ledger.e_text(judge.e_of_pairs([1.0, 1.0]))
     assert (f"--most=2 cannot show that a copy is better: E is {highest} at most by then, of 100, "
             f"which takes {LEAST} pairs or more") in out
-    standing = (r"record: undecided after 2 pairs: lower by 0\.1\d* in all 2, E = \S+ of 100, about "
-                rf"{LEAST} pairs would do: the same command with `--most=12`")
+    standing = (r"record: undecided after 2 pairs: lower by 0\.1\d* in all 2, E = \S+ of 100, "
+                rf"about {LEAST} pairs would do: the same command with `--most=12`")
     assert re.search(rf"race: {standing}\n\Z", out)
     row = verdicts(place)["record"]
     assert row["decision"] == "undecided" and re.fullmatch(standing, row["why"])
@@ -276,7 +276,7 @@ def test_many_candidates_share_the_baseline_and_drop_out(place, capsys):
      "{place}/record.py: not honest: the loss of token 7 changes by 0.5"),
     ("OFFSET = 0.0", "OFFSET = -0.1", ["--only_ours=--muon_lr=13", "--dishonest"],
      (3, "better", False), "{place}/record.py: not honest: the loss of token 7 changes by 0.5"),
-    ("import argparse", "import missing, argparse", [], (2, "broken", False), "{place}/record.py f"),
+    ("import argparse", "import missing, argparse", [], (2, "broken", False), "{place}/record.py"),
     ("for key, value in vars(args)", "for key, value in (vars(args) | {{'val_tokens': 9}})", [],
      (2, "broken", False), "{place}/record.py: no loss compares, for the validation data"),
 ])
@@ -316,10 +316,10 @@ def test_two_settings_of_one_script(place):
      "and start the race again"),
     ("OFFSET = 0.0", "OFFSET = 0.0  # DISHONEST", [], "not honest: the loss of token 7 changes by "
      "0.5; it is not raced, unless you add --dishonest"),
-    ("\nsource =", "\nsys.argv.append('--seed=9')\nsource =", [], "its log says seed = 9 at step 1, "
-     "expected --seed=1 and a validation after the last step; a race needs both"),
-    ("muon_lr=1.0", "muon_lr=1.0, z_loss=0.1", ["--z_loss=0.2"], "base.py fails in a run of 1 step, "
-     "whose output is above; flags that only the copies know go into --only_ours")])
+    ("\nsource =", "\nsys.argv.append('--seed=9')\nsource =", [], "its log says seed = 9 at "
+     "step 1, expected --seed=1 and a validation after the last step; a race needs both"),
+    ("muon_lr=1.0", "muon_lr=1.0, z_loss=0.1", ["--z_loss=0.2"], "base.py fails in a run of 1 "
+     "step, whose output is above; flags that only the copies know go into --only_ours")])
 def test_a_mistake_shows_in_one_step_and_once_mended_it_is_raced(place, capsys, old, new, flags,
                                                                  words):
     changed(place, old, new)

@@ -16,6 +16,7 @@ import pytest
 from conftest import ROOT, byte_documents, write_shard
 
 import train_gpt
+from data.common import sha256
 from records.tools import ablate, launch, logs, race
 
 PAGES = [ROOT / "README.md", *sorted(path for pattern in ("*/*.md", "records/*/README.md")
@@ -67,10 +68,12 @@ def copy(tmp_path, text) -> Path:
     (folder / "train_gpt.py").write_text(before + SMALL_DEMO + mark + after)
     demo = folder / "data" / "demo"
     demo.mkdir(exist_ok=True)
-    write_shard(demo / "demo_train_000001.bin", byte_documents(text) * 20)
-    write_shard(demo / "demo_val_000000.bin", byte_documents(text))
-    (demo / "demo.json").write_text('{"tokenizer": "bytes"}')
-    return folder
+    sidecar = {"tokenizer": "bytes"}
+    for side, number, times in (("train", 1, 20), ("val", 0, 1)):
+        path = demo / f"demo_{side}_{number:06}.bin"
+        write_shard(path, byte_documents(text) * times)
+        sidecar[side] = {"shards": {path.name: sha256(path)}}
+    (demo / "demo.json").write_text(json.dumps(sidecar))
 
 def bash(folder: Path, script: str) -> str:
     mine = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
@@ -109,7 +112,7 @@ def test_your_own_text_in_bytes_and_before_a_long_run(copy):
     output = bash(copy, re.sub(r"(--num_iterations)=\d+", r"\1=4", "\n".join(commands)))
     assert output.count("final_val_loss: ") == 2 and "\nThe " in output
     output = bash(copy, indented(section(HOWTO, "If something else goes wrong")))
-    assert output.startswith("checks passed\n") and "documents" in output
+    assert "\nchecks passed\n" in output and "documents" in output
 
 def test_a_new_optimizer(copy):
     """The page's optimizer, put where the page says, trains and is raced at the rate chosen."""
@@ -157,11 +160,22 @@ COMMANDS = [words for text in TEXTS.values() for words in commands_of(text)]
 
 def training(words: list[str]) -> tuple[str | None, list[str]] | None:
     """The script that a command trains, and the flags for it; None if it trains none."""
-    program, *words = words
-    if program == "torchrun":
-        return "train_gpt.py", words[words.index("train_gpt.py") + 1:]
-    others = {*TOOLS, "test", "ideas", "help", "--help"}
-    if program != "./run.sh" or others & {*words[:1], *words[-1:]}:
+    if "--help" in words:
+        return None
+    if words[:2] == ["./run.sh", "race"]:
+        scripts = [word for word in words[2:] if word.endswith(".py")] or ["my_record.py"]
+        flags = [word for word in words[2:] if word not in scripts]
+        there = next(filter(Path.exists, [ROOT / scripts[0], ROOT / "train_gpt.py"]))
+        racer = race.parse([str(there), *flags]).candidates[0]
+        return os.path.relpath(racer.script, ROOT), launch.split_words(racer.flags)[1]
+    if words[:2] == ["./run.sh", "ablate"]:
+        _, script, flags = ablate.parse(words[2:])
+        there = next(filter(Path.exists, [ROOT / script, ROOT / "train_gpt.py"]))
+        racer = race.parse([str(there), *flags]).candidates[0]
+        return os.path.relpath(racer.script, ROOT), launch.split_words(racer.flags)[1]
+    if words[0] == "./run.sh" and words[1:2] == ["train"]:
+        words = [words[0], *words[2:]]
+    if words[0] == "./run.sh" and words[1:2] and words[1] in TOOLS:
         return None
     if words[:1] and words[0] in ("race", "ablate"):
         scripts = [word for word in words if word.endswith(".py") and not word.startswith("--")]

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from records.tools.judge import e_value
+from records.tools.judge import e_of_pairs, e_value
 
 DISTRIBUTIONS = {
     "normal": lambda random, size: random.normal(size=size),
@@ -27,18 +27,11 @@ DISTRIBUTIONS = {
 for effect in (1.0, 2.0, 3.0, 5.0):
     DISTRIBUTIONS[f"effect of {effect:g}"] = partial(np.random.Generator.normal, loc=effect)
 
-def e_symmetric(differences, shares=((4.0, 0.85), (1.0, 0.15))):
-    """What bets on the sign of each pair have won, see README.md; shares: (strength, share)."""
-    square = np.cumsum(np.square(differences), -1) / np.arange(1, 1 + np.shape(differences)[-1])
-    size = differences / np.sqrt(np.where(square > 0, square, 1))
-    return sum(share / 2 * np.prod(1 + np.tanh(strength * size), -1)
-               for strong, share in shares for strength in (strong, -strong))
-
 RULES = {
     "E": lambda seen: e_value(seen) >= 100,
     "and eight of one sign": lambda seen: (e_value(seen) >= 100) & (
         np.sum(seen * np.mean(seen, -1, keepdims=True) > 0, -1) >= 8),
-    "and bets on signs": lambda seen: np.minimum(e_value(seen), e_symmetric(seen)) >= 100,
+    "and bets on signs": lambda seen: e_of_pairs(seen) >= 100,
 }
 
 def decided_after(name, rule, races, pairs=50):

@@ -10,10 +10,10 @@
 
 A log is this project's, or published by the speedrun since October 2024, or captured from a
 console; it may hold several runs, one after the other. A folder stands for every .log and .txt
-below it. A resumed run is read with the logs that it continues: beside its own, where its checkpoint
-lay, or in another folder that is named. The runs named first are A, those after --vs are B, the
-baseline: "B -> A" and A - B throughout. With --vs, each folder named first is a candidate of its
-own (A1, A2, ...), and p-values of "better" are adjusted for their number.
+below it. A resumed run is read with the logs that it continues: beside its own, where its
+checkpoint lay, or in another folder that is named. The runs named first are A, those after --vs are
+B, the baseline: "B -> A" and A - B throughout. With --vs, each folder named first is a candidate of
+its own (A1, A2, ...), and p-values of "better" are adjusted for their number.
 
 Only finished runs with finite losses enter the statistics, and none that was resumed with another
 script or other settings, or whose first log is missing, as long as there are others; what is left
@@ -186,7 +186,7 @@ def sentences_about(a, b, comparison, target):
     if target is not None:
         sentences.append(about_target(a, b, comparison, target))
     if test_that_speaks(comparison, "loss")["E"] is not None:
-        sentences.append("E assumes that the differences of pairs are roughly normal.")
+        sentences.append("E assumes that differences of pairs are spread evenly to both sides.")
     sentences += [f"But mind the warnings about {side.label}." for side in (a, b) if side.warnings]
     return list(filter(None, sentences))
 

@@ -1,6 +1,6 @@
-"""Judges runs: their spread, tests of a difference, also of pairs that are added until it is decided,
-the rules of the field, and what two sides differ in. It returns data: compare.py puts it into
-words, plot.py and page.py draw it. What too few values cannot say is None."""
+"""Judges runs: their spread, tests of a difference, also of pairs that are added until it is
+decided, the rules of the field, and what two sides differ in. It returns data: compare.py puts it
+into words, plot.py and page.py draw it. What too few values cannot say is None."""
 
 import math
 import warnings
@@ -12,11 +12,12 @@ from records.tools.load import installed
 
 with installed():
     import numpy as np
-    from scipy import stats
+    from scipy import optimize, stats
 
 ALPHA = 0.01                      # the speedrun's level of significance
 TARGET = 3.28                     # its loss, over GPT-2's vocabulary
 PRIOR = 4.0                       # see e_value
+BETS = ((4.0, 0.85), (1.0, 0.15))  # see e_of_signs: how strong, and its share of the money
 MOST_RUNS = 100_000
 TRACK_MARGIN = 0.004              # of the optimizer track: 3.09 SDs of 0.0013, for p < 0.001
 
@@ -123,27 +124,48 @@ def e_value(differences):
     al., arXiv:2208.07610). At most it is (1 + n PRIOR) ** ((n - 1) / 2), so 100 takes 5 pairs."""
     return np.exp(log_e(share_of_mean(differences), np.shape(differences)[-1]))
 
+def e_of_signs(differences):
+    """An e-value of differences [..., n] that are symmetric around 0: each sign is a fair coin
+    then, whatever the sizes, and what bets on coins have won is a martingale. The bets are shares of the
+    money on the next sign, the larger, the larger the pair's difference is beside those so far; see
+    records/2026-11-26_evalue. Eight pairs of one sign win 100, and nothing wins it sooner."""
+    square = np.cumsum(np.square(differences), -1) / np.arange(1, 1 + np.shape(differences)[-1])
+    size = differences / np.sqrt(np.where(square > 0, square, 1))
+    return sum(share / 2 * np.prod(1 + np.tanh(strength * size), -1)
+               for strong, share in BETS for strength in (strong, -strong))
+
+def e_of_pairs(differences):
+    """The E that decides: the smaller one, so that no symmetric distribution is called a difference
+    more often than promised, normal or not."""
+    return np.minimum(e_value(differences), e_of_signs(differences))
+
 def confidence_sequence(differences, level):
-    """The means that e_value(differences - mean) < 1 / level leaves possible. With a probability of
-    1 - level, the true mean lies in all such intervals, after however many pairs. None where the
+    """The means that e_of_pairs(differences - mean) < 1 / level leaves possible. With a probability
+    of 1 - level, the true mean lies in all such intervals, after however many pairs. None where the
     pairs are too few for a bound."""
     n = len(differences)
     width = 1 + n * PRIOR
     share = (1 - (level * width**-0.5) ** (2 / n)) / (1 - 1 / width)  # at which E is 1 / level
-    if share >= 1:
+    if share >= 1 or e_of_signs(np.ones(n)) < 1 / level:
         return None
     mean = float(np.mean(differences))
     half = float(np.std(differences)) * math.sqrt(share / (1 - share))
-    return mean - half, mean + half
+    ends = [mean - half, mean + half]
+    far = 1000 * float(np.ptp(differences))
+    if far:
+        found = [optimize.brentq(lambda m: e_of_signs(differences - m) - 1 / level, mean, end)
+                 for end in (mean - far, mean + far)]
+        ends = [min(ends[0], found[0]), max(ends[1], found[1])]
+    return tuple(ends)
 
 def until_decided(a, b, level):
     """The test of pairs whose number was not fixed beforehand, with the SD of the differences and
-    how many are below 0. It takes differences that are roughly normal."""
+    how many are below 0."""
     found = difference(a, b, level) | {
         "sd": None, "needed": None, "n": len(a), "lower": count_lower(a, b)}
     if a:
         differences = np.subtract(a, b)
-        E = float(e_value(differences))
+        E = float(e_of_pairs(differences))
         found |= {"E": E, "adjusted": min(1, 1 / E), "sd": sd_of(differences),
                   "interval": confidence_sequence(differences, level),
                   "needed": pairs_until_decided(differences, level)}
@@ -154,7 +176,11 @@ def pairs_until_decided(differences, level):
     if more than MOST_RUNS."""
     share = share_of_mean(differences)
     decided = log_e(share, np.arange(1, MOST_RUNS)) >= -math.log(level)
-    return int(np.argmax(decided)) + 1 if decided.any() else None
+    first = int(np.argmax(decided)) + 1 if decided.any() else None
+    if not first or first > 200:  # where the signs take few more
+        return first
+    return next((n for n in range(first, 400)
+                 if e_of_signs(np.resize(differences, n)) >= 1 / level), None)
 
 # by e-values or not -> the tests of pairs, and of the sides
 TESTS = {False: {"paired": paired, "welch": welch},

@@ -156,8 +156,9 @@ def make_shards(prefix: str, *words: str):
     old = [*sidecar.parent.glob(f"{sidecar.stem}_*.bin"), *sidecar.parent.glob(sidecar.name)]
     with suppress(OSError, ValueError, LookupError, TypeError):
         sides = json.loads(sidecar.read_text())
-        shards = [shard for side in ("train", "val") for shard in sides[side]["shards"]]
-        if all(sha256(sidecar.with_name(s["file"])) == s["sha256"] for s in shards):
+        sums = sides["train"]["shards"] | sides["val"]["shards"]  # {file: SHA-256}
+        found = {path.name: sha256(path) for path in old if path != sidecar}
+        if found == sums:
             return
     if old:
         say(f"{prefix}*: files are missing or damaged; all are made again")

@@ -12,6 +12,7 @@ for more, since it had several candidates.
 
 import csv
 import io
+import os
 import shutil
 import sys
 from datetime import datetime, timezone
@@ -65,18 +66,21 @@ def read(path: Path) -> list[dict]:
     return list(found.values())
 
 def add(records: Path, race: str, verdict: list[dict]):
-    """Append a race's candidates, each by one write of a line and the newline before it, so that
-    races that end together lose nothing, and a line that was cut spoils no other one."""
-    with open(Path(records, "ideas.csv"), "ab", buffering=0) as file:
+    """Append a race's candidates, each line by one write, so that races that end together lose
+    nothing. Two that find no ledger both write a header, which is read as often as it stands."""
+    with open(Path(records, "ideas.csv"), "ab+", buffering=0) as file:
         for one in verdict:
             low, high = one["interval"] or (None, None)
             row = one | {"date": f"{datetime.now(timezone.utc):%Y-%m-%d}", "race": race,
                          "low": low, "high": high}
             cells = ["" if row[key] is None else str(row[key]) for key in COLUMNS]
             text = io.StringIO()
-            csv.writer(text, lineterminator="").writerow(" ".join(cell.split()) for cell in cells)
-            header = "" if file.tell() else ",".join(COLUMNS)
-            file.write(f"{header}\n{text.getvalue()}".encode("utf-8", "backslashreplace"))
+            csv.writer(text, lineterminator="\n").writerow(" ".join(cell.split()) for cell in cells)
+            size = file.seek(0, io.SEEK_END)
+            before = "" if size else ",".join(COLUMNS) + "\n"
+            if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+                before = "\n"  # a full disk has cut a line, which must not spoil this one
+            file.write(f"{before}{text.getvalue()}".encode("utf-8", "backslashreplace"))
 
 def mark_survivors(rows: list[dict]):
     """Set row["kept"]: yes, or nothing."""

@@ -31,7 +31,7 @@ median time. Drag to zoom; a double click shows the first steps too.</p>"""
 DIFFERENCE_WORDS = """<p>A thin line is a pair of runs with one seed, and the bold one their mean,
 with the interval of the verdict. Below 0 the candidate is better.</p>"""
 NO_PAIRS = "<p>No seed was run by both sides, so there are no pairs.</p>"
-NO_STEPS = "<p>The pairs have fewer than two validations at the same steps of runs of one length.</p>"
+NO_STEPS = "<p>The pairs have no two validations at the same steps of runs of one length.</p>"
 RACE_WORDS = """<p>The mean difference in the final loss after each pair, with its interval: a
 candidate is decided once 0 is outside.</p>"""
 OVERLAPPED = "<p>Runs were at work at the same time on one CPU, so they slowed each other down.</p>"

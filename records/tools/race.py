@@ -239,9 +239,9 @@ def announce(race: Race):
     say(f"{names} against {race.baseline.name}: {race.at_most}{many(race.pairs, 'pair')} of runs, "
         f"from seed {race.options.seed} on, in {race.folder}, where race.html shows it as it goes")
     asked = needed_E(race, -1)
-    least = next(n for n in count(1) if judge.e_value([1.0] * n) >= asked)
+    least = next(n for n in count(1) if judge.e_of_pairs([1.0] * n) >= asked)
     if race.at_most and race.pairs < least:
-        highest = ledger.e_text(judge.e_value([1.0] * race.pairs))
+        highest = ledger.e_text(judge.e_of_pairs([1.0] * race.pairs))
         say(f"--most={race.pairs} cannot show that a copy is better: E is {highest} at most by "
             f"then, of {ledger.e_text(asked)}, which takes {least} pairs or more")
 

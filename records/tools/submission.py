@@ -1,6 +1,6 @@
-"""statistics.md as submissions to the speedrun carry it, for compare.py: the runs, their statistics,
-the one-sided p against the target, Welch's tests, and the values as Python lists. Its figures are
-those of two published ones, as tests/test_compare.py checks."""
+"""statistics.md as submissions to the speedrun carry it, for compare.py: the runs, their
+statistics, the one-sided p against the target, Welch's tests, and the values as Python lists. Its
+figures are those of two published ones, as tests/test_compare.py checks."""
 
 import os
 from pathlib import Path

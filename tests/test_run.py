@@ -1,0 +1,197 @@
+"""run.sh: which Python it takes or makes, its verbs, and what it says where it cannot go on."""
+
+import ast
+import graphlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, run_sh
+
+
+def program(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def stand_in(path, code: str) -> str:
+    """A Python that runs this code before its program, which stands after `-W ignore`."""
+    begin = (f"import runpy, sys; {code}; sys.argv[:] = sys.argv[3:]; "
+             'sys.path.insert(0, ""); runpy.run_path(sys.argv[0], run_name="__main__")')
+    return program(path, f"exec {sys.executable} -c '{begin}' \"$@\"")
+
+
+# As an interpreter that has all packages.
+GOOD = 'case "$3" in *fits.py) echo "Python 3.10.1, torch 2.13.0" ;; *) echo "$0 $*" ;; esac'
+
+
+@pytest.fixture
+def bare(tmp_path):
+    """A folder with run.sh and what it asks interpreters, and nothing else; (the folder, a function
+    that runs it there with the programs of tmp_path/bin)."""
+    folder = tmp_path / "repository"
+    (folder / "records" / "tools").mkdir(parents=True)
+    shutil.copy(ROOT / "run.sh", folder)
+    shutil.copy(ROOT / "records" / "tools" / "fits.py", folder / "records" / "tools")
+    (folder / "requirements.txt").write_text("# All\ntorch==2.13.0\nnumpy\ntriton==3; linux\n")
+    path = f"{tmp_path}/bin:/usr/bin:/bin"
+    for number in range(10, 15):  # those of this machine are hidden
+        program(tmp_path / "bin" / f"python3.{number}", "exit 1")
+    return folder, lambda *argv, **env: run_sh(*argv, run=folder / "run.sh", LC_ALL="C",
+                                               **{"PYTHON": "", "PATH": path, **env})
+
+
+def old(path):
+    return stand_in(path, "sys.version_info = (3, 8, 18)")
+
+
+def test_what_cannot_be_used_is_passed_over_in_a_line_each(bare, tmp_path):
+    folder, run = bare
+    torch_280 = 'import types; sys.modules["torch"] = types.SimpleNamespace(__version__="2.8.0")'
+    stand_in(folder / ".venv/bin/python", torch_280)
+    old(tmp_path / "bin/python3")
+    program(tmp_path / "bin/python", GOOD)
+    done = run("--seed=1", "demo")
+    assert done.returncode == 0 and (done.stderr + done.stdout).splitlines() == [
+        "run.sh: passed over .venv/bin/python: torch 2.8.0 is older than 2.9.1",
+        "run.sh: passed over python3: Python 3.8 is older than 3.10",
+        f"run.sh: using {tmp_path}/bin/python (Python 3.10.1, torch 2.13.0)",
+        f"{tmp_path}/bin/python -W ignore records/tools/launch.py --seed=1 demo"], done.stderr
+
+
+def test_an_interpreter_that_is_asked_for_is_never_replaced(tmp_path):
+    without = program(tmp_path / "without", f'exec {sys.executable} -S "$@"')
+    for python, reason in {"/no/such": "/no/such: No such file or directory",
+                           old(tmp_path / "old"): "Python 3.8 is older than 3.10",
+                           without: "ModuleNotFoundError: No module named 'torch'"}.items():
+        done = run_sh("demo", PYTHON=python, LC_ALL="C")
+        assert done.returncode == 2 and done.stdout == "", python
+        assert done.stderr == (
+            f"error: PYTHON={python} cannot be used: {reason}; name a Python from 3.10 on that has "
+            "the packages of requirements.txt, or leave PYTHON out\n")
+
+
+def test_old_pythons_can_read_what_asks_for_their_version():
+    tree = ast.parse((ROOT / "records" / "tools" / "fits.py").read_text(), feature_version=(3, 4))
+    assert not any(isinstance(node, (ast.JoinedStr, ast.NamedExpr)) for node in ast.walk(tree))
+
+
+@pytest.mark.parametrize("there", ["nothing", "an old Python", "no Python", "torch alone"])
+def test_an_environment_is_made_once_and_an_unfit_one_anew(there, bare, tmp_path):
+    """By the first Python that is new enough, which here makes one that works when pip has run. A
+    torch in it stays."""
+    folder, run = bare
+    old(tmp_path / "bin/python3")
+    program(tmp_path / "bin/python", "exit 1")
+    made = f"""case "$*" in
+        *"-m pip install"*) echo "$*" >> {tmp_path}/installed; exit ;;
+        *"fits.py torch") [ -f {tmp_path}/has_torch ] || exit 1 ;;
+        *"fits.py torch"*) [ -f {tmp_path}/installed ] || exit 1 ;; esac
+        {GOOD}"""
+    program(tmp_path / "made", made)
+    program(tmp_path / "bin/python3.12", f"""[ "$1 $2" != "-W ignore" ] || exit 0
+        [ "$*" = "-m venv --without-pip .venv" ] && [ ! -e .venv ] || exit 1
+        mkdir -p .venv/bin && cp {tmp_path}/made .venv/bin/python""")
+    if there == "an old Python":
+        old(folder / ".venv/bin/python")
+    elif there == "no Python":  # which was removed
+        (folder / ".venv/bin").mkdir(parents=True)
+        (folder / ".venv/bin/python").symlink_to("/no/such")
+    elif there == "torch alone":
+        program(folder / ".venv/bin/python", made)
+        (tmp_path / "has_torch").touch()
+    for times in range(2):
+        done = run("test", "--script", "mine.py", "-k", "loss")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.endswith("-m pytest --script=mine.py -k loss\n")
+        assert ("making .venv" in done.stderr) == (times == 0)
+    packages = "numpy" if there == "torch alone" else "-r requirements.txt"
+    assert (tmp_path / "installed").read_text().splitlines() == [
+        f"-m pip install --disable-pip-version-check {packages}"]
+
+
+def test_a_folder_that_is_read_only_is_no_old_python(bare, tmp_path):
+    folder, run = bare
+    program(tmp_path / "bin/python3", "exit 1")
+    program(tmp_path / "bin/python", "exit 1")
+    mount = f"mount --bind {folder} {folder} && mount -o remount,ro,bind {folder}"
+    if subprocess.run(["unshare", "-m", "sh", "-c", mount], check=False).returncode:
+        pytest.skip("mounts need root and Linux")
+    done = subprocess.run(["unshare", "-m", "sh", "-c", f"{mount} && exec {folder}/run.sh demo"],
+                          env={"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "HOME": "/"}, text=True,
+                          capture_output=True, check=False)
+    assert done.returncode == 2 and done.stderr.splitlines()[-1] == (
+        "error: no Python here has the packages that this needs, and .venv cannot be made in "
+        f"{folder}, which is read-only: copy the folder, or name a Python that has them by PYTHON")
+
+
+def test_help_needs_no_python():
+    done = run_sh("help", PYTHON="/no/such")
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout.startswith("./run.sh [train] [SCRIPT.py] [speedrun|short|demo] [--repeat=N]")
+    assert done.stdout.endswith("or per core).\n")
+    assert done.stdout == run_sh("--help", PYTHON="/no/such").stdout
+
+
+@pytest.mark.parametrize("word, nearest", [("rcae", "race"), ("comapre", "compare"),
+                                           ("honesty", "honest"), ("smaple", "sample")])
+def test_an_unknown_verb_names_the_nearest_and_all(word, nearest):
+    done = run_sh(word, PYTHON="/no/such")
+    assert (done.returncode, done.stdout) == (2, "") and len(done.stderr.splitlines()) == 1
+    assert f"{word} is no verb; the nearest is {nearest}, and there are: train" in done.stderr
+
+
+@pytest.mark.parametrize("verb", ["race", "ablate", "honest", "compare", "sample", "hellaswag",
+                                  "tokenize", "inspect", "fineweb", "ideas"])
+def test_each_verb_explains_itself(verb):
+    done = run_sh(verb, "--help")
+    assert done.returncode == 0 and f"./run.sh {verb}" in done.stdout and done.stderr == ""
+
+
+def test_logs_are_compared_without_torch(tmp_path):
+    without = stand_in(tmp_path / "python", f'sys.path.insert(0, "{tmp_path}")')
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('no torch', name='torch')")
+    done = run_sh("compare", "records/demo", PYTHON=without)
+    assert done.returncode == 0 and "3 runs" in done.stdout, done.stderr
+    assert "no torch" in run_sh("demo", PYTHON=without).stderr
+
+
+@pytest.mark.parametrize("name", ["compare", "race", "sample"])
+def test_an_old_path_says_where_the_program_is_now(name):
+    done = subprocess.run([sys.executable, ROOT / "records" / f"{name}.py", "x", "--json"],
+                          capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: records/{name}.py is now ./run.sh {name}\n"
+
+
+def test_no_tool_imports_one_that_imports_it():
+    tools = {path.stem: path for path in (ROOT / "records" / "tools").glob("*.py")}
+    imports = {}
+    for name, path in tools.items():
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "records.tools":
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("records."):
+                found.add(node.module.removeprefix("records.tools."))
+        assert found <= set(tools), name
+        imports[name] = found
+    assert imports["ablate"] == {"load", "logs", "race"}  # so imports are found
+    graphlib.TopologicalSorter(imports).prepare()  # raises CycleError
+
+
+def test_tests_run_on_a_copy(tmp_path):
+    """The tests that pin the method are left out; what they are is in tests/conftest.py."""
+    copy = tmp_path / "copy.py"
+    copy.write_text((ROOT / "train_gpt.py").read_text().replace("hp.head_lr", "0.01"))
+    done = run_sh("test", "--script", str(copy), "--collect-only", "-n", "0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "::test_the_script_is_honest" in done.stdout
+    assert "golden" not in done.stdout and "test_model.py" not in done.stdout
+    done = run_sh("test", "--script", str(tmp_path / "none.py"))
+    assert done.returncode == 4 and "none.py is not a file" in done.stderr

@@ -1,0 +1,82 @@
+"""tools/watch.py: what a run shows, and its last lines where it ends early."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, RUN_SH, TINY, log_path, newest_checkpoint, planted, run_sh
+
+from records.tools import watch
+
+
+def test_on_a_terminal_a_training_step_is_shown_every_two_seconds(monkeypatch):
+    steps = [f"step:{n}/9 train_loss:1" for n in range(9)]
+    lines = ["log: a", *steps, "step:9/9 val_loss:1", "end"]
+    ticks = iter(range(99))
+    monkeypatch.setattr(watch.time, "monotonic", lambda: next(ticks) / 2)
+    assert list(watch.thinned(lines)) == lines
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    kept = list(watch.thinned(lines))
+    assert kept[:2] == lines[:2] and kept[-2:] == lines[-2:] and 4 <= len(kept) <= 7
+
+
+class Started:
+    """A run.sh in the middle of its training, and in a session of its own, as in a terminal."""
+
+    def __init__(self, *argv, until, **env):
+        self.process = subprocess.Popen([str(ROOT / "run.sh"), *argv], stdout=subprocess.PIPE,
+                                        stderr=subprocess.STDOUT, text=True,
+                                        start_new_session=True, env={**os.environ, **RUN_SH,
+                                                                     **env})
+        output = []
+        for line in self.process.stdout:
+            output.append(line)
+            if until in line:
+                return
+        raise AssertionError("".join(output))
+
+
+@pytest.mark.parametrize("number, to_all, ranks, steps", [
+    (signal.SIGINT, True, "1", 0), (signal.SIGINT, True, "2", 10), (signal.SIGTERM, False, "2", 0)])
+def test_a_signal_leaves_nothing_behind_and_says_how_to_go_on(tmp_path, shards, number, to_all,
+                                                              ranks, steps):
+    """Ctrl+C, which a terminal sends to all, or a signal to run.sh alone, as from a scheduler. The
+    pipe is closed when the last of its programs has ended."""
+    flags = [*TINY[1:], "--num_iterations=4000", "--epochs=10000", "--val_loss_every=0",
+             f"--save_every={steps}"]
+    run = Started("demo", *flags, *shards, f"--records={tmp_path}", until="step:50/", NPROC=ranks)
+    (os.killpg if to_all else os.kill)(run.process.pid, number)
+    output, _ = run.process.communicate(timeout=20)
+    assert run.process.returncode == 128 + number, output
+    what = "it has saved no checkpoint to go on from; the same command starts it again"
+    if steps:
+        what = f"to go on: ./run.sh --resume={newest_checkpoint(tmp_path)}"
+    assert output.endswith(f"interrupted\nrun.sh: {what}\n") and "Signal" not in output
+
+
+@pytest.mark.parametrize("code, status, words", [
+    ("require(step < 4 or world.rank == 0, 'planted error')", 2, "planted error"),
+    ("if step == 4 and world.rank == 1: os.kill(os.getpid(), 9)", 137,
+     "a process was killed by SIGKILL, as when memory runs out"),
+    ("assert step < 4 or world.rank == 0, 'a defect'", 1,
+     "the run has failed with status 1, see above")])
+def test_a_rank_that_fails_is_said_last_without_torchruns_report(tmp_path, shards, code, status,
+                                                                 words):
+    copy = planted(tmp_path, code)
+    done = run_sh("demo", str(copy), *TINY[1:], *shards, f"--records={tmp_path}/r",
+                  "--save_every=2", NPROC="2")
+    checkpoint = tmp_path / "r" / log_path(tmp_path / "r").stem / "step00000004.pt"
+    assert done.returncode == status and done.stderr.splitlines()[-2:] == [
+        f"error: {words}", f"run.sh: to go on: ./run.sh {copy} --resume={checkpoint}"], done.stderr
+    assert "ChildFailedError" not in done.stderr
+    assert ("AssertionError: a defect" in done.stderr) == (status == 1)
+
+
+def test_a_console_that_goes_away_does_not_end_the_run(tmp_path, shards):
+    run = Started("demo", *TINY[1:], *shards, f"--records={tmp_path}", "--num_iterations=40",
+                  until="step:3/", NPROC="2")
+    run.process.stdout.close()
+    run.process.wait(timeout=100)
+    assert "\nfinal_val_loss: " in log_path(tmp_path).read_text()
