@@ -66,14 +66,13 @@ def copy(tmp_path, text) -> Path:
     shutil.copy(ROOT / "tests" / "text.txt", folder / "my_text.txt")
     before, mark, after = (ROOT / "train_gpt.py").read_text().partition("# ---- 2. ")
     (folder / "train_gpt.py").write_text(before + SMALL_DEMO + mark + after)
-    demo = folder / "data" / "demo"
-    demo.mkdir(exist_ok=True)
+    (demo := folder / "data" / "demo").mkdir(exist_ok=True)
     sidecar = {"tokenizer": "bytes"}
-    for side, number, times in (("train", 1, 20), ("val", 0, 1)):
-        path = demo / f"demo_{side}_{number:06}.bin"
-        write_shard(path, byte_documents(text) * times)
+    for side, name, times in (("train", "train_000001", 20), ("val", "val_000000", 1)):
+        write_shard(path := demo / f"demo_{name}.bin", byte_documents(text) * times)
         sidecar[side] = {"shards": {path.name: sha256(path)}}
     (demo / "demo.json").write_text(json.dumps(sidecar))
+    return folder
 
 def bash(folder: Path, script: str) -> str:
     mine = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
@@ -160,22 +159,11 @@ COMMANDS = [words for text in TEXTS.values() for words in commands_of(text)]
 
 def training(words: list[str]) -> tuple[str | None, list[str]] | None:
     """The script that a command trains, and the flags for it; None if it trains none."""
-    if "--help" in words:
-        return None
-    if words[:2] == ["./run.sh", "race"]:
-        scripts = [word for word in words[2:] if word.endswith(".py")] or ["my_record.py"]
-        flags = [word for word in words[2:] if word not in scripts]
-        there = next(filter(Path.exists, [ROOT / scripts[0], ROOT / "train_gpt.py"]))
-        racer = race.parse([str(there), *flags]).candidates[0]
-        return os.path.relpath(racer.script, ROOT), launch.split_words(racer.flags)[1]
-    if words[:2] == ["./run.sh", "ablate"]:
-        _, script, flags = ablate.parse(words[2:])
-        there = next(filter(Path.exists, [ROOT / script, ROOT / "train_gpt.py"]))
-        racer = race.parse([str(there), *flags]).candidates[0]
-        return os.path.relpath(racer.script, ROOT), launch.split_words(racer.flags)[1]
-    if words[0] == "./run.sh" and words[1:2] == ["train"]:
-        words = [words[0], *words[2:]]
-    if words[0] == "./run.sh" and words[1:2] and words[1] in TOOLS:
+    program, *words = words
+    if program == "torchrun":
+        return "train_gpt.py", words[words.index("train_gpt.py") + 1:]
+    others = {*TOOLS, "test", "ideas", "help", "--help"}
+    if program != "./run.sh" or others & {*words[:1], *words[-1:]}:
         return None
     if words[:1] and words[0] in ("race", "ablate"):
         scripts = [word for word in words if word.endswith(".py") and not word.startswith("--")]
