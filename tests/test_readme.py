@@ -56,7 +56,7 @@ def table(text: str) -> list[list[str]]:
 
 @pytest.fixture
 def copy(tmp_path, text) -> Path:
-    """The programs in a folder of their own, with a small demo, and `python` that runs them."""
+    """The programs in a folder of their own, with a small demo and its data."""
     folder = tmp_path / "copy"
     for name in ("data", "records"):
         shutil.copytree(ROOT / name, folder / name, ignore=lambda path, names: [
@@ -107,9 +107,9 @@ def test_copy_tweak_race_and_sample(copy):
     assert "F.silu(self.fc(x_TD))" in next(copy.glob("records/*_mine.log")).read_text()
 
 def test_your_own_text_in_bytes_and_before_a_long_run(copy):
-    commands = indented(section(TEXTS["data/README.md"], "Your own text")).splitlines()[:3]
-    output = bash(copy, re.sub(r"(--num_iterations)=\d+", r"\1=4", "\n".join(commands)))
-    assert output.count("final_val_loss: ") == 2 and "\nThe " in output
+    commands = indented(section(TEXTS["data/README.md"], "Your own text")).splitlines()
+    output = bash(copy, "\n".join(commands[:2]))
+    assert output.count("final_val_loss: ") == 1 and "\nThe " in output
     output = bash(copy, indented(section(HOWTO, "If something else goes wrong")))
     assert "\nchecks passed\n" in output and "documents" in output
 
