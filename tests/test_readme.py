@@ -170,7 +170,7 @@ def training(words: list[str]) -> tuple[str | None, list[str]] | None:
         options = ablate.parse(words[1:])[2] if words[0] == "ablate" else words[1:]
         flags = [word for word in options if word not in scripts and not word.startswith("--vs=")]
         words = [scripts[0], *race.parse([str(ROOT / "train_gpt.py"), *flags]).candidates[0].flags]
-    own = ("train", "--repeat=", "--text=", "--resume")  # of the launcher; "train" is no script's name
+    own = ("train", "--repeat=", "--text=", "--resume")  # what the launcher takes for itself
     return launch.split_words([word for word in words
                                if word == "train_gpt.py" or not word.startswith(own)])
 
