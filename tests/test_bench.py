@@ -130,6 +130,7 @@ def test_a_mistake_in_a_copy_keeps_its_traceback(tmp_path):
     ("triton_red_fused__fused_rms_norm__log_softmax__log_softmax_backward_data__scaled_mm_0",
      "loss and softcap"),
     ("triton_red_fused__to_copy_add_exp_log_mul_sigmoid_sum_27", "loss and softcap"),
+    ("triton_poi_fused__scaled_mm__to_copy_addcmul_arange_eq_exp2_9", "loss and softcap"),
     ("triton_poi_fused__scaled_mm__to_copy_clamp_full_mul_permute_25", "FP8 casts"),
     ("triton_poi_fused_mul_pow_relu_threshold_backward_6", "activation"),
     ("triton_red_fused__fused_rms_norm__to_copy_add_cat_mul_slice_split_8", "rotary with its norm"),

@@ -81,7 +81,7 @@ PARTS = [
     ("FP8 matmuls", LIBRARY + r"(nvjet_sm\d+_q|_scaled_mm|e4m3|e5m2)"),
     ("matmuls", LIBRARY + r"(gemm|gemv|nvjet|cutlass|splitk|aten::(mm|bmm|addmm|baddbmm)$)"),
     ("optimizers, elementwise", r"adam|lerp"),
-    ("loss and softcap", r"softmax|nll_loss|cross_entropy|sigmoid|logsumexp|_exp_|aten::exp$"),
+    ("loss and softcap", r"softmax|nll_loss|cross_entropy|sigmoid|logsumexp|_exp2?_|::exp2?_?$"),
     ("FP8 casts", r"scaled_mm"),
     ("embeddings and masks", r"embedding|cumsum|sort|index_put|aten::(index|eq|bitwise)"),
     ("activation", r"relu|threshold|gelu|silu"),
