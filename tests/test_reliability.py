@@ -337,7 +337,7 @@ def test_data_may_be_added_but_what_was_read_must_stay(tmp_path, shards):
 
     def is_refused(*flags):
         before = contents(tmp_path)
-        with refused("keep the steps' tokens"):
+        with refused("keep micro_batches, train_seq_len"):
             train(train_gpt, f"--resume={checkpoint}", *flags)
         assert contents(tmp_path) == before
 

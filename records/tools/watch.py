@@ -61,8 +61,12 @@ def pass_errors(pipe, ended: dict):
         with suppress(OSError):
             print(ended["last"], end="", file=sys.stderr, flush=True)
     print(held, end="", file=sys.stderr)
-    for _ in pipe:  # what torchrun says then is of no interest
-        pass
+    # What torchrun says then is of no interest, but for a rank that a signal has killed: the others
+    # fail with it, at times before torchrun looks. It ends them by SIGTERM.
+    for line in pipe:
+        found = re.search(r"exitcode\s*: (-\d+)", line)
+        if found and int(found[1]) != -signal.SIGTERM:
+            ended["status"] = int(found[1])
 
 
 def thinned(lines):
@@ -102,7 +106,7 @@ def train(path: str, flags: list[str], ranks: int) -> Path:
                 say("warming up; where there is a GPU, this compiles the model, for minutes")
         status = program.wait()
         errors.join()
-        status = ended.get("status", status)
+        status = 2 if "error" in ended else ended.get("status", status)
         what = ended.get("error", f"error: the run has failed with status {status}, see above")
         if status < 0:
             what = f"error: a process was killed by {signal.Signals(-status).name}"

@@ -151,8 +151,8 @@ def case_full_size(capability):
     print(f"training: {forward:.2f} GiB forward, {backward:.2f} GiB backward; {one_gpu:.2f} GiB "
           f"kept on one GPU, {eight:.2f} GiB on each of eight")
     assert training < 26.5
-    assert one_gpu < 3.1
-    assert eight < 2.6
+    assert one_gpu < 3.3  # 0.25 of it are rotary tables for 256K positions, of all channels
+    assert eight < 2.8
 
 
 def case_validation(capability):
