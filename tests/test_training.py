@@ -320,6 +320,29 @@ class Gpu:
         self.pending = max(0.0, self.pending - host) + device
 
 
+@pytest.mark.parametrize("switch, flex", [
+    ("NEITHER", True), ("TORCH_COMPILE_DISABLE", False), ("TORCHDYNAMO_DISABLE", False)])
+def test_each_switch_of_the_compiler_turns_flex_attention_off(shards, monkeypatch, switch, flex):
+    """Uncompiled, it would ignore the window."""
+    class Built(Exception):
+        pass
+
+    def model(hp, dtype, flex):
+        raise Built(flex)
+
+    for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(switch, "1")
+    gpu = train_gpt.World(0, 1, torch.device("cuda"))
+    monkeypatch.setattr(train_gpt, "world_of_this_process", lambda: gpu)
+    monkeypatch.setattr(train_gpt, "resolve",
+                        lambda hp, device: dataclasses.replace(hp, dtype="float32", seed=1))
+    monkeypatch.setattr(train_gpt, "GPT", model)
+    with pytest.raises(Built) as built:
+        train_gpt.main([*TINY, *shards])
+    assert built.value.args == (flex,)
+
+
 def test_the_clock_on_cuda_has_the_devices_time_of_each_step(monkeypatch):
     """Whenever the host reads a loss, it comes with the time at which the device was done with that
     step. What the device does before a start is not counted, what it has left at a stop is."""
