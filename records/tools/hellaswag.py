@@ -30,11 +30,11 @@ with installed():
     from tqdm import tqdm
 
     from data.common import publish, staging
-from records.tools.sample import (Trained, arguments, features, load_run, note, number,
-                                  tokenizer_of)
+from records.tools.sample import Trained, arguments, features, load_run, note, tokenizer_of
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 ITEMS = 10042  # in the published file
+BATCH = 8  # items in one forward, of four sequences each
 FOLDER = ROOT / "data" / "hellaswag"
 
 @dataclass
@@ -52,12 +52,10 @@ def download(folder: Path) -> Path:
     try:
         with urllib.request.urlopen(URL, timeout=60) as response:
             content = response.read()
-    except (OSError, HTTPException) as e:
+        require(content.count(b"\n") == ITEMS, f"it has not {ITEMS} lines")
+    except (OSError, HTTPException, UserError) as e:
         raise UserError(f"{path.name}: could not be fetched from {URL} ({e}); "
                         "give a copy of it by --data") from None
-    lines = content.count(b"\n")
-    require(lines == ITEMS, f"{path.name}: {URL} gave {lines} lines instead of {ITEMS}; "
-            "give a copy of it by --data")
     with staging(folder / ".hellaswag.unfinished") as unfinished:
         (unfinished / path.name).write_bytes(content)
         publish([unfinished / path.name], folder)
@@ -81,15 +79,13 @@ def read_item(line: bytes, tokenizer) -> Item:
 
 def read_items(path: Path, tokenizer, limit: int | None) -> list[Item]:
     items = []
-    try:
-        with open(path, "rb") as f:
-            for line_number, line in enumerate(f, 1):
-                if len(items) == limit:
-                    break
-                if line.strip():
-                    items.append(read_item(line, tokenizer))
-    except UserError as e:
-        raise UserError(f"{path}: line {line_number}: {e}") from None
+    with open(path, "rb") as f:
+        lines = [(number, line) for number, line in enumerate(f, 1) if line.strip()]
+    for number, line in lines[:limit]:
+        try:
+            items.append(read_item(line, tokenizer))
+        except UserError as e:
+            raise UserError(f"{path}: line {number}: {e}") from None
     require(items, f"{path}: holds no item")
     return items
 
@@ -123,17 +119,15 @@ def main():
     parser = arguments("hellaswag", __doc__)
     add = parser.add_argument
     add("--data", type=Path, metavar="FILE", help="items (hellaswag_val.jsonl, fetched)")
-    add("--limit", type=number(int, 1), metavar="N", help="only the first N items")
-    add("--batch_size", type=number(int, 1), default=8, metavar="N",
-        help="items in one forward, of four sequences each; changes the speed alone (8)")
+    add("--limit", type=int, metavar="N", help="only the first N items")
     args = parser.parse_args()
+    require(args.limit is None or args.limit > 0, "--limit: takes a number from 1 on")
     trained = load_run(args)
-    trained.model.float()  # what bfloat16 rounds after a rotation depends on the place in the batch
     tokenizer = tokenizer_of(trained.hp, args.vocab_dir)
     items = read_items(args.data or download(FOLDER), tokenizer, args.limit)
     batches = []
-    for at in tqdm(range(0, len(items), args.batch_size), unit="batch", disable=None):
-        batches.append(ending_losses(trained, items[at:at + args.batch_size]))
+    for at in tqdm(range(0, len(items), BATCH), unit="batch", disable=None):
+        batches.append(ending_losses(trained, items[at:at + BATCH]))
     summed, lengths = map(torch.cat, zip(*batches))
     labels = torch.tensor([item.label for item in items])
     for name, scores in (("acc_norm", summed / lengths), ("acc", summed)):

@@ -3,10 +3,10 @@
     ./run.sh sample records/2026-01-31T12-00-00Z_demo.log --prompt "def main("
     ./run.sh sample records/*_mine.log --script my_record.py    # the newest run of a copy
     ./run.sh sample RUN --tokens 500 --temperature 1 --top_k 0 --seed 7
-    ./run.sh sample RUN --prompt "464 3290"     # in numbers, without GPT-2's vocabulary
 
 The text goes to stdout token by token, until there are --tokens of them or the model ends its text.
-Control characters are shown in the form \\x1b. One seed gives one text on the same hardware.
+Control characters are shown in the form \\x1b. One seed gives one text on the same hardware, which
+is a GPU where there is one, unless CUDA_VISIBLE_DEVICES= hides it.
 """
 
 import codecs
@@ -29,14 +29,13 @@ with installed():
 
     from data.vocab import TOKENIZERS, load_tokenizer
 
-CONTROL = [*range(32), *range(127, 160)]  # a terminal may take these for commands
-ESCAPES = {code: f"\\x{code:02x}" for code in CONTROL if chr(code) not in "\n\t"}
-NEEDED = ("BLOCK", "GPT", "Hyperparameters", "Rotary", "read_checkpoint",
-          "window_tokens")  # what a training script must have
+ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))
+           if chr(code) not in "\n\t"}  # a terminal may take these for commands
+NEEDED = ("BLOCK", "GPT", "Hyperparameters", "Rotary", "read_checkpoint", "window_tokens")
 
 class Trained(NamedTuple):
-    """A run's model in evaluation mode, for use without a compiler, and the script that trained
-    it."""
+    """A run's model, for use without a compiler, and the script that trained it. It is in float32:
+    what bfloat16 rounds after a rotation depends on a token's place."""
     model: nn.Module
     hp: object  # the script's Hyperparameters
     script: ModuleType
@@ -48,16 +47,6 @@ def one_line(text) -> str:
     """Text of unknown origin, made fit for a message."""
     return " ".join(str(text).split()).translate(ESCAPES)[:500]
 
-def number(kind: type, least: int):
-    """The type of an argument that is a number of this kind, and not below `least`."""
-    def parse(text: str):
-        value = kind(text)
-        if not least <= value < 2**63:
-            raise ValueError(text)
-        return value
-    parse.__name__ = f"{'whole number' if kind is int else 'number'} from {least} on"
-    return parse
-
 def arguments(verb: str, description: str) -> ArgumentParser:
     """A parser with the arguments of every program that uses a trained model."""
     parser = ArgumentParser(description=description, prog=f"./run.sh {verb}")
@@ -65,18 +54,11 @@ def arguments(verb: str, description: str) -> ArgumentParser:
     add("run", metavar="RUN", nargs="+", help="a log, folder or checkpoint; of several, the newest")
     add("--script", type=Path, metavar="FILE", help="that trained the run (train_gpt.py)")
     add("--vocab_dir", metavar="DIR", help="of GPT-2's encoder.json and vocab.bpe (downloaded)")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    add("--device", default=device, help=f"cpu or cuda ({device})")
     return parser
 
 def checked_script(path: Path) -> ModuleType:
-    """A training script as a module. Raises UserError where it cannot be loaded or is none."""
-    try:
-        script = load_script(path)
-    except UserError:
-        raise
-    except (Exception, SystemExit) as e:
-        raise UserError(f"{path}: cannot be loaded ({type(e).__name__}: {one_line(e)})") from e
+    """A training script as a module. Raises UserError where there is none."""
+    script = load_script(path)
     missing = [name for name in NEEDED if not hasattr(script, name)]
     require(not missing, f"{path}: is not a training script, because it has no "
             f"{' or '.join(missing)}")
@@ -91,16 +73,14 @@ def check_script(checkpoint: Path, saved: dict, path: Path, asked: bool):
     """Raises UserError where path is not the script of the run, unless it was asked for by name."""
     if source_hash(path) == saved.get("script"):
         return
+    others = [one for one in (*sorted(Path().glob("*.py")), *sorted(ROOT.glob("*.py")),
+                              *sorted(ROOT.glob("records/*/train_gpt.py")))
+              if source_hash(one) == saved.get("script")]
+    advice = (shlex.quote(str(others[0])) if others else "FILE (the run's log contains its text), "
+              f"or --script {shlex.quote(str(path))} to try this one all the same")
     message = f"{checkpoint}: was trained by another script than {path} as it is now"
-    if asked:
-        note(message)
-        return
-    for candidate in (*sorted(Path().glob("*.py")), *sorted(ROOT.glob("*.py")),
-                      *sorted(ROOT.glob("records/*/train_gpt.py"))):
-        require(source_hash(candidate) != saved.get("script"),
-                f"{message}; add --script {one_line(shlex.quote(str(candidate)))}")
-    raise UserError(f"{message}; add --script FILE (the run's log contains its text), or "
-                    f"--script {shlex.quote(str(path))} to try this one all the same")
+    require(asked, one_line(f"{message}; add --script {advice}"))
+    note(message)
 
 def folder_of(run: Path) -> Path:
     """The folder of the run that this log, folder or checkpoint belongs to."""
@@ -131,8 +111,7 @@ def find_checkpoint(run: Path) -> Path:
 
 def load_model(run, device="cpu", script_path: Path | None = None) -> Trained:
     """The newest model of the run that this log, folder or checkpoint belongs to. script_path names
-    the script that trained it, if that is not the repository's train_gpt.py. Raises UserError where
-    there is no model, where another script trained it, or where it does not fit."""
+    the script that trained it, if that is not the repository's train_gpt.py. Raises UserError."""
     path = script_path or ROOT / "train_gpt.py"
     script = checked_script(path)
     try:
@@ -140,7 +119,6 @@ def load_model(run, device="cpu", script_path: Path | None = None) -> Trained:
         saved = script.read_checkpoint(checkpoint)
     except (script.UserError, logs.BadInput) as e:
         raise UserError(one_line(e).removeprefix("--resume=")) from None
-    require(isinstance(saved, dict), f"{checkpoint}: is not a checkpoint of a run")
     check_script(checkpoint, saved, path, asked=script_path is not None)
     try:
         hp = script.Hyperparameters(**saved["settings"])
@@ -149,19 +127,15 @@ def load_model(run, device="cpu", script_path: Path | None = None) -> Trained:
         model.load_state_dict(weights)
     except Exception as e:
         raise UserError(f"{checkpoint}: does not fit {path} ({type(e).__name__}: {one_line(e)})")
-    return Trained(model.to(device).eval(), hp, script)
+    return Trained(model.to(device).float().eval(), hp, script)
 
 def load_run(args) -> Trained:
     """The model of the run that the arguments name. Raises UserError."""
-    try:
-        torch.empty(1, device=args.device)
-    except (RuntimeError, AssertionError) as e:
-        raise UserError(f"--device={args.device} cannot be used ({one_line(e)})") from None
     runs = [Path(run) for run in args.run]
     newest = max(runs, key=lambda run: (folder_of(run).absolute().name, run.name))
     if len(runs) > 1:
         note(f"the newest of {len(runs)} runs: {newest}")
-    return load_model(newest, args.device, args.script)
+    return load_model(newest, "cuda" if torch.cuda.is_available() else "cpu", args.script)
 
 def tokenizer_of(hp, vocab_dir):
     """The tokenizer of a run's vocabulary. Raises UserError if it is not available."""
@@ -203,15 +177,6 @@ def generate(trained: Trained, tokens: list[int], temperature: float = 0.8, top_
         tokens.append(int(ids[chosen]))
         yield tokens[-1]
 
-def encode_prompt(prompt: str, tokenizer, vocab_size: int) -> list[int]:
-    if tokenizer:
-        return tokenizer.encode(prompt)
-    numbers = prompt.replace(",", " ").split()
-    require(all(word.isdecimal() and int(word) < vocab_size for word in numbers),
-            "--prompt: without the vocabulary it has to be token numbers from 0 to "
-            f"{vocab_size - 1}, such as '464 32'")
-    return [int(word) for word in numbers]
-
 def token_bytes(token: int, tokenizer) -> bytes:
     """A token in UTF-8, which may be a part of a character; without a tokenizer, its number."""
     if not tokenizer:
@@ -224,25 +189,25 @@ def main():
     parser = arguments("sample", __doc__)
     add = parser.add_argument
     add("--prompt", default="", metavar="TEXT", help="text to continue (a new document begins)")
-    add("--tokens", type=number(int, 1), default=200, metavar="N", help="at most so many (200)")
-    add("--temperature", type=number(float, 0), default=0.8, metavar="F",
+    add("--tokens", type=int, default=200, metavar="N", help="at most so many (200)")
+    add("--temperature", type=float, default=0.8, metavar="F",
         help="0 takes the likeliest token, 1 draws by the model's own probabilities (0.8)")
-    add("--top_k", type=number(int, 0), default=50, metavar="K",
+    add("--top_k", type=int, default=50, metavar="K",
         help="draw from the K likeliest tokens, or from all with 0 (50)")
-    add("--seed", type=number(int, 0), default=0, metavar="S", help="of the random choices (0)")
+    add("--seed", type=int, default=0, metavar="S", help="of the random choices (0)")
     args = parser.parse_args()
+    for name, least in (("tokens", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
+        require(least <= getattr(args, name) < 2**63, f"--{name}: takes a number from {least} on")
     trained = load_run(args)
-    model, hp, _ = trained
-    if model.embed.weight.device.type == "cpu":  # on which bfloat16 is rarely fast
-        model.float()
+    hp = trained.hp
     try:
         tokenizer = tokenizer_of(hp, args.vocab_dir)
     except UserError as e:
-        if args.vocab_dir:
+        if args.vocab_dir or args.prompt:
             raise
         tokenizer = None
         note(f"showing token numbers, because there is no vocabulary: {e}")
-    prompt = encode_prompt(args.prompt, tokenizer, hp.vocab_size)
+    prompt = tokenizer.encode(args.prompt) if tokenizer else []
     eot = hp.vocab_size - 1
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
