@@ -8,13 +8,12 @@ the copy that end with `# part: NAME`, wherever they stand, are the part NAME in
 that has other lines as well, the marked ones count as added. --part="NAME: FLAGS" adds a part that
 flags leave out. If --vs is the copy itself, its parts are the marked lines and those of --part.
 
-For each part there is a copy without it: in its places, the lines are those of --vs. Copies that do
-not train one step are joined to one, without all of their parts. The copies race together against
-the whole one (see race.py, whose options apply), at a level that is divided by the number of parts.
-A part pays if the loss is surely higher without it, and harms if it is surely lower. In the table,
-± is the interval of the race, which holds for all parts at once. Interrupted, the same command goes
-on. All lies in records/ablate_NAME: the copies, the race, the table, and the shortest change that
-keeps what pays (NAME.py and NAME.patch), without the parts that harm or make no difference.
+Copies without a part (in its places stand the lines of --vs) that do not train one step are joined
+to one, without all of their parts. All race together against the whole one (see race.py), at a
+level that is divided by the number of parts. A part pays if the loss is surely higher without it,
+and harms if it is surely lower; the interval, ±, holds for all parts at once. Interrupted, the same
+command goes on. All lies in records/ablate_NAME: the copies, the race, the table, and the shortest
+change that keeps what pays (NAME.py and NAME.patch).
 """
 
 import difflib
@@ -22,7 +21,7 @@ import json
 import os
 import re
 import sys
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import chain, groupby
 from pathlib import Path
 
@@ -67,15 +66,13 @@ def parts_of(old: str, new: str) -> list[Part]:
             continue
         as_many = i_end - i == j_end - j
         unmarked = not all(map(mark_of, new[j:j_end]))
-        for mark, group in groupby(range(j, j_end), lambda k: mark_of(new[k])):
-            lines = [new[k] for k in group]
+        groups = [(mark, [*group]) for mark, group in groupby(new[j:j_end], mark_of)]
+        for mark, lines in groups or [("", [])]:
             end = i + len(lines) if as_many else i if mark and unmarked else i_end
             name = mark or title(new, j)
             parts.setdefault(name, Part(name, [])).places.append((j, lines, old[i:end]))
             i = end
             j += len(lines)
-        if tag == "delete":
-            parts[title(new, j)] = Part(title(new, j), [(j, [], old[i:i_end])])
     return list(parts.values())
 
 def title(lines: list[str], at: int) -> str:
@@ -90,27 +87,30 @@ def without(text: str, *parts: Part) -> str:
         lines[start:start + len(new)] = old
     return "".join(lines)
 
-def problem_without(part: Part, text: str, folder: Path, words) -> str:
-    """Writes the copy without a part, and says why it does not train one step; "" if it does."""
+def trains(part: Part, text: str, folder: Path, words) -> bool:
+    """Whether the copy without a part trains one step. If so, it stays, and is not tried again."""
     path = folder / f"{part.file}.py"
-    path.write_text(without(text, part), encoding="utf-8")
+    copy = without(text, part)
+    if path.exists() and path.read_text(encoding="utf-8") == copy:
+        return True
+    path.write_text(copy, encoding="utf-8")
     if part.flags:
-        return ""  # the race tries it
+        return True  # the race tries it
+    say(f"one step without {part.name}, to see whether it trains")
     one = race.parse([str(path), f"--records={folder}", *words])
-    return race.trial.why_not(one.candidates[0], one.options.seed, one.folder / "one_step")
+    problem = race.trial.why_not(one.candidates[0], one.options.seed, one.folder / "one_step")
+    if problem:
+        path.unlink()
+        say(f"it does not train without {part.name}: {problem}")
+    return not problem
 
-def tried(parts: list[Part], text: str, folder: Path, words) -> list[Part]:
-    """The parts that can be left out, those joined that cannot alone. What fails is said."""
-    good, bad = [], []
-    for part in parts:
-        say(f"one step without {part.name}, to see whether it trains")
-        problem = problem_without(part, text, folder, words)
-        (bad if problem else good).append(part)
-        if problem:
-            say(f"it does not train without {part.name} alone: {problem}")
+def tried(parts: list[Part], *where) -> list[Part]:
+    """The parts that can be left out, those joined that cannot alone."""
+    good = [part for part in parts if trains(part, *where)]
+    bad = [part for part in parts if part not in good]
     names = ", ".join(part.name for part in bad)
     joined = Part("the rest", list(chain(*[part.places for part in bad])))
-    if len(bad) > 1 and not problem_without(joined, text, folder, words):
+    if len(bad) > 1 and trains(joined, *where):
         say(f"{names} are joined to one part, the rest")
         return [*good, joined]
     if bad:
@@ -131,8 +131,7 @@ def parse(arguments):
     return options, words[0], words[1:]
 
 def parts_to_race(options, script: str, words, folder: Path) -> tuple[str, list[Part]]:
-    """The copy's text and its parts. What could be left out is written down, so that a race that
-    goes on has the same parts."""
+    """The copy's text and its parts."""
     text = race.script_text(script)
     old = base = race.script_text(options.vs)
     if base == text:
@@ -146,57 +145,39 @@ def parts_to_race(options, script: str, words, folder: Path) -> tuple[str, list[
     names = [part.file for part in parts]
     require(len({*names}) == len(names), f"two parts are called {max(names, key=names.count)}: "
             "give them other names")
-    path = folder / "parts.json"
-    now = [old, text, options.part]
-    if path.exists():
-        before, known = json.loads(path.read_text(encoding="utf-8"))
-        require(before == now, f"{folder} was begun with other scripts or parts: go back to them, "
-                "or remove it to begin anew")
-        parts = [Part(*part) for part in known]
-    else:
-        say(f"one step of {script}, to see whether it trains")
-        problem = problem_without(Part("nothing", []), text, folder, words)
-        require(not problem, f"{script} does not train one step: {problem}")
-        parts = tried(parts, text, folder, words)
-        require(parts, "no part can be left out")
-        path.write_text(json.dumps([now, list(map(astuple, parts))]), encoding="utf-8")
+    require(trains(Part("nothing", []), text, folder, words), f"{script} does not train one step, "
+            "see above")
+    parts = tried(parts, text, folder, words)
+    require(parts, "no part can be left out")
     require(len(parts) > 1 or parts[0].flags or without(text, *parts) != base,
             f"all of the change is one part, and {script} without it is {options.vs}: there is "
             f"nothing to run that ./run.sh race {script} --vs={options.vs} does not")
     return text, parts
 
-def decision(row: dict, level: float) -> str:
-    """What a copy without a part is. Holm's adjustment may show more than the race decided."""
-    if row["adjusted"] is not None and row["adjusted"] <= level:
-        return "worse" if row["difference"] > 0 else "better"
-    return row["decision"]
-
-def table_of(parts: list[Part], rows: dict, level: float) -> str:
+def table_of(parts: list[Part], rows: dict) -> str:
     """In Markdown. What is lost without a part is its difference from the whole copy."""
     header = "| part | lines | lost without it | pairs | p or 1 / E, adjusted | verdict |"
     lines = [header, "|---" * 6 + "|"]
     for part in parts:
         row = rows[part.file]
-        found = decision(row, level)
         lost = logs.number(row["difference"], "+.4f")
         if row["interval"]:
             low, high = row["interval"]
             lost += f" ± {(high - low) / 2:.4f}"
         cells = [part.name, part.lines, lost, str(row["pairs"]),
-                 logs.number(row["adjusted"], ".2g"), WORDS.get(found, found)]
+                 logs.number(row["adjusted"], ".2g"), WORDS.get(row["decision"], row["decision"])]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 def write_shortest(options, script: str, text: str, parts, rows, folder: Path):
     """The copy without what harms or makes no difference."""
-    out = [part for part in parts
-           if decision(rows[part.file], options.level) in ("better", "no difference")]
+    out = [part for part in parts if rows[part.file]["decision"] in ("better", "no difference")]
     shortest = without(text, *out)
     (folder / f"{Path(script).stem}.py").write_text(shortest, encoding="utf-8")
-    texts = [one.splitlines(True) for one in (race.script_text(options.vs), shortest)]
-    diff = difflib.unified_diff(*texts, options.vs, script)
+    old, new = (race.Entry(name, name, [], one) for name, one in (
+        (options.vs, race.script_text(options.vs)), (script, shortest)))
     path = folder / f"{Path(script).stem}.patch"
-    path.write_text("".join(diff), encoding="utf-8")
+    path.write_text(race.verdict.patch_of(new, old), encoding="utf-8")
     left_out = ", ".join(f"{part.name} {part.flags}".strip() for part in out) or "nothing"
     say(f"{path} keeps what pays; it leaves out: {left_out}")
 
@@ -207,11 +188,15 @@ def main(arguments=None):
     folder.mkdir(parents=True, exist_ok=True)
     text, parts = parts_to_race(options, script, words, folder)
     copies = [f"{folder / part.file}.py {part.flags}".strip() for part in parts]
-    race.main([*copies, f"--vs={script}", f"--records={folder}", "--name=parts",
-               f"--level={options.level / len(parts)}", *words])
-    verdict = json.loads((folder / "race_parts" / "verdict.json").read_text(encoding="utf-8"))
-    rows = {row["candidate"]: row for row in verdict}
-    table = table_of(parts, rows, options.level)
+    arguments = [*copies, f"--vs={script}", f"--records={folder}", "--name=parts",
+                 f"--level={options.level / len(parts)}", *words]
+    race.main(arguments)
+    verdict = (race.parse(arguments).folder / "verdict.json").read_text(encoding="utf-8")
+    rows = {row["candidate"]: row for row in json.loads(verdict)}
+    for row in rows.values():  # Holm's adjustment may show more than the race decided
+        if row["adjusted"] is not None and row["adjusted"] <= options.level:
+            row["decision"] = "worse" if row["difference"] > 0 else "better"
+    table = table_of(parts, rows)
     (folder / "table.md").write_text(table, encoding="utf-8")
     print(f"\n{table}")
     write_shortest(options, script, text, parts, rows, folder)

@@ -4,19 +4,16 @@
     ./run.sh hellaswag RUN --data my_items.jsonl --limit 1000
 
 The answer is the ending with the lowest mean loss per token of the ending, given the context
-(acc_norm), and for comparison the one with the lowest summed loss (acc). The context is the field
-`ctx` as it stands and an ending's tokens are those of a space and the ending. Harnesses that clean
-the text or divide by characters get other figures.
-
-A line of the file is a JSON object with a `ctx`, four `endings` and the `label` 0 to 3 of the right
-one; other fields are ignored. Nothing is written to the run's log: this is outside the clock.
+(acc_norm), and for comparison the one with the lowest summed loss (acc). Harnesses that clean the
+text or divide by characters get other figures. A line of the file is a JSON object with a `ctx`,
+four `endings`, which follow a space, and the `label` 0 to 3 of the right one.
 """
 
 import json
 import math
 import sys
 import urllib.request
-from dataclasses import dataclass
+from collections import namedtuple
 from http.client import HTTPException
 from pathlib import Path
 
@@ -37,11 +34,7 @@ ITEMS = 10042  # in the published file
 BATCH = 8  # items in one forward, of four sequences each
 FOLDER = ROOT / "data" / "hellaswag"
 
-@dataclass
-class Item:
-    context: list[int]  # begins with the end-of-text token
-    endings: list[list[int]]
-    label: int
+Item = namedtuple("Item", "context endings label")
 
 def download(folder: Path) -> Path:
     """The published file, fetched where it is not there yet."""
@@ -62,20 +55,12 @@ def download(folder: Path) -> Path:
     return path
 
 def read_item(line: bytes, tokenizer) -> Item:
-    """Raises UserError that says what is wrong with the line."""
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError) as e:  # in JSON or UTF-8
-        raise UserError(f"no JSON ({e})") from None
-    require(isinstance(fields, dict), "no JSON object")
-    context, endings, label = (fields.get(name) for name in ("ctx", "endings", "label"))
-    require(isinstance(context, str) and context, "ctx is no text")
-    require(isinstance(endings, list) and len(endings) == 4
-            and all(isinstance(ending, str) and ending for ending in endings),
-            "endings are not four texts")
-    require(str(label) in ("0", "1", "2", "3"), "label is not 0, 1, 2 or 3")  # some have a text
-    encoded = [tokenizer.encode(" " + ending) for ending in endings]
-    return Item([tokenizer.eot, *tokenizer.encode(context)], encoded, int(label))
+    """In tokens. The context begins with the end-of-text token."""
+    fields = json.loads(line)
+    label = ["0", "1", "2", "3"].index(str(fields["label"]))  # some have a text
+    first, second, third, fourth = [tokenizer.encode(" " + text) for text in fields["endings"]]
+    return Item([tokenizer.eot, *tokenizer.encode(fields["ctx"])],
+                [first, second, third, fourth], label)
 
 def read_items(path: Path, tokenizer, limit: int | None) -> list[Item]:
     items = []
@@ -84,8 +69,9 @@ def read_items(path: Path, tokenizer, limit: int | None) -> list[Item]:
     for number, line in lines[:limit]:
         try:
             items.append(read_item(line, tokenizer))
-        except UserError as e:
-            raise UserError(f"{path}: line {number}: {e}") from None
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
+            raise UserError(f"{path}: line {number}: expected a JSON object with ctx, four endings "
+                            f"and a label from 0 to 3 ({type(e).__name__}: {e})") from None
     require(items, f"{path}: holds no item")
     return items
 

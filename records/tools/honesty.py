@@ -7,19 +7,17 @@ Honest means that its validation loss is what the verdict of a race takes it for
 - No loss depends on later tokens. The check changes them, after two training steps, and again with
   noise on all weights, since projections that start at zero hide what they let in.
 - The validation loss is the cross-entropy of `logits(features(tokens, window))`, each validation
-  token counted once, and the same each time.
-- A step trains on as many tokens as the copy's `tokens_seen` says.
+  token counted once, and the same each time. A step trains on as many tokens as `tokens_seen` says.
 - Validation changes nothing: a run that was resumed, and validates at other steps, ends in the same
   bits. Two processes train what one trains, but for rounding.
 
-The settings are those of the copy's demo, or the ones that are named; sizes, steps and data are the
-check's own. It prints a line for each property and ends with `honest`, or with what was seen and
-status 3. A wrong command, or settings that the copy refuses, are one line and status 2; another
-error of the copy keeps its traceback. With --weights it prints but a hash of each parameter's
-initial values.
+Settings are the copy's demo or those named; sizes, steps and data are the check's own. Prints a
+line for each property, then `honest`, or what was seen with status 3. A wrong command, or settings
+that the copy refuses, are one line and status 2; another error of the copy keeps its traceback.
 """
 
 import contextlib
+import copy
 import hashlib
 import itertools
 import os
@@ -30,7 +28,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from records.tools.load import ROOT, TORCHRUN, UserError, installed, require, run
+from records.tools.load import ROOT, TORCHRUN, ArgumentParser, UserError, installed, require, run
 
 with installed():
     import numpy as np
@@ -124,7 +122,7 @@ class Trial:
         sequences = script.load_validation(script.find_shards(hp.val_files), hp, self.world)
         with calls_of(model) as calls:
             loss = script.evaluate(model, sequences, 2, hp, self.world)
-        require(calls, f"{self.path}: evaluate does not call the model, which the check needs")
+        require(calls, "evaluate does not call the model, which the check needs")
         model.eval()
         return loss, calls
 
@@ -132,8 +130,6 @@ class Trial:
         """Of a run of the copy, {(step, kind): loss} of its log, and its checkpoints."""
         records = self.folder / name
         arguments = [*flags, f"--records={records}", "--name=honesty"]
-        if not flags[0].startswith("--resume="):
-            arguments = [*self.flags, *arguments]
         if processes == 1:
             with contextlib.redirect_stdout(None):
                 self.script.main(arguments)
@@ -142,12 +138,12 @@ class Trial:
                 [sys.executable, "-W", "ignore", *TORCHRUN, f"--nproc_per_node={processes}",
                  str(self.path), *arguments],
                 env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-            require(done.returncode == 0, f"{self.path} fails on {processes} processes: "
+            require(done.returncode == 0, f"it fails on {processes} processes: "
                     f"{one_line((done.stderr.strip() or 'no output')[-400:])}")
         (log,) = records.glob("*.log")
         found = re.findall(r"(?m)^step:(\d+)/.* (train|val)_loss:(\S+) ", log.read_text())
         checkpoints = sorted(records.glob("*/step*.pt"))
-        require(checkpoints, f"{self.path} saves no checkpoint; restore that")
+        require(checkpoints, "it saves no checkpoint; restore that")
         return {(int(step), kind): float(loss) for step, kind, loss in found}, checkpoints
 
 def difference(a: dict, b: dict) -> str | None:
@@ -167,25 +163,19 @@ def token_losses(model, tokens, targets, window):
 
 def check_validation(trial: Trial, model, optimizers, when: str) -> str:
     """Two validations agree and change nothing, and their loss is the definition's."""
-    gathered = trial.script.gather_training_state(model, optimizers)
-    before = {kind: {name: x.clone() for name, x in tensors.items()}
-              for kind, tensors in gathered.items()}
-    losses = []
-    for _ in range(2):
-        loss, calls = trial.evaluate(model)
-        losses.append(loss)
-        changed = difference(before, trial.script.gather_training_state(model, optimizers))
-        expect(not changed, f"validation changes the training state ({changed}), {when}")
-    expect(losses[0] == losses[1], f"two validations of the same weights give {losses[0]!r} and "
-           f"{losses[1]!r}, {when}")
+    before = copy.deepcopy(trial.script.gather_training_state(model, optimizers))
+    (loss, _), (again, calls) = trial.evaluate(model), trial.evaluate(model)
+    changed = difference(before, trial.script.gather_training_state(model, optimizers))
+    expect(not changed, f"validation changes the training state ({changed}), {when}")
+    expect(loss == again, f"two validations of the same weights give {loss!r} and {again!r}, "
+           f"{when}")
     check_targets(trial, calls)
     count = trial.hp.val_tokens
     expected = sum(float(token_losses(model, *call[:3]).sum()) for call in calls) / count
-    expect(abs(losses[0] - expected) <= LOSS_BOUND * expected, "the validation loss is "
-           f"{losses[0]:.6f}, but the cross-entropy of logits(features()) is {expected:.6f}, "
-           f"{when}")
-    return (f"validation: {losses[0]:.6f} twice, the cross-entropy of {count} targets, each "
-            f"counted once, {when}")
+    expect(abs(loss - expected) <= LOSS_BOUND * expected, f"the validation loss is {loss:.6f}, "
+           f"but the cross-entropy of logits(features()) is {expected:.6f}, {when}")
+    return (f"validation: {loss:.6f} twice, the cross-entropy of {count} targets, each counted "
+            f"once, {when}")
 
 def check_targets(trial: Trial, calls):
     """Each target is the stream's next token, counted once, and read after those before it only."""
@@ -241,7 +231,7 @@ def check_model(trial: Trial):
                 p.add_(0.1 * torch.randn(p.shape, generator=generator).to(p.dtype))
 
 def check_runs(trial: Trial):
-    losses, saved = trial.run("plain", "--val_loss_every=4")
+    losses, saved = trial.run("plain", *trial.flags, "--val_loss_every=4")
     _, resumed = trial.run("resumed", f"--resume={saved[0]}", "--val_loss_every=1")
     states = (torch.load(path, weights_only=True)["state"] for path in (saved[-1], resumed[-1]))
     changed = difference(*states)
@@ -249,7 +239,7 @@ def check_runs(trial: Trial):
            f"ends with other numbers ({changed}): what it remembers must be in an optimizer's "
            "state")
     yield f"runs: resumed at step {SAVED}, with other validations, {STEPS} steps end in equal bits"
-    others, _ = trial.run("two", "--val_loss_every=4", processes=2)
+    others, _ = trial.run("two", *trial.flags, "--val_loss_every=4", processes=2)
     largest = 0.0
     for step, kind in sorted(key for key in losses if key[0] <= 8):
         loss, other = losses[step, kind], others.get((step, kind), float("nan"))
@@ -259,8 +249,7 @@ def check_runs(trial: Trial):
     yield f"processes: on two, the losses of 8 steps are those of one within {largest:.4f}"
 
 def check(path, flags=(), parts=(check_model, check_runs)):
-    """Yields the lines of these parts. Raises Dishonest with what was seen, and UserError where the
-    copy cannot be tried."""
+    """Yields the lines of these parts. Raises Dishonest with what was seen, or UserError."""
     torch.set_num_threads(1)  # the last bits of sums depend on their number
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -268,7 +257,7 @@ def check(path, flags=(), parts=(check_model, check_runs)):
             for part in parts:
                 yield from part(trial)
         except Exception as e:
-            if type(e).__name__ != "UserError" or isinstance(e, UserError):
+            if type(e).__name__ != "UserError":  # the copy has a class of its own
                 raise
             raise UserError(f"{path}, in the check of its honesty: {e}") from None
 
@@ -279,24 +268,23 @@ def weights(trial: Trial):
         yield f"weights: {name} {'x'.join(map(str, p.shape))}_{digest}"
 
 def main():
-    words = [word for word in sys.argv[1:] if word != "--weights"]
-    if {"-h", "--help"} & {*words}:
-        print(__doc__)
-        return
+    usage = "./run.sh honest my_record.py [speedrun|short|demo] [--setting=value ...]"
+    parser = ArgumentParser(description=__doc__, usage=usage)
+    parser.add_argument("--weights", action="store_true", help="print but a hash of each "
+                        "parameter's initial values")
+    options, words = parser.parse_known_args()
     path, flags = split_words(words)
-    require(path in words, "name the script first: ./run.sh honest my_record.py "
-            "[speedrun|short|demo] [--setting=value ...]")
+    require(path, f"name the script first: {usage}")
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    asked = "--weights" in sys.argv
     try:
-        for line in check(path, flags, [weights] if asked else [check_model, check_runs]):
+        for line in check(path, flags, [weights] if options.weights else [check_model, check_runs]):
             print(line, flush=True)
     except Dishonest as seen:
         print(f"not honest: {seen}")
-        sys.exit(3)
-    if not asked:
+        return 3
+    if not options.weights:
         print("honest")
 
 if __name__ == "__main__":

@@ -9,11 +9,10 @@ Control characters are shown in the form \\x1b. One seed gives one text on the s
 is a GPU where there is one, unless CUDA_VISIBLE_DEVICES= hides it.
 """
 
-import codecs
 import hashlib
 import itertools
-import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -31,7 +30,8 @@ with installed():
 
 ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))
            if chr(code) not in "\n\t"}  # a terminal may take these for commands
-NEEDED = ("BLOCK", "GPT", "Hyperparameters", "Rotary", "read_checkpoint", "window_tokens")
+NEEDED = ("BLOCK", "GPT", "Hyperparameters", "read_checkpoint", "window_tokens")
+LONGEST = 1 << 17  # tokens of a text; the angles of their positions take memory
 
 class Trained(NamedTuple):
     """A run's model, for use without a compiler, and the script that trained it. It is in float32:
@@ -68,19 +68,6 @@ def source_hash(path: Path) -> str:
     """The sha256 that a script's runs keep in their checkpoints."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     return hashlib.sha256(text.encode()).hexdigest()
-
-def check_script(checkpoint: Path, saved: dict, path: Path, asked: bool):
-    """Raises UserError where path is not the script of the run, unless it was asked for by name."""
-    if source_hash(path) == saved.get("script"):
-        return
-    others = [one for one in (*sorted(Path().glob("*.py")), *sorted(ROOT.glob("*.py")),
-                              *sorted(ROOT.glob("records/*/train_gpt.py")))
-              if source_hash(one) == saved.get("script")]
-    advice = (shlex.quote(str(others[0])) if others else "FILE (the run's log contains its text), "
-              f"or --script {shlex.quote(str(path))} to try this one all the same")
-    message = f"{checkpoint}: was trained by another script than {path} as it is now"
-    require(asked, one_line(f"{message}; add --script {advice}"))
-    note(message)
 
 def folder_of(run: Path) -> Path:
     """The folder of the run that this log, folder or checkpoint belongs to."""
@@ -119,9 +106,14 @@ def load_model(run, device="cpu", script_path: Path | None = None) -> Trained:
         saved = script.read_checkpoint(checkpoint)
     except (script.UserError, logs.BadInput) as e:
         raise UserError(one_line(e).removeprefix("--resume=")) from None
-    check_script(checkpoint, saved, path, asked=script_path is not None)
+    if source_hash(path) != saved.get("script"):
+        message = f"{checkpoint}: was trained by another script than {path} as it is now"
+        require(script_path, f"{message}; add --script FILE, with that one (the run's log contains "
+                "its text), or with this one to try it all the same")
+        note(message)
     try:
         hp = script.Hyperparameters(**saved["settings"])
+        hp = replace(hp, val_seq_len=max(hp.val_seq_len, LONGEST))
         weights = saved["state"]["model"]
         model = script.GPT(hp, weights["embed.weight"].dtype, flex=False)
         model.load_state_dict(weights)
@@ -146,18 +138,11 @@ def tokenizer_of(hp, vocab_dir):
 
 def features(trained: Trained, tokens: list[int]) -> Tensor:
     """What the model hands to its head, x_TD, for tokens whose last block is filled up, with the
-    windows of the last step.
-
-    Attention depends on distances alone, and on none beyond its window. So a sequence may be longer
-    than those in training: it only needs angles for its positions."""
+    windows of the last step. A sequence may be longer than those in training: attention depends on
+    distances alone, and on none beyond its window."""
     model, hp, script = trained
     device = model.embed.weight.device
     padded = tokens + [hp.vocab_size - 1] * (-len(tokens) % script.BLOCK)
-    for rotary in [module for module in model.modules() if isinstance(module, script.Rotary)]:
-        if len(padded) > len(rotary.cos):  # the layers share one table
-            longer = script.Rotary(hp.head_dim, len(padded), hp.rope_base).to(device)
-            rotary.cos = longer.cos
-            rotary.sin = longer.sin
     window = script.window_tokens(hp.num_iterations, hp)
     return model.features(torch.tensor(padded, dtype=torch.int32, device=device),
                           torch.tensor(window, dtype=torch.int32, device=device))
@@ -177,14 +162,6 @@ def generate(trained: Trained, tokens: list[int], temperature: float = 0.8, top_
         tokens.append(int(ids[chosen]))
         yield tokens[-1]
 
-def token_bytes(token: int, tokenizer) -> bytes:
-    """A token in UTF-8, which may be a part of a character; without a tokenizer, its number."""
-    if not tokenizer:
-        return f"{token} ".encode()
-    if tokenizer.name == "bytes":
-        return bytes([token])
-    return tokenizer.encoding.decode_single_token_bytes(token)
-
 def main():
     parser = arguments("sample", __doc__)
     add = parser.add_argument
@@ -200,32 +177,33 @@ def main():
         require(least <= getattr(args, name) < 2**63, f"--{name}: takes a number from {least} on")
     trained = load_run(args)
     hp = trained.hp
+    eot = hp.vocab_size - 1
     try:
         tokenizer = tokenizer_of(hp, args.vocab_dir)
+        tokens, decode = tokenizer.encode(args.prompt), tokenizer.decode
     except UserError as e:
         if args.vocab_dir or args.prompt:
             raise
-        tokenizer = None
         note(f"showing token numbers, because there is no vocabulary: {e}")
-    prompt = tokenizer.encode(args.prompt) if tokenizer else []
-    eot = hp.vocab_size - 1
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def show(text: bytes, final: bool = False):
-        print(decoder.decode(text, final).translate(ESCAPES), end="", flush=True)
-
-    show(b"".join(token_bytes(token, tokenizer) for token in prompt))
+        tokens, decode = [], lambda tokens: " ".join(map(str, tokens))
     generator = torch.Generator().manual_seed(args.seed)
-    endless = generate(trained, [eot, *prompt], args.temperature, args.top_k, generator)
+    endless = generate(trained, [eot, *tokens], args.temperature, args.top_k, generator)
+    last = len(tokens) + args.tokens
+    shown = 0  # characters
     try:
-        for shown, token in enumerate(itertools.islice(endless, args.tokens)):
+        while True:
+            text = decode(tokens)
+            if not text.endswith("\ufffd"):  # which may be a part of a character
+                print(text[shown:].translate(ESCAPES), end="", flush=True)
+                shown = len(text)
+            token = next(endless) if len(tokens) < last else eot
             if token == eot:
                 break
-            show(token_bytes(token, tokenizer))
+            tokens.append(token)
     finally:
-        show(b"\n", final=True)
-    if token == eot:
-        note(f"end of text after {shown} tokens")
+        print(text[shown:].translate(ESCAPES))
+    if len(tokens) < last:
+        note(f"end of text after {args.tokens - last + len(tokens)} tokens")
 
 if __name__ == "__main__":
     sys.exit(run(main, errors=(torch.OutOfMemoryError,)))
