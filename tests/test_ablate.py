@@ -12,13 +12,11 @@ from test_race import STAND_IN, place, starts  # noqa: F401, place is a fixture
 
 from records.tools import ablate, logs
 
-
 def changed(text, *changes):
     for old, new in changes:
         assert text.count(old) == 1, old
         text = text.replace(old, new)
     return text
-
 
 BASE = '''import math
 rate = 0.1
@@ -32,7 +30,6 @@ PLUS, POWER, NOTE = ("x + 1\n", "x + 2\n"), ("** 2", "** 3"), ("math\n", "math\n
 TWO = "    y = y + 2  # part: two\n"
 THREE = "    z = 3  # part: three\n    y = y + z  # part: three\n"
 A = ("rate = 0.1", "rate = 1  # part: a"), ("** 2", "** 3  # part: a")
-
 
 @pytest.mark.parametrize("changes, expected, rest", [
     # Each place is a part, but for comments and empty lines.
@@ -50,103 +47,89 @@ def test_the_parts_of_a_change_and_the_copies_without_them(changes, expected, re
         name: changed(BASE, *left) for name, left in expected.items()}
     assert ablate.without(new, *parts.values()) == changed(BASE, *rest)
 
-
-COPY = changed(STAND_IN, ("OFFSET = 0.0", "OFFSET = -0.1"),  # pays
-               ("loss = 5 - step / N", "bonus = 0.05\n    loss = 5 + bonus - step / N"),  # harms
-               ("import argparse, hashlib", "import hashlib, argparse"))  # makes no difference
-
-
-def run_ablate(place, *flags):  # noqa: F811
-    arguments = [str(place / "record.py"), f"--vs={place / 'base.py'}",
-                 f"--records={place / 'records'}", *flags]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        patch.setattr(sys, "argv", ["ablate.py", *arguments])
+@pytest.fixture
+def run_ablate(place, monkeypatch):  # noqa: F811
+    def run(record, *flags, base=STAND_IN):
+        """The status of an ablation of this text."""
+        (place / "record.py").write_text(record)
+        (place / "base.py").write_text(base)
+        monkeypatch.chdir(ROOT)
+        monkeypatch.setattr(sys, "argv", [
+            "ablate.py", str(place / "record.py"), f"--vs={place / 'base.py'}",
+            f"--records={place / 'records'}", *flags])
         return status_of(ablate.main, errors=(logs.BadInput,))
+    return run
 
-
-def test_what_pays_what_harms_and_what_does_nothing(place, capsys):  # noqa: F811
+def test_what_pays_what_harms_and_what_does_nothing(place, run_ablate, capsys):  # noqa: F811
     """At the level of three decisions; and the shortest change is the one that pays, as a script
     and as a patch."""
-    (place / "record.py").write_text(COPY)
-    assert run_ablate(place, "--muon_lr=2") == 0
+    pays = ("OFFSET = 0.0", "OFFSET = -0.1")
+    harms = ("loss = 5 - step", "bonus = 0.05\n    loss = 5 + bonus - step")
+    record = changed(STAND_IN, pays, harms, ("argparse, hashlib", "hashlib, argparse"))
+    assert run_ablate(record, "--muon_lr=2") == 0
     out = capsys.readouterr().out
     folder = place / "records" / "ablate_record"
     rows = [line.split(" | ") for line in (folder / "table.md").read_text().splitlines()[2:]]
-    assert [(row[0], row[1], row[-1]) for row in rows] == [
-        ("| line 2", "-1 +1", "makes no difference |"), ("| line 5", "-1 +1", "pays |"),
-        ("| line 36", "-1 +2", "harms |")]
+    assert [(row[0], row[-1]) for row in rows] == [
+        ("| line 2", "makes no difference |"), ("| line 5", "pays |"), ("| line 36", "harms |")]
     assert (folder / "table.md").read_text() in out
     verdict = json.loads((folder / "race_parts" / "verdict.json").read_text())
-    pays = next(row for row in verdict if row["decision"] == "worse")
-    lost, half = map(float, rows[1][2].split(" ± "))
-    assert lost == pytest.approx(0.1, 0.1)
-    assert [lost - half, lost + half] == pytest.approx(pays["interval"], abs=1e-4)
-    assert pays["E"] >= 300
+    worse = next(row for row in verdict if row["decision"] == "worse")
+    lost, half = map(float, rows[1][1].split(" ± "))
+    assert lost == pytest.approx(0.1, 0.1) and worse["E"] >= 300
+    assert [lost - half, lost + half] == pytest.approx(worse["interval"], abs=1e-4)
     shortest = (folder / "record.py").read_text()
-    assert shortest == changed(STAND_IN, ("OFFSET = 0.0", "OFFSET = -0.1"))
+    assert shortest == changed(STAND_IN, pays)
     (place / "patched.py").write_text(STAND_IN)
     subprocess.run(["patch", "-s", place / "patched.py", folder / "record.patch"], check=True)
     assert (place / "patched.py").read_text() == shortest
     assert "it leaves out: line 2, line 36\n" in out
     assert all("--muon_lr=2" in line for line in (place / "starts").read_text().splitlines())
     before = starts(place)  # the same command starts nothing more
-    assert run_ablate(place, "--muon_lr=2") == 0 and starts(place) == before
-    (place / "record.py").write_text(COPY + "# more\n")
-    assert run_ablate(place, "--muon_lr=2") == 2
-    assert "was begun with other scripts or parts" in capsys.readouterr().err
+    assert run_ablate(record, "--muon_lr=2") == 0 and starts(place) == before
+    assert run_ablate(f"{record}# more\n", "--muon_lr=2") == 2
+    assert "race_parts was begun with other scripts" in capsys.readouterr().err
 
-
-def test_what_cannot_be_left_out_alone_is_joined(place, capsys):  # noqa: F811
+def test_what_cannot_be_left_out_alone_is_joined(place, run_ablate, capsys):  # noqa: F811
     """A list became a number. Where that is all of the change, nothing is raced."""
-    use = ("loss = 5 - step", "loss = 5 * SCALE[0] - step")
-    old = changed(STAND_IN, ("OFFSET = 0.0\n", "OFFSET = 0.0\nSCALE = [1]\n"), use)
+    old = changed(STAND_IN, ("OFFSET = 0.0\n", "OFFSET = 0.0\nSCALE = [1]\n"),
+                  ("loss = 5 - step", "loss = 5 * SCALE[0] - step"))
     scale = changed(old, ("SCALE = [1]", "SCALE = 1"), ("SCALE[0]", "SCALE"))
-    (place / "base.py").write_text(old)
-    (place / "record.py").write_text(
-        changed(scale, ("import argparse, hashlib", "assert 'kept'\nimport argparse, hashlib")))
-    assert run_ablate(place, "--most=2") == 0
+    kept = ("import argparse, hashlib", "assert 'kept'\nimport argparse, hashlib")
+    assert run_ablate(changed(scale, kept), "--most=2", base=old) == 0
     out = capsys.readouterr().out
-    assert "ablate: it does not train without line 7 alone: TypeError: " in out
+    assert "ablate: without_line_7 does not train: TypeError: " in out
     assert "ablate: line 7, line 38 are joined to one part, the rest\n" in out
     table = (place / "records" / "ablate_record" / "table.md").read_text()
-    assert "| the rest | -2 +2 | +0.0000 | 2 |" in table and "| line 2 | -0 +1 |" in table
-    for copy, base, words in (
-            (scale, old, "all of the change is one part, and "),
-            (changed(old, ("SCALE = [1]", "SCALE = 1, 2")),
-             changed(old, ("SCALE = [1]", "SCALE = None")), "no part can be left out")):
-        (place / "record.py").write_text(copy)
-        (place / "base.py").write_text(base)
-        before = len(starts(place))
-        assert run_ablate(place, f"--records={place / words[:3]}") == 2
-        assert words in capsys.readouterr().err
-        assert {steps for *_, steps in starts(place)[before:]} == {"1"}
+    assert "| the rest | +0.0000 | 2 |" in table and "| line 2 | " in table
+    before = len(starts(place))
+    assert run_ablate(scale, f"--records={place / 'all'}", base=old) == 2
+    assert "all of the change is one part, and " in capsys.readouterr().err
+    none = changed(old, ("SCALE = [1]", "SCALE = None"))
+    assert run_ablate(old, f"--records={place / 'no'}", base=none) == 2
+    assert "no part can be left out" in capsys.readouterr().err
+    assert {steps for *_, steps in starts(place)[before:]} == {"1"}
 
-
-def test_parts_by_flags_and_a_race_that_goes_on(place, capsys):  # noqa: F811
+def test_parts_by_flags_and_a_race_that_goes_on(place, run_ablate, capsys):  # noqa: F811
     """The other script may be the same one. Killed after its first pair, it makes the others."""
     flags = ["--part=rate: --muon_lr=9", "--part=steps: --num_iterations=4"]
-    (place / "record.py").write_text(STAND_IN)
-    assert run_ablate(place, *flags, "--most=1") == 0
-    assert run_ablate(place, *flags, "--most=2") == 0
+    for pairs in (1, 2):
+        assert run_ablate(STAND_IN, *flags, f"--most={pairs}") == 0
     made = [(name, seed) for name, seed, steps in starts(place) if steps in (None, "4")]
     assert made == [("without_rate", 1), ("without_steps", 1), ("record", 1), ("record", 2),
                     ("without_steps", 2), ("without_rate", 2)]
     table = (place / "records" / "ablate_record" / "table.md").read_text()
-    assert "| rate | --muon_lr=9 | +0.0000 | 2 |" in table
+    assert "| rate --muon_lr=9 | +0.0000 | 2 |" in table
     assert "it leaves out: rate --muon_lr=9\n" in capsys.readouterr().out
-
 
 @pytest.mark.parametrize("text, flags, words", [
     ("", [], "in no more than comments: there is no part"),
     ("", ["--part=a b: --x=1", "--part=a_b: --x=2"], "two parts are called without_a_b"),
     ("", ["--part=x"], "expected a name, a colon and flags"),
-    ("", ["--level=x"], "invalid number value"),
-    ("missing\n", [], "record.py does not train one step: NameError: "),
-    ("def (\n", [], "record.py does not train one step: SyntaxError: ")])
-def test_wrong_usage_starts_no_race(text, flags, words, place, capsys):  # noqa: F811
-    (place / "record.py").write_text(f"{STAND_IN}# a comment\n{text}")
-    assert run_ablate(place, *flags) == 2
-    err = capsys.readouterr().err
+    ("missing\n", [], "record.py does not train one step, see above")])
+def test_wrong_usage_starts_no_race(text, flags, words, place, run_ablate, capsys):  # noqa: F811
+    assert run_ablate(f"{STAND_IN}# a comment\n{text}", *flags) == 2
+    out, err = capsys.readouterr()
     assert words in err and len(err.splitlines()) == 1
+    assert ("NameError: name 'missing' is not defined" in out) == bool(text)
     assert not list((place / "records").rglob("race.json"))

@@ -2,10 +2,8 @@
 and which script; the command line and its errors."""
 
 import dataclasses
-import hashlib
 import itertools
 import os
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -13,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TINY, launch
+from conftest import ROOT, TINY, train
 from test_data_common import status_of
 from test_data_vocab import vocab_dir
 from test_logs import log_text
@@ -27,12 +25,12 @@ __all__ = ["vocab_dir"]  # a fixture
 
 SCRIPT = ROOT / "train_gpt.py"
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def trained(tmp_path_factory, shards):
     """The folder of a tiny run on bytes."""
     records = tmp_path_factory.mktemp("records")
-    launch(*TINY, *shards, "--num_iterations=20", "--val_loss_every=0", "--val_seq_len=1024",
-           "--save_every=15", f"--records={records}")
+    train(train_gpt, *TINY, *shards, "--num_iterations=20", "--val_loss_every=0",
+          "--val_seq_len=1024", "--save_every=15", f"--records={records}")
     return next(path for path in records.iterdir() if path.is_dir())
 
 def save_random_model(folder, *flags, step=0, seed=3, **facts):
@@ -52,16 +50,12 @@ def save_random_model(folder, *flags, step=0, seed=3, **facts):
     torch.save(saved | facts, folder / f"step{step:08}.pt")
     return folder
 
-@pytest.fixture(scope="module")
-def gpt2_run(tmp_path_factory):
-    return save_random_model(tmp_path_factory.mktemp("gpt2_run"), "--vocab_size=50257",
-                             "--model_dim=16", "--head_dim=16", "--value_embeds=....")
-
 @pytest.fixture
 def run_sample(capsys, monkeypatch):
     def run(*args, program=sample):
-        """stdout, stderr and status of the program with these arguments."""
-        monkeypatch.setattr(sys, "argv", ["program", *map(str, args), "--device=cpu"])
+        """stdout, stderr and status of the program with these arguments, on a CPU."""
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(sys, "argv", ["program", *map(str, args)])
         capsys.readouterr()
         status = status_of(program.main)
         out, err = capsys.readouterr()
@@ -69,17 +63,9 @@ def run_sample(capsys, monkeypatch):
     return run
 
 def complaint(done):
-    assert done.status == 2 and done.out == ""
-    assert done.err.startswith("error: ") and done.err.count("\n") == 1
+    assert done.status == 2 and done.out == "" and done.err.count("\n") == 1
+    assert done.err.startswith("error: ")
     return done.err
-
-def generated(folder, prompt: list[int], num_tokens: int, seed: int) -> list[int]:
-    """Tokens that continue the prompt, drawn as the program does by default."""
-    run = sample.load_model(folder)
-    run.model.float()
-    eot = run.hp.vocab_size - 1
-    endless = sample.generate(run, [eot, *prompt], generator=torch.Generator().manual_seed(seed))
-    return [*itertools.takewhile(lambda x: x != eot, itertools.islice(endless, num_tokens))]
 
 # ---- The text ------------------------------------------------------------------------------------
 
@@ -126,7 +112,7 @@ def test_the_likeliest_token_is_that_of_the_training_loss(trained, run_sample):
 def test_characters_stay_whole_and_what_a_terminal_would_obey_is_escaped(
         trained, run_sample, monkeypatch, prompt, tokens, out, err):
     monkeypatch.setattr(sample, "generate", lambda *args: iter(tokens))
-    done = run_sample(trained, f"--prompt={prompt}", "--tokens=99")
+    done = run_sample(trained, f"--prompt={prompt}", f"--tokens={len(tokens)}")
     assert (done.status, done.out, done.err) == (0, out, err)
 
 def test_a_long_prompt_counts_from_its_first_token(tmp_path, runs_here):
@@ -134,34 +120,45 @@ def test_a_long_prompt_counts_from_its_first_token(tmp_path, runs_here):
     weights give in a model that was built for longer ones, and the first token reaches the last."""
     flags = ["--window_end=2048", "--num_iterations=1"]  # windows of 2048 and 1024 tokens
     tokens = [97 + i * i % 23 for i in range(700)]
-    short, long = (sample.load_model(save_random_model(tmp_path / name, *flags, *more))
-                   for name, more in (("short", []), ("long", ["--val_seq_len=2048"])))
+    run = sample.load_model(save_random_model(tmp_path / "run", *flags))
+    hp, _ = train_gpt.parse_flags([*TINY, *flags, "--val_seq_len=2048"])
+    long = train_gpt.GPT(hp, torch.float32, flex=False)
+    long.load_state_dict(run.model.state_dict())
     with torch.no_grad():
-        last = sample.features(short, tokens)[699]
-        assert torch.equal(last, sample.features(long, tokens)[699])
-        assert not torch.equal(last, sample.features(short, [0, *tokens[1:]])[699])
+        last = sample.features(run, tokens)[699]
+        padded = torch.tensor([*tokens, *[256] * 68], dtype=torch.int32)
+        assert torch.equal(last, long.features(padded, torch.tensor(2048))[699])
+        assert not torch.equal(last, sample.features(run, [0, *tokens[1:]])[699])
 
-def test_gpt2_text_and_token_numbers_without_a_vocabulary(gpt2_run, vocab_dir, run_sample,
+def test_gpt2_text_and_token_numbers_without_a_vocabulary(tmp_path, vocab_dir, run_sample,
                                                           monkeypatch):
+    folder = save_random_model(tmp_path / "gpt2", "--vocab_size=50257", "--model_dim=16",
+                               "--head_dim=16", "--value_embeds=....", "--dtype=bfloat16")
     tokenizer = vocab.GPT2Tokenizer(vocab.gpt2_merge_ranks(vocab_dir))
-    done = run_sample(gpt2_run, "--prompt=the lost vé", "--tokens=6", "--seed=3",
-                      "--vocab_dir", vocab_dir)
-    tokens = tokenizer.encode("the lost vé")
-    want = tokenizer.decode([*tokens, *generated(gpt2_run, tokens, 6, 3)])
-    assert done.status == 0 and done.err == "" and want.startswith("the lost vé")
+    prompt = tokenizer.encode("the lost vé")
+    run = sample.load_model(folder)
+    assert run.model.embed.weight.dtype == torch.float32
+
+    def generated(prompt):
+        generator = torch.Generator().manual_seed(3)
+        return [*itertools.islice(sample.generate(run, [50256, *prompt], generator=generator), 6)]
+    flags = [folder, "--tokens=6", "--seed=3"]
+    done = run_sample(*flags, "--prompt=the lost vé", "--vocab_dir", vocab_dir)
+    want = tokenizer.decode([*prompt, *generated(prompt)])
+    assert (done.status, done.err) == (0, "") and want.startswith("the lost vé")
     assert done.out == want.translate(sample.ESCAPES) + "\n"
 
     def fail():
         raise ConnectionError("no network")
     monkeypatch.setattr("tiktoken_ext.openai_public.gpt2", fail)
-    done = run_sample(gpt2_run, "--prompt=464, 3290", "--tokens=4", "--seed=3")
-    continued = generated(gpt2_run, [464, 3290], 4, 3)
-    assert done.status == 0 and [int(n) for n in done.out.split()] == [464, 3290, *continued]
+    done = run_sample(*flags)
+    assert done.status == 0 and [int(n) for n in done.out.split()] == generated([])
+    missing = "GPT-2's vocabulary could not be downloaded"
     assert done.err.startswith("note: showing token numbers, because there is no vocabulary: "
-                               "GPT-2's vocabulary could not be downloaded")
-    for prompt in ("464 50257", "words"):
-        assert "error: --prompt: without the vocabulary" in run_sample(
-            gpt2_run, f"--prompt={prompt}").err
+                               + missing)
+    assert complaint(run_sample(*flags, "--prompt=words")).startswith(f"error: {missing}")
+    message = complaint(run_sample(*flags, "--vocab_dir=/nowhere"))
+    assert "could not be read from /nowhere" in message
 
 # ---- Which run and which script ------------------------------------------------------------------
 
@@ -201,78 +198,46 @@ def test_a_run_has_several_names_and_of_several_runs_the_newest_is_taken(tmp_pat
         assert done.status == 0 and done.err.startswith(
             f"note: the newest of {len(runs)} runs: {tmp_path}/2026-01-02T00-00-00Z_a")
 
-@pytest.fixture
-def tweak(tmp_path, monkeypatch):
-    """The folder of a run by my_record.py, which lies beside it."""
+def test_a_run_of_another_script_needs_that_script(tmp_path, run_sample, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    text = SCRIPT.read_text() + "MINE = 1\n"
-    (tmp_path / "my_record.py").write_text(text)
-    return save_random_model(tmp_path / "2026-01-01T00-00-00Z_mine",
-                             script=hashlib.sha256(text.encode()).hexdigest())
-
-def test_a_run_of_another_script_needs_that_script(tweak, run_sample, monkeypatch):
-    """The script is looked for among those of this folder, of the repository and its records. It is
-    never run unless it is asked for."""
-    mine = tweak.parent / "my_record.py"
-    message = complaint(run_sample(tweak))
-    assert f"was trained by another script than {SCRIPT} as it is now" in message
-    assert message.endswith("; add --script my_record.py\n")
-    done = run_sample(tweak, "--script=my_record.py", "--tokens=5")
-    assert done.status == 0 and done.err in ("", "note: end of text after 0 tokens\n")
-    assert sample.load_model(tweak, "cpu", mine).script.MINE == 1
-    other = run_sample(tweak, "--script", SCRIPT, "--tokens=5")  # is tried, if it is asked for
-    assert other.status == 0 and other.out == done.out
-    assert f"was trained by another script than {SCRIPT} as it is now\n" in other.err
-    attempt = tweak.parent / "records" / "attempt" / "train_gpt.py"
-    attempt.parent.mkdir(parents=True)
-    shutil.move(mine, attempt)
-    message = complaint(run_sample(tweak))
-    assert "add --script FILE" in message and f"or --script {SCRIPT} to try this one" in message
-    shutil.copy(SCRIPT, tweak.parent)
-    monkeypatch.setattr(sample, "ROOT", tweak.parent)
-    assert complaint(run_sample(tweak)).endswith(f"; add --script {attempt}\n")
+    mine = tmp_path / "my_record.py"
+    mine.write_text(SCRIPT.read_text() + "MINE = 1\n")
+    run = save_random_model(tmp_path / "run", script=sample.source_hash(mine))
+    message = f"was trained by another script than {SCRIPT} as it is now"
+    assert f"{message}; add --script FILE" in complaint(run_sample(run))
+    done = run_sample(run, "--script=my_record.py", "--tokens=5")
+    assert done.status == 0 and message not in done.err
+    assert sample.load_model(run, "cpu", mine).script.MINE == 1
+    other = run_sample(run, "--script", SCRIPT, "--tokens=5")  # is tried, if it is asked for
+    assert other.status == 0 and other.out == done.out and f"{message}\n" in other.err
 
 # ---- What cannot be used -------------------------------------------------------------------------
 
-@pytest.mark.parametrize("args, message", [
-    (["--tokens=0"], "argument --tokens: invalid whole number from 1 on value: '0'"),
-    (["--temperature=nan"], "argument --temperature"),
-    (["--vocab_dir=/nowhere"], "could not be read from /nowhere"),
-    (["--script=broken.py"], "broken.py: cannot be loaded (SyntaxError: '(' was never closed"),
-    (["--script=other.py"], "other.py: is not a training script, because it has no GPT"),
-])
-def test_wrong_arguments_are_one_line(gpt2_run, run_sample, tmp_path, monkeypatch, args, message):
+@pytest.mark.parametrize("run, message", [
+    (["nothing"], "nothing: there is no such run"), (["nothing.log"], "there is no such run"),
+    (["nothing.pt"], "there is no such run"), (["unsaved.log"], "(--save_every=0)"),
+    (["bad.log"], "bad.log: no log ("), (["list"], "list/step00000000.pt cannot be used"),
+    (["unknown"], "unknown/step00000000.pt: does not fit"), (["shape"], "mismatch"),
+    (["x", "--tokens=0"], "--tokens: takes a number from 1 on"),
+    (["x", "--temperature=nan"], "--temperature: takes a number from 0 on"),
+    (["x", "--script=other.py"], "other.py: is not a training script")])
+def test_what_cannot_be_used_is_one_line(tmp_path, run_sample, monkeypatch, run, message):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "broken.py").write_text("x = (1,\n")
     (tmp_path / "other.py").write_text("BLOCK = 128\n")
-    assert message in complaint(run_sample(gpt2_run, *args))
-
-def test_models_that_cannot_be_used_are_one_line(tmp_path, trained, run_sample):
-    for name in ("nothing", "nothing.log", "nothing.pt"):
-        assert "there is no such run" in complaint(run_sample(tmp_path / name))
     (tmp_path / "unsaved.log").write_text(log_text())
-    assert "(--save_every=0)" in complaint(run_sample(tmp_path / "unsaved.log"))
     (tmp_path / "bad.log").touch()
-    assert "bad.log: no log (" in complaint(run_sample(tmp_path / "bad.log"))
-    saved = torch.load(trained / "step00000020.pt", weights_only=True)
-    settings = saved["settings"]
-    path = tmp_path / "run" / "step00000001.pt"
-    path.parent.mkdir()
-    for content, reason in [
-            ([1, 2], "cannot be used"),
-            ({**saved, "settings": {**settings, "what": 1}}, "what"),
-            ({**saved, "settings": {**settings, "model_dim": 48}}, "mismatch")]:
-        torch.save(content, path)
-        message = complaint(run_sample(path.parent))
-        assert "run/step00000001.pt" in message and reason in message
-    args = SimpleNamespace(run=[str(trained)], device="cuda:99", script=None)
-    with pytest.raises(UserError, match="^--device=cuda:99 cannot be used"):
-        sample.load_run(args)
+    settings = dataclasses.asdict(train_gpt.parse_flags(TINY)[0])
+    save_random_model(tmp_path / "unknown", settings={**settings, "what": 1})
+    save_random_model(tmp_path / "shape", settings={**settings, "model_dim": 48})
+    (tmp_path / "list").mkdir()
+    torch.save([1, 2], tmp_path / "list" / "step00000000.pt")
+    assert message in complaint(run_sample(*run))
 
 def test_the_command_itself(trained):
     """Started in another folder, and with a terminal that knows ASCII only."""
     command = [sys.executable, ROOT / "records" / "tools" / "sample.py", trained.name]
-    done = subprocess.run([*command, "--prompt=é", "--tokens=2", "--device=cpu"],
+    done = subprocess.run([*command, "--prompt=é", "--tokens=2"],
                           cwd=trained.parent, capture_output=True, timeout=200, check=True,
-                          env={**os.environ, "PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1"})
+                          env={**os.environ, "PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1",
+                               "CUDA_VISIBLE_DEVICES": ""})
     assert done.stdout.startswith(rb"\xe9") and done.stderr == b"", done

@@ -40,10 +40,8 @@ class Part:
     flags: str = ""
 
     @property
-    def lines(self):
-        gone = sum(len(old) for _, _, old in self.places)
-        come = sum(len(new) for _, new, _ in self.places)
-        return f"-{gone} +{come}" if self.places else self.flags
+    def words(self):
+        return f"{self.name} {self.flags}".strip()
 
     @property
     def file(self):
@@ -96,25 +94,22 @@ def trains(part: Part, text: str, folder: Path, words) -> bool:
     path.write_text(copy, encoding="utf-8")
     if part.flags:
         return True  # the race tries it
-    say(f"one step without {part.name}, to see whether it trains")
+    say(f"one step of {path.stem}, to see whether it trains")
     one = race.parse([str(path), f"--records={folder}", *words])
     problem = race.trial.why_not(one.candidates[0], one.options.seed, one.folder / "one_step")
     if problem:
         path.unlink()
-        say(f"it does not train without {part.name}: {problem}")
+        say(f"{path.stem} does not train: {problem}")
     return not problem
 
 def tried(parts: list[Part], *where) -> list[Part]:
     """The parts that can be left out, those joined that cannot alone."""
     good = [part for part in parts if trains(part, *where)]
     bad = [part for part in parts if part not in good]
-    names = ", ".join(part.name for part in bad)
     joined = Part("the rest", list(chain(*[part.places for part in bad])))
     if len(bad) > 1 and trains(joined, *where):
-        say(f"{names} are joined to one part, the rest")
-        return [*good, joined]
-    if bad:
-        say(f"{names} cannot be left out")
+        say(f"{', '.join(part.name for part in bad)} are joined to one part, the rest")
+        good.append(joined)
     return good
 
 def parse(arguments):
@@ -156,16 +151,15 @@ def parts_to_race(options, script: str, words, folder: Path) -> tuple[str, list[
 
 def table_of(parts: list[Part], rows: dict) -> str:
     """In Markdown. What is lost without a part is its difference from the whole copy."""
-    header = "| part | lines | lost without it | pairs | p or 1 / E, adjusted | verdict |"
-    lines = [header, "|---" * 6 + "|"]
+    lines = ["| part | lost without it | pairs | p or 1 / E, adjusted | verdict |", "|---" * 5 + "|"]
     for part in parts:
         row = rows[part.file]
         lost = logs.number(row["difference"], "+.4f")
         if row["interval"]:
             low, high = row["interval"]
             lost += f" ± {(high - low) / 2:.4f}"
-        cells = [part.name, part.lines, lost, str(row["pairs"]),
-                 logs.number(row["adjusted"], ".2g"), WORDS.get(row["decision"], row["decision"])]
+        cells = [part.words, lost, str(row["pairs"]), logs.number(row["adjusted"], ".2g"),
+                 WORDS.get(row["decision"], row["decision"])]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -178,7 +172,7 @@ def write_shortest(options, script: str, text: str, parts, rows, folder: Path):
         (options.vs, race.script_text(options.vs)), (script, shortest)))
     path = folder / f"{Path(script).stem}.patch"
     path.write_text(race.verdict.patch_of(new, old), encoding="utf-8")
-    left_out = ", ".join(f"{part.name} {part.flags}".strip() for part in out) or "nothing"
+    left_out = ", ".join(part.words for part in out) or "nothing"
     say(f"{path} keeps what pays; it leaves out: {left_out}")
 
 def main(arguments=None):

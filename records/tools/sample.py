@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from records.tools import logs
-from records.tools.load import (ROOT, ArgumentParser, UserError, installed, load_script, require,
-                                run)
+from records.tools.load import (
+    ROOT, ArgumentParser, UserError, installed, load_script, require, run)
 
 with installed():
     import torch
@@ -114,12 +114,11 @@ def load_model(run, device="cpu", script_path: Path | None = None) -> Trained:
     try:
         hp = script.Hyperparameters(**saved["settings"])
         hp = replace(hp, val_seq_len=max(hp.val_seq_len, LONGEST))
-        weights = saved["state"]["model"]
-        model = script.GPT(hp, weights["embed.weight"].dtype, flex=False)
-        model.load_state_dict(weights)
+        model = script.GPT(hp, torch.float32, flex=False)
+        model.load_state_dict(saved["state"]["model"])
     except Exception as e:
         raise UserError(f"{checkpoint}: does not fit {path} ({type(e).__name__}: {one_line(e)})")
-    return Trained(model.to(device).float().eval(), hp, script)
+    return Trained(model.to(device).eval(), hp, script)
 
 def load_run(args) -> Trained:
     """The model of the run that the arguments name. Raises UserError."""
