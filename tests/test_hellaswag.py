@@ -10,6 +10,7 @@ from conftest import ROOT
 from test_sample import complaint, run_sample, save_random_model, trained
 
 import train_gpt
+from data.common import sha256
 from data.vocab import load_tokenizer
 from records.tools import hellaswag
 from records.tools.sample import load_model
@@ -18,9 +19,8 @@ from train_gpt import BLOCK
 __all__ = ["run_sample", "trained"]  # fixtures
 
 TINY_FILE = ROOT / "tests" / "fixtures" / "hellaswag_tiny.jsonl"
-LINE = {"ind": 1, "activity_label": "a", "ctx_a": "It rains.", "ctx_b": "he",
-        "ctx": "It rains. he", "split": "val",
-        "endings": ["waits.", "eats it.", "sings.", "is rain."], "label": 0}
+LINE = {"ctx_a": "It rains.", "ctx": "It rains. he", "label": 0,
+        "endings": ["waits.", "eats it.", "sings.", "is rain."]}
 
 def write_lines(path, *lines):
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
@@ -110,22 +110,22 @@ def test_an_unknown_vocabulary_is_one_line(tmp_path, run_sample):
 
 def test_the_published_file_is_fetched_once_and_whole_or_not_at_all(tmp_path, trained, run_sample,
                                                                     monkeypatch):
-    published = write_lines(tmp_path / "published.jsonl", LINE)
+    published = write_lines(tmp_path / "published.jsonl", LINE, LINE)
+    folder = tmp_path / "data" / "hellaswag"
     monkeypatch.setattr(hellaswag, "URL", published.as_uri())
-    monkeypatch.setattr(hellaswag, "ITEMS", 2)
-    monkeypatch.setattr(hellaswag, "FOLDER", tmp_path / "data" / "hellaswag")
-    for reason in ("it has not 2 lines", "No such file"):
-        done = run_sample(trained, program=hellaswag)
-        start = f"error: hellaswag_val.jsonl: could not be fetched from {published.as_uri()} ("
-        error = done.err.splitlines()[1]
-        assert done.status == 2 and error.startswith(start) and reason in error
-        assert done.err.count("\n") == 2 and not hellaswag.FOLDER.exists()
-        published.unlink(missing_ok=True)
-    write_lines(published, LINE, LINE)
+    monkeypatch.setattr(hellaswag, "FOLDER", folder)
+    wrong = run_sample(trained, program=hellaswag)
+    monkeypatch.setattr(hellaswag, "SHA256", sha256(published))
     done = run_sample(trained, program=hellaswag)
     assert figures(done.out)["acc"][2] == 2 and done.err.startswith("note: fetching file:")
-    (kept,) = hellaswag.FOLDER.iterdir()
+    (kept,) = folder.iterdir()
     assert kept.name == "hellaswag_val.jsonl" and kept.read_bytes() == published.read_bytes()
     published.unlink()
     again = run_sample(trained, program=hellaswag)
     assert again.out == done.out and again.err == ""
+    kept.unlink()
+    gone = run_sample(trained, program=hellaswag)
+    for failed, reason in ((wrong, "invalid hash"), (gone, "No such file")):
+        _, error = failed.err.splitlines()
+        assert failed.status == 2 and not list(folder.iterdir()) and reason in error
+        assert error.startswith("error: hellaswag_val.jsonl: could not be fetched from file:")

@@ -56,7 +56,6 @@ IN_A_MODEL = {
             (PROJ, PROJ.replace('"muon_lr"', "0.0"))]),
     "a mask that is off by one": ("when tokens from 1 on change", [
         ("(key <= query)", "(key <= query + 1)")]),
-    "attention to the whole block": (FUTURE, [("(key <= query) & ", "")]),
     "the number of documents that follow": (FUTURE, [
         (EMBED, "ends = (tokens_T.flip(0) == self.end_of_text).cumsum(0).flip(0)[:, None]\n"
          "        x_TD = x0_TD = norm(self.embed(tokens_T)) * (1 + 0.1 * ends.sin())")]),

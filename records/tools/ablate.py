@@ -151,7 +151,8 @@ def parts_to_race(options, script: str, words, folder: Path) -> tuple[str, list[
 
 def table_of(parts: list[Part], rows: dict) -> str:
     """In Markdown. What is lost without a part is its difference from the whole copy."""
-    lines = ["| part | lost without it | pairs | p or 1 / E, adjusted | verdict |", "|---" * 5 + "|"]
+    header = "| part | lost without it | pairs | p or 1 / E, adjusted | verdict |"
+    lines = [header, "|---" * 5 + "|"]
     for part in parts:
         row = rows[part.file]
         lost = logs.number(row["difference"], "+.4f")

@@ -12,7 +12,6 @@ four `endings`, which follow a space, and the `label` 0 to 3 of the right one.
 import json
 import math
 import sys
-import urllib.request
 from collections import namedtuple
 from http.client import HTTPException
 from pathlib import Path
@@ -25,12 +24,10 @@ with installed():
     import torch.nn.functional as F
     from torch import Tensor
     from tqdm import tqdm
-
-    from data.common import publish, staging
 from records.tools.sample import Trained, arguments, features, load_run, note, tokenizer_of
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
-ITEMS = 10042  # in the published file
+SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"  # of 10,042 items
 BATCH = 8  # items in one forward, of four sequences each
 FOLDER = ROOT / "data" / "hellaswag"
 
@@ -39,19 +36,14 @@ Item = namedtuple("Item", "context endings label")
 def download(folder: Path) -> Path:
     """The published file, fetched where it is not there yet."""
     path = folder / "hellaswag_val.jsonl"
-    if path.exists():
-        return path
-    note(f"fetching {URL} into {folder}")
-    try:
-        with urllib.request.urlopen(URL, timeout=60) as response:
-            content = response.read()
-        require(content.count(b"\n") == ITEMS, f"it has not {ITEMS} lines")
-    except (OSError, HTTPException, UserError) as e:
-        raise UserError(f"{path.name}: could not be fetched from {URL} ({e}); "
-                        "give a copy of it by --data") from None
-    with staging(folder / ".hellaswag.unfinished") as unfinished:
-        (unfinished / path.name).write_bytes(content)
-        publish([unfinished / path.name], folder)
+    if not path.exists():
+        note(f"fetching {URL} into {folder}")
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            torch.hub.download_url_to_file(URL, str(path), SHA256, progress=False)
+        except (OSError, HTTPException, RuntimeError) as e:
+            raise UserError(f"{path.name}: could not be fetched from {URL} ({e}); "
+                            "give a copy of it by --data") from None
     return path
 
 def read_item(line: bytes, tokenizer) -> Item:

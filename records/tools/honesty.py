@@ -35,7 +35,7 @@ with installed():
     import torch
     import torch.nn.functional as F
 
-    from data.common import shard_header
+    from data.common import write_shards
     from records.tools.launch import split_words
     from records.tools.sample import checked_script, one_line
 
@@ -62,31 +62,23 @@ def expect(condition, message: str):
     if not condition:
         raise Dishonest(message)
 
-@contextlib.contextmanager
-def calls_of(model):
-    """The arguments of each call of the model within."""
-    calls = []
-    hook = model.register_forward_pre_hook(
-        lambda _, args, named: calls.append((*args, *named.values())), with_kwargs=True)
-    yield calls
-    hook.remove()
-
 class Trial:
-    """A copy, its settings for the check, and a folder with the data."""
+    """A copy, its settings for the check, a folder with the data, and the arguments of each call of
+    its model."""
 
     def __init__(self, path: Path, flags, folder: Path):
         text = (ROOT / "train_gpt.py").read_bytes()
         stream = [t for part in text.split(b"\n\n") for t in (END_OF_TEXT, *part, 10)]
         for name, tokens in (("val", stream[:3000]), ("train", stream[3000:])):
-            data = shard_header(len(tokens)) + np.array(tokens, "<u2").tobytes()
-            (folder / f"{name}.bin").write_bytes(data)
+            write_shards([np.array(tokens, "<u2")], folder / name, 1, len(tokens))
         self.val_stream = torch.tensor(stream[:3000])
         self.path = path
         self.folder = folder
+        self.calls = []
         self.script = checked_script(path)
         known = self.script.Hyperparameters.__dataclass_fields__
         sizes = [flag for flag in SIZES if flag[2:].partition("=")[0] in known]
-        files = [f"--{name}_files={folder}/{name}.bin" for name in ("train", "val")]
+        files = [f"--{name}_files={folder}/{name}_*.bin" for name in ("train", "val")]
         self.flags = ["--preset=demo", *flags, *sizes, *files]
         self.world = self.script.World(0, 1, torch.device("cpu"))
         hp, _ = self.script.parse_flags(self.flags)
@@ -99,6 +91,8 @@ class Trial:
         model = self.script.GPT(self.hp, torch.float32, flex=False)
         if hasattr(self.script, "PARAMETERS"):  # before 2026-11-26 the model drew its own weights
             self.script.draw_weights(model, self.hp.seed)
+        model.register_forward_pre_hook(
+            lambda _, args, named: self.calls.append((*args, *named.values())), with_kwargs=True)
         return model
 
     def trained(self):
@@ -108,9 +102,9 @@ class Trial:
         optimizers = script.build_optimizers(model, hp, self.world)
         batches = script.train_batches(script.find_shards(hp.train_files), hp, self.world, 0)
         for step in (0, 1):
-            with calls_of(model) as calls:
-                script.train_step(model, next(batches), optimizers, step, hp, self.world)
-            distinct = {tokens.numpy().tobytes(): len(tokens) for tokens, *_ in calls}
+            self.calls.clear()
+            script.train_step(model, next(batches), optimizers, step, hp, self.world)
+            distinct = {tokens.numpy().tobytes(): len(tokens) for tokens, *_ in self.calls}
             said = script.tokens_seen(step + 1, hp) - script.tokens_seen(step, hp)
             expect(sum(distinct.values()) == said, f"step {step} trains on "
                    f"{sum(distinct.values())} tokens, tokens_seen says {said}")
@@ -120,11 +114,11 @@ class Trial:
         """(the validation loss, the arguments of each call of the model)"""
         script, hp = self.script, self.hp
         sequences = script.load_validation(script.find_shards(hp.val_files), hp, self.world)
-        with calls_of(model) as calls:
-            loss = script.evaluate(model, sequences, 2, hp, self.world)
-        require(calls, "evaluate does not call the model, which the check needs")
+        self.calls.clear()
+        loss = script.evaluate(model, sequences, 2, hp, self.world)
+        require(self.calls, "evaluate does not call the model, which the check needs")
         model.eval()
-        return loss, calls
+        return loss, [*self.calls]
 
     def run(self, name: str, *flags, processes=1) -> tuple[dict, list]:
         """Of a run of the copy, {(step, kind): loss} of its log, and its checkpoints."""

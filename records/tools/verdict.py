@@ -21,11 +21,11 @@ def in_words(pairs, decision: str | None, E: float, asked: float, most: int) -> 
     gaps = [ours.loss - theirs.loss for ours, theirs in pairs]
     gap = mean(gaps)
     agree = sum(one * gap > 0 for one in gaps)
-    text = (f"{decision or ''} after {len(gaps)} pair{'s' * (len(gaps) != 1)}: "
-            f"{'lower' if gap < 0 else 'higher'} by {abs(gap):.4f} in "
-            f"{'all' if agree == len(gaps) else f'{agree} of'} {len(gaps)}").strip()
+    share = "all" if agree == len(gaps) else f"{agree} of"
+    text = (f"after {len(gaps)} pair{'s' * (len(gaps) != 1)}: {'lower' if gap < 0 else 'higher'} "
+            f"by {abs(gap):.4f} in {share} {len(gaps)}")
     if decision:
-        text += f", E = {e_text(E)} of {e_text(asked)}"
+        text = f"{decision} {text}, E = {e_text(E)} of {e_text(asked)}"
     needed = judge.pairs_until_decided(gaps, 1 / asked) if len(gaps) > 1 else None
     if decision == "undecided" and needed:
         text += f", about {max(needed, len(gaps) + 1)} pairs would do"
@@ -63,24 +63,23 @@ def outcome_of(standings: list[Standing], baseline: Entry, runs: list, notes: li
         sides.append(compare.Side("B", runs, target))
         absent = len(standings) - len(raced)
         found = compare.compare_all(sides[:-1], sides[-1], target, level, worth, absent)
-    known = {one.entry.name: known for one, *known in zip(raced, sides, found)}
-    rows = [row_of(one, baseline, *known.get(one.entry.name, (None, None)), sides[-1:])
-            for one in standings]
+    known = {one.entry.name: (each, side.used, sides[-1].used)
+             for one, each, side in zip(raced, found, sides)}
+    rows = [row_of(one, baseline, *known.get(one.entry.name, ({}, [], []))) for one in standings]
     return Outcome(rows, sides, found, target, level, [note for note in notes if note])
 
-def row_of(one: Standing, baseline: Entry, side, found, base: list) -> dict:
-    """An object of verdict.json. side and found are None for a candidate without a pair."""
+def row_of(one: Standing, baseline: Entry, found: dict, ours: list, theirs: list) -> dict:
+    """An object of verdict.json; without what was found, of a candidate that has no pair."""
     test = judge.test_that_speaks(found, "loss") if found else {}
     values = {key: test.get(key) for key in ("difference", "interval", "E", "p", "adjusted")}
-    for prefix, sides in (("", [side]), ("baseline_", base)):
+    for prefix, runs in (("", ours), ("baseline_", theirs)):
         for key in ("seconds", "tokens", "parameters"):
-            known = [getattr(run, key) for run in sides[0].used] if found else []
+            known = [getattr(run, key) for run in runs]
             values[prefix + key] = mean(known) if known and None not in known else None
     steps = found["paired"]["steps"] if found else {}
     values |= {"steps_later": steps.get("difference"), "steps_interval": steps.get("interval"),
-               "baseline_steps": base[0].used[0].steps if found else None}
-    decision = found["decision"] if found else "undecided"
-    why = found["verdict"] if found else "no pair"
+               "baseline_steps": theirs[0].steps if found else None}
+    decision, why = found.get("decision", "undecided"), found.get("verdict", "no pair")
     if decision == "undecided" and one.words:
         why = f"{one.entry.name}: {one.words}"
     if one.problem:
