@@ -48,8 +48,6 @@ IN_A_MODEL = {
     "the embedding of the next token is added": (
         "token 0 changes by .* when tokens from 1 on change, after two steps", [
             (EMBED, "x_TD = x0_TD = norm(self.embed(tokens_T) + self.embed(tokens_T.roll(-1)))")]),
-    "a mean over the sequence": (FUTURE, [
-        (MLP, "return x_TD + x_TD.mean(0) + self.mlp(norm(x_TD))")]),
     "a mean over the sequence behind a projection that stays at zero": (
         "with noise on all weights: it sees the future", [
             (MLP, "return x_TD + self.mlp(norm(x_TD + x_TD.mean(0)))"),

@@ -85,22 +85,6 @@ def test_the_odds_follow_temperature_and_top_k(monkeypatch, temperature, top_k):
         assert drawn[token] / 4000 == pytest.approx(share, abs=0.03), (token, drawn)
         assert share > 0 or drawn[token] == 0
 
-def test_the_likeliest_token_is_that_of_the_training_loss(trained, run_sample):
-    """According to GPT.forward, which tells the loss of any token that could come next."""
-    run = sample.load_model(trained)
-    window = torch.tensor(train_gpt.window_tokens(20, run.hp))
-    tokens = [256, *b"The harbour"]
-    inputs = torch.tensor(tokens + [256] * (128 - len(tokens)), dtype=torch.int32)
-    losses = {}
-    for candidate in (10, *range(32, 127)):
-        targets = torch.full((128,), -1)
-        targets[len(tokens) - 1] = candidate
-        with torch.no_grad():
-            losses[candidate] = float(run.model(inputs, targets, window))
-    likeliest = min(losses, key=losses.get)
-    done = run_sample(trained, "--prompt=The harbour", "--tokens=1", "--temperature=0")
-    assert done.out == f"The harbour{chr(likeliest)}\n"
-
 @pytest.mark.parametrize("prompt, tokens, out, err", [
     ("ü", [*"né".encode(), 0xFF, 65, 0xE2, 0x82], "üné\ufffdA\ufffd\n", ""),
     # Escape, backspace, carriage return, delete, and the control sequence introducer of one
@@ -130,19 +114,23 @@ def test_a_long_prompt_counts_from_its_first_token(tmp_path, runs_here):
 
 def test_gpt2_text_and_token_numbers_without_a_vocabulary(tmp_path, vocab_dir, run_sample,
                                                           monkeypatch):
+    """The likeliest tokens, by the model's own logits."""
     folder = save_random_model(tmp_path / "gpt2", "--vocab_size=50257", "--model_dim=16",
                                "--head_dim=16", "--value_embeds=....", "--dtype=bfloat16")
-    tokenizer = vocab.GPT2Tokenizer(vocab.gpt2_merge_ranks(vocab_dir))
-    prompt = tokenizer.encode("the lost vé")
-    run = sample.load_model(folder)
-    assert run.model.embed.weight.dtype == torch.float32
+    model = sample.load_model(folder).model
+    assert model.embed.weight.dtype == torch.float32
 
-    def generated(prompt):
-        generator = torch.Generator().manual_seed(3)
-        return [*itertools.islice(sample.generate(run, [50256, *prompt], generator=generator), 6)]
-    flags = [folder, "--tokens=6", "--seed=3"]
+    @torch.no_grad()
+    def continued(tokens):
+        for at in range(len(tokens), len(tokens) + 6):
+            padded = torch.tensor([50256, *tokens, *[50256] * (127 - at)], dtype=torch.int32)
+            x_D = model.features(padded, torch.tensor(model.hp.window_end))[at]
+            tokens = [*tokens, int(model.logits(x_D)[:50257].argmax())]
+        return tokens
+    flags = [folder, "--tokens=6", "--temperature=0"]
     done = run_sample(*flags, "--prompt=the lost vé", "--vocab_dir", vocab_dir)
-    want = tokenizer.decode([*prompt, *generated(prompt)])
+    tokenizer = vocab.GPT2Tokenizer(vocab.gpt2_merge_ranks(vocab_dir))
+    want = tokenizer.decode(continued(tokenizer.encode("the lost vé")))
     assert (done.status, done.err) == (0, "") and want.startswith("the lost vé")
     assert done.out == want.translate(sample.ESCAPES) + "\n"
 
@@ -150,10 +138,10 @@ def test_gpt2_text_and_token_numbers_without_a_vocabulary(tmp_path, vocab_dir, r
         raise ConnectionError("no network")
     monkeypatch.setattr("tiktoken_ext.openai_public.gpt2", fail)
     done = run_sample(*flags)
-    assert done.status == 0 and [int(n) for n in done.out.split()] == generated([])
+    assert done.status == 0 and [int(n) for n in done.out.split()] == continued([])
     missing = "GPT-2's vocabulary could not be downloaded"
-    assert done.err.startswith("note: showing token numbers, because there is no vocabulary: "
-                               + missing)
+    note = f"note: showing token numbers, because there is no vocabulary: {missing}"
+    assert done.err.startswith(note)
     assert complaint(run_sample(*flags, "--prompt=words")).startswith(f"error: {missing}")
     message = complaint(run_sample(*flags, "--vocab_dir=/nowhere"))
     assert "could not be read from /nowhere" in message
@@ -238,3 +226,13 @@ def test_the_command_itself(trained):
     done = subprocess.run(command, cwd=trained.parent, capture_output=True, timeout=200, check=True,
                           env=ENVIRONMENT | {"PYTHONIOENCODING": "ascii"})
     assert done.stdout.startswith(rb"\xe9") and done.stderr == b"", done
+
+def test_it_takes_one_thread_unless_told_otherwise(monkeypatch, run_sample, runs_here):
+    for wanted, threads in (("2", 2), (None, 1)):
+        torch.set_num_threads(2)
+        if wanted:
+            monkeypatch.setenv("OMP_NUM_THREADS", wanted)
+        else:
+            monkeypatch.delenv("OMP_NUM_THREADS")
+        complaint(run_sample("nothing"))
+        assert torch.get_num_threads() == threads

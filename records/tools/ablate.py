@@ -95,7 +95,7 @@ def trains(part: Part, text: str, folder: Path, words) -> bool:
     if part.flags:
         return True  # the race tries it
     say(f"one step of {path.stem}, to see whether it trains")
-    one = race.parse([str(path), f"--records={folder}", *words])
+    one = race.parse([str(path), *words, f"--records={folder}"])
     problem = race.trial.why_not(one.candidates[0], one.options.seed, one.folder / "one_step")
     if problem:
         path.unlink()
@@ -113,16 +113,16 @@ def tried(parts: list[Part], *where) -> list[Part]:
     return good
 
 def parse(arguments):
+    """race.py's options and those of --part, the script, and the words for a race."""
     parser = ArgumentParser(description=__doc__, prog="./run.sh ablate",
-                            usage="%(prog)s my_record.py [options] [preset] [flags]")
-    parser.add_argument("--vs", default="train_gpt.py", help="what was changed")
+                            usage="%(prog)s my_record.py [race's options] [preset] [flags]")
     parser.add_argument("--part", action="append", default=[], metavar="NAME: FLAGS",
                         help="a part that these flags leave out")
-    parser.add_argument("--records", default="records", help="where the folder lies")
-    parser.add_argument("--level", type=race.number, default=0.01, help="of all decisions")
-    options, words = parser.parse_known_args(arguments)
+    own, words = parser.parse_known_args(arguments)
     require(words and re.fullmatch(r"[^-].*\.py", words[0]),
             "the first word names the copy: ./run.sh ablate my_record.py [preset] [flags]")
+    options, _ = race.options_of(words)
+    options.part = own.part
     return options, words[0], words[1:]
 
 def parts_to_race(options, script: str, words, folder: Path) -> tuple[str, list[Part]]:
@@ -183,10 +183,9 @@ def main(arguments=None):
     folder.mkdir(parents=True, exist_ok=True)
     text, parts = parts_to_race(options, script, words, folder)
     copies = [f"{folder / part.file}.py {part.flags}".strip() for part in parts]
-    arguments = [*copies, f"--vs={script}", f"--records={folder}", "--name=parts",
-                 f"--level={options.level / len(parts)}", *words]
-    race.main(arguments)
-    verdict = (race.parse(arguments).folder / "verdict.json").read_text(encoding="utf-8")
+    race.main([*copies, *words, f"--vs={script}", f"--records={folder}", "--name=parts",
+               f"--level={options.level / len(parts)}"])
+    verdict = (folder / "race_parts" / "verdict.json").read_text(encoding="utf-8")
     rows = {row["candidate"]: row for row in json.loads(verdict)}
     for row in rows.values():  # Holm's adjustment may show more than the race decided
         if row["adjusted"] is not None and row["adjusted"] <= options.level:

@@ -11,6 +11,7 @@ is a GPU where there is one, unless CUDA_VISIBLE_DEVICES= hides it.
 
 import hashlib
 import itertools
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -171,6 +172,8 @@ def main():
     args = parser.parse_args()
     for name, least in (("tokens", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
         require(least <= getattr(args, name) < 2**63, f"--{name}: takes a number from {least} on")
+    if "OMP_NUM_THREADS" not in os.environ:  # where others use the cores, threads are far slower
+        torch.set_num_threads(1)
     trained = load_run(args)
     hp = trained.hp
     eot = hp.vocab_size - 1
