@@ -149,29 +149,30 @@ def parts_to_race(options, script: str, words, folder: Path) -> tuple[str, list[
             f"nothing to run that ./run.sh race {script} --vs={options.vs} does not")
     return text, parts
 
-def table_of(parts: list[Part], rows: dict) -> str:
+def write_table(parts: list[Part], rows: dict, folder: Path):
     """In Markdown. What is lost without a part is its difference from the whole copy."""
-    header = "| part | lost without it | pairs | p or 1 / E, adjusted | verdict |"
-    lines = [header, "|---" * 5 + "|"]
+    text = ("| part | lost without it | pairs | p or 1 / E, adjusted | verdict |\n"
+            "|---|---|---|---|---|\n")
     for part in parts:
         row = rows[part.file]
         lost = logs.number(row["difference"], "+.4f")
         if row["interval"]:
             low, high = row["interval"]
             lost += f" ± {(high - low) / 2:.4f}"
-        cells = [part.words, lost, str(row["pairs"]), logs.number(row["adjusted"], ".2g"),
-                 WORDS.get(row["decision"], row["decision"])]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        sure = logs.number(row["adjusted"], ".2g")
+        word = WORDS.get(row["decision"], row["decision"])
+        text += f"| {part.words} | {lost} | {row['pairs']} | {sure} | {word} |\n"
+    (folder / "table.md").write_text(text, encoding="utf-8")
+    print(f"\n{text}")
 
 def write_shortest(options, script: str, text: str, parts, rows, folder: Path):
     """The copy without what harms or makes no difference."""
     out = [part for part in parts if rows[part.file]["decision"] in ("better", "no difference")]
-    shortest = without(text, *out)
-    (folder / f"{Path(script).stem}.py").write_text(shortest, encoding="utf-8")
-    old, new = (race.Entry(name, name, [], one) for name, one in (
-        (options.vs, race.script_text(options.vs)), (script, shortest)))
-    path = folder / f"{Path(script).stem}.patch"
+    path = folder / Path(script).name
+    path.write_text(without(text, *out), encoding="utf-8")
+    new, old = (race.Entry(name, name, [], race.script_text(file))
+                for name, file in ((script, path), (options.vs, options.vs)))
+    path = path.with_suffix(".patch")
     path.write_text(race.verdict.patch_of(new, old), encoding="utf-8")
     left_out = ", ".join(part.words for part in out) or "nothing"
     say(f"{path} keeps what pays; it leaves out: {left_out}")
@@ -190,9 +191,7 @@ def main(arguments=None):
     for row in rows.values():  # Holm's adjustment may show more than the race decided
         if row["adjusted"] is not None and row["adjusted"] <= options.level:
             row["decision"] = "worse" if row["difference"] > 0 else "better"
-    table = table_of(parts, rows)
-    (folder / "table.md").write_text(table, encoding="utf-8")
-    print(f"\n{table}")
+    write_table(parts, rows, folder)
     write_shortest(options, script, text, parts, rows, folder)
 
 if __name__ == "__main__":
