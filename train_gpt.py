@@ -570,9 +570,8 @@ class Adam(Optimizer):
         squares = [self.world.shard(square) for square in self.state["mean_square"]]
         count = torch.full((), step + 1.0, device=self.world.device)  # for the bias correction
         torch._fused_adamw_(local, gradients, means, squares, [], [count] * len(local),
-                            lr=self.lr(step), beta1=self.betas[0], beta2=self.betas[1],
-                            eps=self.eps, weight_decay=self.weight_decay, amsgrad=False,
-                            maximize=False)
+                            lr=self.lr(step), weight_decay=self.weight_decay, beta1=self.betas[0],
+                            beta2=self.betas[1], eps=self.eps, amsgrad=False, maximize=False)
         self.gathers = [self.world.all_gather(p.detach()) for p in self.params.values()]
 
     def finish(self, step: int):
@@ -890,11 +889,12 @@ def world_of_this_process() -> World:
     require("WORLD_SIZE" in os.environ or os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1",
             "these processes do not know of each other: let srun start torchrun, once on each node")
     if not torch.cuda.is_available():
+        # As torchrun does for several. Threads beyond the free cores wait for each other.
+        torch.set_num_threads(torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1)
         return World(rank, size, torch.device("cpu"))
     require(local_rank < torch.cuda.device_count(), "start at most one process per GPU")
-    # Of the variable's two names torch prefers the old one, which 2.9 alone knows.
-    if "PYTORCH_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF",  # the name that 2.9 knows as well
+                          os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True"))
     torch.cuda.set_device(local_rank)
     return World(rank, size, torch.device("cuda", local_rank))
 
