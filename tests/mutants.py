@@ -127,9 +127,9 @@ MISTAKES = {
          "window) / hp.«tokens_per_step→tokens_per_step / hp.micro_batches»"),
         ("a missing detach", "«part.detach()→part»"),
         ("gradients are left to the next step", "«model.zero_grad(set_to_none=True)→pass»"),
-        ("the update takes the next step's rate", "optimizer.update(«step→step + 1»)"),
-        ("training goes on in evaluation's mode", "«model.train()→pass»")],
+        ("the update takes the next step's rate", "optimizer.update(«step→step + 1»)")],
     (8, "test_training.py::test_a_validation_is_the_mean_over_its_targets"): [
+        ("training goes on in evaluation's mode", "«model.train()→pass»"),
         ("targets that do not count are counted", "«(targets_T >= 0).sum()→len(targets_T)»"),
         ("each rank has the loss of its own part", "«world.all_reduce(total).result()→total»")],
     (8, "test_training.py::test_the_warmup_leaves_no_trace"): [

@@ -22,18 +22,14 @@ LOSS = "            loss += CrossEntropy.apply(self.logits(x), target)\n"
 TABLE = "PARAMETERS = [\n"
 FINISHED = "            optimizer.finish(step)\n    model.zero_grad("
 
-
 def after(line, new):
     return line, line + new
-
 
 def before(line, new):
     return line, new + line
 
-
 def row(text):
     return TABLE, f"{TABLE}    {text},\n"
-
 
 SWIGLU = [after(MLP_FC, "        self.gate = CastedLinear(dim, 4 * dim)\n"),
           (MLP_USE, "self.proj(F.silu(self.gate(x_TD)) * self.fc(x_TD))")]
@@ -121,7 +117,6 @@ IDEAS = {
                 [(r"blocks\.\d+\..*_mix", r"blocks\.\d+\..*(_mix|lambdas)")]),
 }
 
-
 def edited(folder, *edits) -> Path:
     """A copy of the script. Each edit replaces a text that the script has once."""
     text = Path(train_gpt.__file__).read_text()
@@ -132,16 +127,19 @@ def edited(folder, *edits) -> Path:
     path.write_text(text)
     return path
 
+def loaded(folder, *edits):
+    """... as a module."""
+    return load_script(edited(folder, *edits), "edited")
 
 @pytest.mark.parametrize("edits, words, mended", IDEAS.values(), ids=IDEAS)
 def test_an_idea_is_refused_by_name_or_trains_and_resumes(edits, words, mended, tmp_path, shards):
     if words:
-        script = load_script(edited(tmp_path, *edits), "edited")
+        script = loaded(tmp_path, *edits)
         with refused(words):
             train(script, *TINY, *shards, "--check")
     if mended is None:
         return
-    script = load_script(edited(tmp_path, *edits, *mended), "edited")
+    script = loaded(tmp_path, *edits, *mended)
     train(script, *TINY, *shards, f"--records={tmp_path}/a", "--save_every=3")
     checkpoint = min(tmp_path.glob("a/*/step*.pt"))
     train(script, f"--resume={checkpoint}", f"--records={tmp_path}/b")
@@ -153,18 +151,16 @@ def test_an_idea_is_refused_by_name_or_trains_and_resumes(edits, words, mended, 
     for kind, tensors in whole.items():
         assert all(torch.equal(x, resumed[kind][name]) for name, x in tensors.items()), kind
 
-
 def test_a_vector_that_lacks_a_cast_is_refused(tmp_path, shards):
     flags = [*TINY, *shards, f"--records={tmp_path}"]
-    script = load_script(edited(tmp_path, *HEAD_SCALES), "edited")
+    script = loaded(tmp_path, *HEAD_SCALES)
     train(script, *flags)
     with refused(r"layer 0 lacks a cast \(type_as\)", AssertionError):
         train(script, *flags, "--dtype=bfloat16")
 
-
 def test_a_growing_batch_and_a_term_for_training_are_reported_right(tmp_path, shards):
     """At first all logits are 15, so that the log of the sum of their exponentials is known."""
-    script = load_script(edited(tmp_path, *GROWING, *Z_LOSS), "edited")
+    script = loaded(tmp_path, *GROWING, *Z_LOSS)
     train(script, *TINY, *shards, f"--records={tmp_path}")
     log = log_of(tmp_path)
     term = 1e-3 * (15 + math.log(320))**2
@@ -173,23 +169,60 @@ def test_a_growing_batch_and_a_term_for_training_are_reported_right(tmp_path, sh
     counts = re.findall(r"train_loss.* tokens:(\d+)", log)
     assert list(map(int, counts)) == [512, 1024, 1536, 2560, 3584, 4608]
 
-
 def test_ideas_do_the_same_on_two_ranks(tmp_path, shards):
-    script = edited(tmp_path, *SWIGLU, SWIGLU_ROW, *HEAD_GATE, HEAD_GATE_ROW, *LION, *AVERAGE,
-                    *GROWING, *Z_LOSS)
-    found = []
-    for ranks in (None, 2):
-        launch(*TINY, *shards, f"--records={tmp_path}/{ranks}", "--save_every=6", ranks=ranks,
-               script=script)
-        log = log_of(tmp_path / str(ranks))
-        found.append([*losses(log), *losses(log, "train_loss")])
-    assert found[0] == pytest.approx(found[1], abs=2e-4)
-    states = [load_checkpoint(tmp_path / str(ranks))["state"]["model"] for ranks in (None, 2)]
-    for name, tensor in states[0].items():
-        assert (tensor - states[1][name]).abs().max() < 0.02, name
+    edits = [*SWIGLU, SWIGLU_ROW, *HEAD_GATE, HEAD_GATE_ROW, *LION, *AVERAGE, *GROWING, *Z_LOSS]
+    flags = [*TINY, *shards, "--save_every=6"]
+    train(loaded(tmp_path, *edits), *flags, f"--records={tmp_path}/1")
+    launch(*flags, f"--records={tmp_path}/2", ranks=2, script=tmp_path / "edited.py")
+    one, two = (log_of(tmp_path / ranks) for ranks in "12")
+    for kind in ("val_loss", "train_loss"):
+        assert losses(one, kind) == pytest.approx(losses(two, kind), abs=2e-4)
+    one, two = (load_checkpoint(tmp_path / ranks)["state"]["model"] for ranks in "12")
+    for name, tensor in one.items():
+        assert (tensor - two[name]).abs().max() < 0.02, name
 
+@pytest.mark.parametrize("forgets", [False, True])
+def test_an_optimizer_that_forgets_its_shard_is_an_error_on_two_ranks(tmp_path, forgets):
+    script = loaded(tmp_path, *LION, *[("self.world.shard(mean)\n", "mean\n")] * forgets)
 
-def test_an_optimizer_that_forgets_its_shard_is_an_error_on_two_ranks(tmp_path, shards):
-    script = edited(tmp_path, *LION, ("self.world.shard(mean)\n", "mean\n"))
-    done = launch(*TINY, *shards, f"--records={tmp_path}", ranks=2, script=script, check=False)
-    assert done.returncode and "RuntimeError: The size of tensor" in done.stderr
+    class World(script.World):
+        def all_gather(self, whole):
+            return script.Exchange(whole)
+
+    lion = script.Lion({"own": torch.nn.Parameter(torch.zeros(4, 4))}, script.PRESETS["demo"],
+                       World(0, 2, torch.device("cpu")), lr=0.1)
+    lion.sums = [script.Exchange(torch.ones(2, 4))]
+    if forgets:
+        with pytest.raises(RuntimeError, match="The size of tensor"):
+            lion.update(0)
+    else:
+        lion.update(0)
+        assert lion.params["own"].sum(1).tolist() == pytest.approx([-0.4, -0.4, 0, 0])
+
+# ---- A parameter more
+
+OWN = [after(HEAD, "        self.own = parameter(2, 3)\n"),
+       row("('own', normal, Muon, dict(lr=0.1))")]
+
+def test_a_parameter_that_nothing_uses_is_named(tmp_path, shards):
+    with refused("no gradient reaches own:"):
+        train(loaded(tmp_path, *OWN), *TINY, *shards, f"--records={tmp_path}")
+
+@pytest.mark.parametrize("frozen", ["embed.weight", "blocks.0.mlp.fc.weight", "skip_weights"])
+def test_frozen_parameters_have_no_optimizer_and_the_others_train(tmp_path, shards, frozen):
+    """Also where a run resumes."""
+    use = "norm(self.embed(tokens_T))\n"
+    freeze = "".join(f"    model.get_parameter({name!r}).requires_grad_(False)\n"
+                     for name in ("own", frozen))
+    script = loaded(tmp_path, *OWN, (use, use.replace("\n", " * self.own.mean()\n")),
+                    before("    optimizers = build_optimizers(", freeze))
+    train(script, *TINY, *shards, f"--records={tmp_path}", "--save_every=3", "--micro_batches=2")
+    paths = sorted(tmp_path.glob("*/step*.pt"))
+    first, last = (torch.load(path, weights_only=True)["state"] for path in paths)
+    unchanged = {name for name in first["model"]
+                 if torch.equal(first["model"][name], last["model"][name])}
+    assert unchanged == {"own", frozen}
+    assert not any(unchanged & set(last[kind]) for kind in last if kind != "model")
+    train(script, f"--resume={paths[0]}", f"--records={tmp_path}/again")
+    again = load_checkpoint(tmp_path / "again")["state"]["model"]
+    assert all(torch.equal(again[name], last["model"][name]) for name in last["model"])
