@@ -23,22 +23,21 @@ ROOT = Path(__file__).resolve().parent.parent
 
 class Mutant(NamedTuple):
     section: int  # of the script
+    file: str  # of the tests that find the mistake
+    test: str  # a word in the name of the one that does, where the others take long
     mistake: str
     text: str  # stands once in the script, and is replaced by `wrong`
     wrong: str
-    test: str  # the file, or the test in it, that finds the mistake
 
-# {(section, test): [(mistake, text of the script with «right→wrong» in it)]}
+# {(section, file): [(mistake, text of the script with «right→wrong» in it, test)]}
 MISTAKES = {
     (1, "test_schedules.py"): [
         ("the rates fall over the last 60 %, not 40 %", 'flag(0.«4→6», "last fraction'),
         ("the window grows half a block too far", "hp.«window_end - BLOCK / 2→window_end»"),
         ("the window is rounded down", "math.«ceil→floor»(grown / BLOCK)"),
         ("the learning rate is one step late", "left = max(0, 1 - «step→(step - 1)»"),
-        ("the rates begin above their peak",
-         "«min(1, left / hp.cooldown_frac)→left / hp.cooldown_frac»"),
-        ("the momentum rises on",
-         "«min(1, step / hp.muon_momentum_steps)→step / hp.muon_momentum_steps»")],
+        ("the rates begin above their peak", "«min(1, left→(left» / hp.cooldown_frac)"),
+        ("the momentum rises on", "«min(1, step→(step» / hp.muon_momentum_steps)")],
     (1, "test_settings.py"): [
         ("a sequence of 200 tokens is allowed", 'training sequence", min=«1, unit=BLOCK→1»'),
         ("a beta2 of 1 is allowed", 'mean square", max=«1 - 1e-9→1»')],
@@ -49,29 +48,23 @@ MISTAKES = {
         ("the diagonal is called full", "all_NN = «earlier_NN→(distance_NN >= 0)» &"),
         ("a short window of no block", "«.clamp(min=1)→»)]"),
         ("a block's last key is left out", "int(query[-1])« + 1→»"),
-        ("kv heads are shared in turn, not in groups",
+        ("kv heads in turn",
          "«repeat_interleave(→repeat(1, »q.size(1) // x.size(1), «dim=1→1, 1»)")],
     (3, "test_fp8.py"): [
-        ("the product is not divided by the weight's scale",
-         "«INPUT_SCALE * WEIGHT_SCALE→INPUT_SCALE», x_"),
-        ("the input's gradient is divided by the input's scale",
-         "w8_DV, scale * «WEIGHT_SCALE→INPUT_SCALE»"),
+        ("the product keeps the weight's scale", "«INPUT_SCALE * WEIGHT_SCALE→INPUT_SCALE», x_"),
+        ("the input's gradient by its own scale", "w8_DV, scale * «WEIGHT_SCALE→INPUT_SCALE»"),
         ("a cast that saturates too early", ".clamp(-«448, 448→240, 240»)"),
         ("gradients in e4m3, whose range is small", ".to(torch.«float8_e5m2→float8_e4m3fn»)"),
         ("validation in FP8", "self.«fp8_scale and self.training→fp8_scale»"),
-        ("the loss's gradient of a target of -1 is not zero",
+        ("a gradient where the target is -1",
          "mul_(«torch.where(target_T < 0, 0.0, grad)[:, None]→grad»)"),
-        ("a target of -1 is a loss",
-         "«torch.where(target_T < 0, 0.0, →(»sum_T.log() - own_T)"),
-        ("a loss's gradient ignores what it is multiplied by",
-         "torch.where(target_T < 0, 0.0, «grad→1.0»)[:"),
+        ("a target of -1 is a loss", "«torch.where(target_T < 0, 0.0, →(»sum_T.log() - own_T)"),
+        ("the gradient of the loss times 1", "torch.where(target_T < 0, 0.0, «grad→1.0»)[:"),
         ("all tokens have the softmax of the first", "«(1 / sum_T)[:, None]→1 / sum_T[0]»")],
     (4, "test_fp8.py"): [
-        ("the gradient's scale forgets the tokens of a step",
-         "«GRADIENT_SCALE * hp.tokens_per_step→GRADIENT_SCALE»"),
+        ("too small a scale of gradients", "«GRADIENT_SCALE * hp.tokens_per_step→GRADIENT_SCALE»"),
         ("only the last part of a sequence is a loss", "loss «+→»= CrossEntropy"),
-        ("every part has the targets of the first",
-         "(self.logits(x), «target→targets_T[:len(x)]»)")],
+        ("all parts have one's targets", "(self.logits(x), «target→targets_T[:len(x)]»)")],
     (4, "test_model.py"): [
         ("an embedding's gradient is summed in bfloat16", "self.«weight.float()→weight»)"),
         ("the MLP's input is not normed", "self.mlp(«norm(x_TD)→x_TD»)"),
@@ -82,31 +75,26 @@ MISTAKES = {
     (5, "test_optimizers.py"): [
         ("vectors are not summed over the ranks", "return «self.all_reduce→Exchange»(whole)"),
         ("a rank takes another's rows", "chunk(self.size)[self.«rank→rank - 1»]"),
-        ("rows that cannot be divided equally are divided",
-         "len(whole) «% self.size == 0→>= self.size»"),
+        ("rows are divided unequally", "len(whole) «% self.size == 0→>= self.size»"),
         ("nobody waits for a tensor on its way", "«self.work.wait()→pass»")],
     (5, "test_processes.py"): [
-        ("a rank of a second machine takes the GPU of its rank", "set_device(«local_rank→rank»)")],
+        ("the GPU is chosen by rank", "set_device(«local_rank→rank»)")],
     (6, "test_optimizers.py"): [
         ("Adam's bias correction is one step late", "step + «1→2».0"),
         ("momentum without Nesterov's step", "«gradients.lerp(momentum, beta)→momentum»"),
-        ("momentum is a sum, not a mean",
-         ".«lerp_(gradients, 1 - beta)→mul_(beta).add_(gradients)»"),
-        ("wide matrices are scaled up, not tall ones",
-         "ahead.size(-«2→1») / ahead.size(-«1→2»)"),
+        ("a sum of gradients", ".«lerp_(gradients, 1 - beta)→mul_(beta).add_(gradients)»"),
+        ("wide matrices are scaled up, not tall ones", "ahead.size(-«2→1») / ahead.size(-«1→2»)"),
         ("rows are normed, not matrices", "x.norm(dim=«(1, 2)→2», keepdim"),
         ("Muon ignores the schedule of the rate", "alpha=-self.«lr(step)→peak_lr»")],
     (6, "test_parameters.py"): [
         ("all parameters of a shape draw the same numbers", 'f"{seed}« {name}→»"'),
         ("the seed draws nothing", 'f"{«seed} {name→name»}"'),
-        ("values that a constructor has set are replaced", "require(«p.isnan().all()→True», f"),
-        ("a matrix without initial values passes",
-         "require(«p.ndim < 2 and not p.isnan().any()→True», f"),
+        ("values of a constructor are replaced", "require(«p.isnan().all()→True», f"),
+        ("undrawn matrices pass", "require(«p.ndim < 2 and not p.isnan().any()→True», f"),
         ("a row without a parameter passes", "require(«i in rows.values()→True», f"),
         ("a pattern fits the beginning of a name", "re.«fullmatch→match»(row[0], name)"),
         ("the last row that fits, not the first", "rows[name] = fitting[«0→-1»]"),
-        ("a row's options but the rate are dropped",
-         'optimizer(params, hp, world, «**values→lr=values["lr"]»)'),
+        ("a row's betas are dropped", 'optimizer(params, hp, world, «**values→lr=values["lr"]»)'),
         ("frozen parameters are trained", "        if «p.requires_grad→True»:\n"),
         ("initial values of twice the size", "«0.5 * math→math».sqrt(3 / x.size(-1))")],
     (7, "test_loader.py"): [
@@ -118,67 +106,55 @@ MISTAKES = {
         ("tokens from 32768 on become negative", ".to(torch.int32)« & 0xFFFF→»"),
         ("every pass cuts the text at the same places", "«(epoch * BLOCK)→0» %"),
         ("a token of vocab_size is taken", "largest <«→=» vocab_size"),
-        ("every rank validates on the sequences of later ones",
-         "sequences[world.rank:«:world.size→»]"),
+        ("ranks validate on others' sequences", "sequences[world.rank:«:world.size→»]"),
         ("the padding of the validation counts", "(0, padding), value=«-1→0»)")],
     (8, "test_optimizers.py"): [
         ("the loss is not divided", "targets_T, window)« / hp.tokens_per_step→»"),
-        ("the loss is divided by the sequences too",
+        ("the loss is divided twice",
          "window) / hp.«tokens_per_step→tokens_per_step / hp.micro_batches»"),
         ("a missing detach", "«part.detach()→part»"),
         ("gradients are left to the next step", "«model.zero_grad(set_to_none=True)→pass»"),
         ("the update takes the next step's rate", "optimizer.update(«step→step + 1»)")],
-    (8, "test_training.py::test_a_validation_is_the_mean_over_its_targets"): [
-        ("training goes on in evaluation's mode", "«model.train()→pass»"),
-        ("targets that do not count are counted", "«(targets_T >= 0).sum()→len(targets_T)»"),
-        ("each rank has the loss of its own part", "«world.all_reduce(total).result()→total»")],
-    (8, "test_training.py::test_the_warmup_leaves_no_trace"): [
-        ("the warmup keeps no copy to restore", 'x.to("cpu"«, copy=True→»)')],
-    (9, "test_settings.py::test_training_shards_without_a_step_are_refused"): [
-        ("training shards without a step pass", "require(«sum(short) <= UNREAD *→True or» sum")],
-    (9, "test_training.py::test_a_pass_leaves_out_at_most_a_fiftieth"): [
-        ("the log calls read what no step reads",
-         "start + «plan.hp.tokens_per_step + 1→2 * plan.hp.tokens_per_step» for")],
-    (9, "test_reliability.py::test_settings_stay_but_those_that_are_named"): [
-        ("a changed setting is not said", "if «value→None» != (old := ")],
-    (9, "test_training.py::test_the_clock_on_cuda_has_the_devices_time_of_each_step"): [
-        ("a loss has the time at which the host reads it",
-         "self.seconds_at(«mark→self.mark()»)\n            y")],
+    (8, "test_training.py"): [
+        ("training goes on in evaluation's mode", "«model.train()→pass»", "mean_over"),
+        ("targets of -1 are counted", "«(targets_T >= 0).sum()→len(targets_T)»", "mean_over"),
+        ("each rank has a loss of its own",
+         "«world.all_reduce(total).result()→total»", "mean_over"),
+        ("the warmup keeps no copy to restore", 'x.to("cpu"«, copy=True→»)', "no_trace")],
     (9, "test_settings.py"): [
+        ("shards without a step pass",
+         "require(«sum(short) <= UNREAD *→True or» sum", "without_a_step"),
         ("an exclusive limit", "low <«=→» value <= high"),
         ("the first token of the validation is predicted", "for shard in val_shards)« - 1→»"),
         ("validation on training data", "by_fingerprint.setdefault(shard.«fingerprint→path»")],
-    (9, "test_reliability.py::test_data_may_be_added_but_what_was_read_must_stay"): [
-        ("a resumed run takes other data of the same name", "(shard.«fingerprint→path», start)")],
-    (9, "test_reliability.py::test_logs_of_one_second_take_the_next_free_name"): [
-        ("a log of the same second is overwritten", '"«x→w»b"')],
-    (9, "test_training.py::test_step_lines_give_the_tokens_and_the_schedules"): [
-        ("a training loss with the next step's rate", "step «- 1 if→if» kind")],
-    (9, "test_training.py::test_validating_and_saving_stop_the_clock"): [
-        ("the clock starts anew after each validation", "self.before = «self.seconds→0.0»")],
-    (9, "test_reliability.py::test_kills_at_every_place"): [
-        ("a save that is not atomic", '«path.with_name("unfinished")→path»')],
-    (9, "test_reliability.py::test_checkpoints_hold_all_that_decides_the_rest"): [
-        ("the one newest checkpoint is kept", '.pt"))[:-«2→1»]')],
-    (9, "test_reliability.py::test_no_damage_to_a_checkpoint_changes_what_is_read"): [
-        ("a damaged checkpoint is read", "«zipfile.ZipFile(path).testzip() is None→True»")],
-    (9, "test_reliability.py::test_what_is_no_whole_checkpoint_is_one_line"): [
-        ("a checkpoint may run code", "weights_only=«True→False», mmap")],
-    (9, "test_reliability.py::test_a_full_disk_does_not_end_a_run"): [
-        ("what a failed save has written stays", "«unfinished.unlink()→pass»")],
-    (10, "test_reliability.py::test_a_resumed_run_ends_in_the_same_bits"): [
-        ("a resumed run reads the data from the start", "hp, world, «plan.step→0»)"),
-        ("a resumed run's time counts from zero", "StepClock(world.device, «plan.seconds→0.0»)")],
-    (10, "test_reliability.py::test_weights_that_are_not_finite_are_never_saved"): [
-        ("weights are saved without a validation", "if last or «save_due or val_due→val_due»:")],
-    (10, "test_training.py::test_the_log_has_its_sections_and_its_last_lines"): [
-        ("a loss with the number of the step before", "clock.add_loss(«step + 1→step»,")],
-    (10, "test_training.py::test_validating_and_saving_stop_the_clock"): [
-        ("validation does not stop the clock", "«                clock.stop()\n→»")]}
-MUTANTS = [
-    Mutant(section, mistake, *(re.sub("(?s)«(.*?)→(.*?)»", side, marked) for side in (r"\1", r"\2")),
-           test)
-    for (section, test), mistakes in MISTAKES.items() for mistake, marked in mistakes]
+    (9, "test_training.py"): [
+        ("too little is unread",
+         "start + «plan.hp.tokens_per_step + 1→2 * plan.hp.tokens_per_step» for", "fiftieth"),
+        ("a loss's time is its reading's",
+         "self.seconds_at(«mark→self.mark()»)\n            y", "devices_time"),
+        ("a training loss with the next step's rate", "step «- 1 if→if» kind", "step_lines"),
+        ("the clock starts anew at each start",
+         "self.before = «self.seconds→0.0»", "stop_the_clock")],
+    (9, "test_reliability.py"): [
+        ("a changed setting is not said", "if «value→None» != (old := ", "settings_stay"),
+        ("a resumed run takes other data", "(shard.«fingerprint→path», start)", "data_may"),
+        ("a log of the same second is overwritten", '"«x→w»b"', "one_second"),
+        ("a save that is not atomic", '«path.with_name("unfinished")→path»', "every_place"),
+        ("the one newest checkpoint is kept", '.pt"))[:-«2→1»]', "all_that_decides"),
+        ("a damaged file is read", "«zipfile.ZipFile(path).testzip() is None→True»", "no_damage"),
+        ("a checkpoint may run code", "weights_only=«True→False», mmap", "no_whole"),
+        ("what a failed save has written stays", "«unfinished.unlink()→pass»", "full_disk")],
+    (10, "test_reliability.py"): [
+        ("a resumed run reads the data from the start", "hp, world, «plan.step→0»)", "same_bits"),
+        ("a resumed run's time is from 0",
+         "StepClock(world.device, «plan.seconds→0.0»)", "same_bits"),
+        ("saves without a validation", "if last or «save_due or val_due→val_due»:", "not_finite")],
+    (10, "test_training.py"): [
+        ("a loss one step too early", "clock.add_loss(«step + 1→step»,", "sections"),
+        ("validating is timed", "«                clock.stop()\n→»", "stop_the_clock")]}
+MUTANTS = [Mutant(section, file, "".join(test), mistake,
+                  *(re.sub("(?s)«(.*?)→(.*?)»", side, marked) for side in (r"\1", r"\2")))
+           for (section, file), rows in MISTAKES.items() for mistake, marked, *test in rows]
 
 def run(mutant: Mutant, folder: Path) -> tuple[str, float]:
     """The first test that fails in the folder, a copy of the repository, when the mistake is
@@ -186,7 +162,8 @@ def run(mutant: Mutant, folder: Path) -> tuple[str, float]:
     script = folder / "train_gpt.py"
     right = script.read_text()
     script.write_text(right.replace(mutant.text, mutant.wrong))
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", f"tests/{mutant.test}"]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-k", mutant.test,
+               f"tests/{mutant.file}"]
     began = time.monotonic()
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False,
                           env=os.environ | {"OMP_NUM_THREADS": "1"})

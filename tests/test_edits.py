@@ -90,9 +90,7 @@ Z_LOSS = [after(LOSS, """\
 ZEROED = [after("        self.proj = CastedLinear(4 * dim, dim)\n",
                 "        self.proj.weight.detach().zero_()\n")]
 TORCHS_LINEAR = [(MLP_FC, "        self.fc = nn.Linear(dim, 4 * dim, bias=False)\n")]
-# Names of the record
-QKV_W = [(f"self.qkv{end}", f"self.qkv_w{end}") for end in (" = parameter(parts", ".flatten(")]
-C_FC = [(text, text.replace("fc", "c_fc")) for text in (MLP_FC, MLP_USE)]
+# A name of the record
 LAMBDAS = [(text, text.replace("residual_mix", "lambdas")) for text in (
     "self.residual_mix = ", "self.residual_mix[0] * x_TD + self.residual_mix[1] * x0_TD")]
 
@@ -109,10 +107,6 @@ IDEAS = {
     "z-loss": (Z_LOSS, None, []),
     "zeros in a constructor": (ZEROED, r"blocks\.0\.mlp\.proj\.weight has values", None),
     "torch's linear layer": (TORCHS_LINEAR, r"blocks\.0\.mlp\.fc\.weight has values", None),
-    "qkv_w": (QKV_W, r"no row for blocks\.0\.attn\.qkv_w \(3, 32, 32\)",
-              [row(r"(r'.*\.qkv_w', uniform, Muon, dict(lr='muon_lr'))")]),
-    "c_fc": (C_FC, r"no row for blocks\.0\.mlp\.c_fc\.weight",
-             [(r"blocks\..*\.(qkv|fc\.weight)", r"blocks\..*\.(qkv|c_fc\.weight)")]),
     "lambdas": (LAMBDAS, r"no row for blocks\.0\.lambdas \(2,\)",
                 [(r"blocks\.\d+\..*_mix", r"blocks\.\d+\..*(_mix|lambdas)")]),
 }

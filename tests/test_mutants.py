@@ -1,15 +1,17 @@
 """The mistakes of mutants.py can be planted. (./run.sh test mutants plants them.)"""
 
+import re
+
 from conftest import ROOT
 from mutants import MUTANTS
 
 def test_the_mistakes_have_a_place():
     """In all sections. Each differs from the others, its text stands in the script once, and the
-    test that should find it exists."""
+    test that should find it exists, as the only one of its name."""
     script = (ROOT / "train_gpt.py").read_text()
     assert {m.section for m in MUTANTS} == set(range(1, 11))
     assert len({(m.text, m.wrong) for m in MUTANTS}) == len(MUTANTS)
     for mutant in MUTANTS:
         assert script.count(mutant.text) == 1 and mutant.text != mutant.wrong, mutant.mistake
-        file, _, test = mutant.test.partition("::")
-        assert f"def {test or 'test_'}" in (ROOT / "tests" / file).read_text(), mutant.mistake
+        tests = re.findall(rf"\ndef test_\w*{mutant.test}", (ROOT / "tests" / mutant.file).read_text())
+        assert len(tests) == 1 or tests and not mutant.test, mutant.mistake

@@ -174,6 +174,6 @@ def test_a_state_that_would_not_be_saved_whole_is_refused(kind, state):
 
 def test_distributed_optimizers_equal_a_single_rank():
     """With 5, 2 and 1 parameters of a shape: the stacks are filled up, and some ranks have none of
-    the matrices. Two optimizers are a user's own. The collectives come early or late, as NCCL's
+    the matrices. One optimizer is a user's own. The collectives come early or late, as NCCL's
     may, and the state is saved in the middle and restored."""
     assert run_helper("optimizer_worker.py", "float32", "bfloat16", ranks=3).count("equal") == 6

@@ -67,10 +67,13 @@ def test_draws_depend_on_seed_and_name_alone():
     rounded = drawn(dtype=torch.bfloat16)["embed.weight"]
     assert torch.equal(rounded, base["embed.weight"].bfloat16())
 
-def test_nothing_trains_before_it_is_drawn():
+def test_weights_are_drawn_once_and_nothing_trains_before():
     model, _ = fresh_model()
     undrawn = {name for name, p in model.named_parameters() if p.isnan().all()}
     assert undrawn == {name for name, p in model.named_parameters() if p.ndim > 1}
+    draw_weights(model, 0)
+    with refused("has values"):
+        draw_weights(model, 0)
 
 # ---- What is refused
 
@@ -111,11 +114,6 @@ def test_a_model_that_does_not_fit_the_table_is_refused(change, words):
     with torch.no_grad():
         change(model)
     with refused(words):
-        draw_weights(model, 0)
-
-def test_weights_are_drawn_once():
-    model, _ = tiny_model(randomize=False)
-    with refused("has values"):
         draw_weights(model, 0)
 
 @pytest.mark.parametrize("options, error, words", [
@@ -175,19 +173,18 @@ class Sign(Muon):
         return gradients.sign()
 
 def test_a_subclass_of_muon_gets_groups_by_shape_too(monkeypatch):
-    row = r"blocks\..*\.(fc|proj)\.weight", uniform, Sign, dict(lr=0.5)
-    with_row(monkeypatch, *row, without=3)
-    model, hp = fresh_model(attention="xxxx", num_kv_heads=2)
-    draw_weights(model, 0)
+    with_row(monkeypatch, r"blocks\..*\.(fc|proj)\.weight", uniform, Sign, dict(lr=0.5), without=3)
+    model, hp = tiny_model(attention="xxxx", num_kv_heads=2)
     signs = [o for o in build_optimizers(model, hp, ALONE) if type(o) is Sign]
     shapes = {next(iter(o.params.values())).shape: len(o.params) for o in signs}
     assert shapes == {(128, 32): 4, (32, 128): 4, (32, 64): 4}
-    before = model.blocks[1].mlp.fc.weight.detach().clone()
-    for p in model.parameters():
-        p.grad = torch.full_like(p, -3.0)
+    p = model.blocks[1].mlp.fc.weight
+    before = p.detach().clone()
+    for other in model.parameters():
+        other.grad = torch.full_like(other, -3.0)
     for each in signs:
         take_step(each)
-    torch.testing.assert_close(model.blocks[1].mlp.fc.weight.detach(), before + 0.5)
+    torch.testing.assert_close(p.detach(), before + 0.5)
 
 def test_parameters_of_two_dtypes_do_not_share_an_adam():
     model, hp = tiny_model()
