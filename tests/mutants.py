@@ -62,10 +62,10 @@ MISTAKES = {
         ("the gradient of the loss times 1", "torch.where(target_T < 0, 0.0, «grad→1.0»)[:"),
         ("all tokens have the softmax of the first", "«(1 / sum_T)[:, None]→1 / sum_T[0]»")],
     (4, "test_fp8.py"): [
-        ("too small a scale of gradients", "«GRADIENT_SCALE * hp.tokens_per_step→GRADIENT_SCALE»"),
-        ("only the last part of a sequence is a loss", "loss «+→»= CrossEntropy"),
-        ("all parts have one's targets", "(self.logits(x), «target→targets_T[:len(x)]»)")],
+        ("too small a scale of gradients", "«GRADIENT_SCALE * hp.tokens_per_step→GRADIENT_SCALE»")],
     (4, "test_model.py"): [
+        ("only the last part of a sequence is a loss", "loss «+→»= CrossEntropy"),
+        ("all parts have one's targets", "(self.logits(x), «target→targets_T[:len(x)]»)"),
         ("an embedding's gradient is summed in bfloat16", "self.«weight.float()→weight»)"),
         ("the MLP's input is not normed", "self.mlp(«norm(x_TD)→x_TD»)"),
         ("skips from the first layer first", "skips.pop(«→0»)"),
