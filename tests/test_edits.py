@@ -12,40 +12,27 @@ from conftest import TINY, launch, load_checkpoint, load_script, log_of, losses,
 
 import train_gpt
 
-MLP_FC = "        self.fc = CastedLinear(dim, 4 * dim)\n"
-MLP_USE = "self.proj(F.relu(self.fc(x_TD)).square())"
-VALUE_MIX = "        self.value_mix = nn.Parameter("
-ATTENTION = "        y_1HTK = attention(q, k, v, mask, self.hp.attention_scale)\n"
+FC = "        self.fc = CastedLinear(dim, 4 * dim)\n"
 HEAD = "        self.lm_head = CastedLinear(hp.model_dim, rows, fp8_scale)\n"
-HEAD_ROW = re.search(r"    \(r\"lm_head.*\n", Path(train_gpt.__file__).read_text())[0]
-LOSS = "            loss += CrossEntropy.apply(self.logits(x), target)\n"
-TABLE = "PARAMETERS = [\n"
-FINISHED = "            optimizer.finish(step)\n    model.zero_grad("
+ATTENTION = "        y_1HTK = attention(q, k, v, mask, self.hp.attention_scale)\n"
+TABLE = "PARAMETERS = [\n«→    {},\n»"
 
-def after(line, new):
-    return line, line + new
-
-def before(line, new):
-    return line, new + line
-
-def row(text):
-    return TABLE, f"{TABLE}    {text},\n"
-
-SWIGLU = [after(MLP_FC, "        self.gate = CastedLinear(dim, 4 * dim)\n"),
-          (MLP_USE, "self.proj(F.silu(self.gate(x_TD)) * self.fc(x_TD))")]
-SWIGLU_ROW = row(r"(r'blocks\..*\.gate\.weight', uniform, Muon, dict(lr='muon_lr'))")
+# Edits, each a text that the script has once, with «old→new» in it.
+SWIGLU = [FC + "«→        self.gate = CastedLinear(dim, 4 * dim)\n»",
+          "self.proj(«F.relu(self.fc(x_TD)).square()→F.silu(self.gate(x_TD)) * self.fc(x_TD)»)"]
+SWIGLU_ROW = TABLE.format(r"(r'blocks\..*\.gate\.weight', uniform, Muon, dict(lr='muon_lr'))")
 HEAD_GATE = [
-    before(VALUE_MIX, "        self.head_gate = CastedLinear(hp.model_dim, hp.num_heads)\n"),
-    after(ATTENTION, "        gate_HT = torch.sigmoid(self.head_gate(x_TD)).T\n"
-                     "        y_1HTK = y_1HTK * gate_HT[None, :, :, None]\n")]
-HEAD_GATE_ROW = row(r"(r'blocks\..*\.head_gate\.weight', zero, Adam, dict(lr=0.01))")
+    "«→        self.head_gate = CastedLinear(hp.model_dim, hp.num_heads)\n»        self.value_mix = ",
+    ATTENTION + "«→        gate_HT = torch.sigmoid(self.head_gate(x_TD)).T\n"
+                "        y_1HTK = y_1HTK * gate_HT[None, :, :, None]\n»"]
+HEAD_GATE_ROW = TABLE.format(r"(r'blocks\..*\.head_gate\.weight', zero, Adam, dict(lr=0.01))")
 HEAD_SCALES = [  # float32, like all vectors
-    before(VALUE_MIX, "        self.head_mix = nn.Parameter(torch.ones(hp.num_heads))\n"),
-    after(ATTENTION, "        y_1HTK = y_1HTK * self.head_mix[:, None, None]\n")]
-TIED = [after(HEAD, "        self.lm_head.weight = self.embed.weight\n")]
-LION = [
-    before("class Muon(Optimizer):\n", '''\
-class Lion(Adam):
+    "«→        self.head_mix = nn.Parameter(torch.ones(hp.num_heads))\n»        self.value_mix = ",
+    ATTENTION + "«→        y_1HTK = y_1HTK * self.head_mix[:, None, None]\n»"]
+TIED = [HEAD + "«→        self.lm_head.weight = self.embed.weight\n»"]
+NO_HEAD_ROW = r"""    «(r"lm_head\.weight",                     zero,    Adam, dict(lr="head_lr")),→»"""
+LION = ["""\
+«→class Lion(Adam):
     def update(self, step):
         for p, gradient, mean in zip(self.params.values(), self.sums, self.state["mean"]):
             gradient, mean = gradient.result(), self.world.shard(mean)
@@ -54,53 +41,57 @@ class Lion(Adam):
             mean.lerp_(gradient, 1 - self.betas[1])
         self.gathers = [self.world.all_gather(p.detach()) for p in self.params.values()]
 
-'''),
-    ('zero,    Adam, dict(lr="head_lr")', 'zero,    Lion, dict(lr=0.001, betas=(0.9, 0.99))'),
-    ('normal,  Adam, dict(lr="embed_lr")', 'normal,  Lion, dict(lr=0.01, betas=(0.9, 0.95))')]
+»class Muon(Optimizer):
+""",
+        'zero,    «Adam, dict(lr="head_lr")→Lion, dict(lr=0.001, betas=(0.9, 0.99))»',
+        'normal,  «Adam, dict(lr="embed_lr")→Lion, dict(lr=0.01, betas=(0.9, 0.95))»']
 AVERAGE = [  # as buffers of the model, so a part of what is saved
-    after(HEAD, "        for name, p in list(self.named_parameters()):\n"
-                "            self.register_buffer(f'average_{name}'.replace('.', '_'),\n"
-                "                                 torch.zeros_like(p, dtype=torch.float32))\n"),
-    (FINISHED, FINISHED.replace("    model.zero", '''\
-    with torch.no_grad():
+    HEAD + """\
+«→        for name, p in list(self.named_parameters()):
+            self.register_buffer(f'average_{name}'.replace('.', '_'),
+                                 torch.zeros_like(p, dtype=torch.float32))
+»""", """\
+            optimizer.finish(step)
+«→    with torch.no_grad():
         for name, p in model.named_parameters():
             getattr(model, f"average_{name}".replace(".", "_")).lerp_(p.float(), 0.25)
-    model.zero'''))]
+»    model.zero_grad("""]
 GROWING = [  # at the places that the comment in Hyperparameters names
-    ("    return step * hp.tokens_per_step\n", '''\
-    return sum(step_tokens(s, hp) for s in range(step))
+    """\
+    return «step * hp.tokens_per_step
+→sum(step_tokens(s, hp) for s in range(step))
 
 def step_tokens(step: int, hp: Hyperparameters) -> int:
     return hp.tokens_per_step // (2 if step < hp.num_iterations // 2 else 1)
-'''),
-    ("    for epoch in range(hp.epochs):\n", "    step = 0\n    for epoch in range(hp.epochs):\n"),
-    ("                start += hp.tokens_per_step\n",
-     "                start += step_tokens(step, hp)\n                step += 1\n"),
-    after("                yield shard, last\n", "                step += 1\n"),
-    ("    count = hp.micro_batches // world.size\n", ""),
-    ("    for shard, start in islice(step_starts(shards, hp), first_step, None):\n",
-     "    steps = enumerate(step_starts(shards, hp))\n"
-     "    for step, (shard, start) in islice(steps, first_step, None):\n"
-     "        count = step_tokens(step, hp) // T // world.size\n"),
-    ("window) / hp.tokens_per_step\n", "window) / step_tokens(step, hp)\n")]
-Z_LOSS = [after(LOSS, """\
-            if self.training:
+»""",
+    "«→    step = 0\n»    for epoch in range(hp.epochs):\n",
+    "                start += «hp.tokens_per_step→step_tokens(step, hp)\n                step += 1»\n",
+    "                yield shard, last\n«→                step += 1\n»",
+    "«    count = hp.micro_batches // world.size\n→»", """\
+    for «shard, start in islice(step_starts(shards, hp), first_step, None):
+→step, (shard, start) in islice(enumerate(step_starts(shards, hp)), first_step, None):
+        count = step_tokens(step, hp) // T // world.size
+»""",
+    "window) / «hp.tokens_per_step→step_tokens(step, hp)»\n"]
+Z_LOSS = ["""\
+            loss += CrossEntropy.apply(self.logits(x), target)
+«→            if self.training:
                 loss += 1e-3 * self.logits(x).logsumexp(-1).square().sum()
-""")]
-ZEROED = [after("        self.proj = CastedLinear(4 * dim, dim)\n",
-                "        self.proj.weight.detach().zero_()\n")]
-TORCHS_LINEAR = [(MLP_FC, "        self.fc = nn.Linear(dim, 4 * dim, bias=False)\n")]
+»"""]
+ZEROED = ["        self.proj = CastedLinear(4 * dim, dim)\n«→        self.proj.weight.detach().zero_()\n»"]
+TORCHS_LINEAR = ["self.fc = «CastedLinear(dim, 4 * dim→nn.Linear(dim, 4 * dim, bias=False»)"]
 # A name of the record
-LAMBDAS = [(text, text.replace("residual_mix", "lambdas")) for text in (
-    "self.residual_mix = ", "self.residual_mix[0] * x_TD + self.residual_mix[1] * x0_TD")]
+LAMBDAS = ["self.«residual_mix→lambdas» = ",
+           "self.«residual_mix→lambdas»[0] * x_TD + self.«residual_mix→lambdas»[1] * x0_TD"]
 
 # What is refused at first, and by which words; then what else the edit needs.
 IDEAS = {
-    "another activation": ([(MLP_USE, "self.proj(F.gelu(self.fc(x_TD)))")], None, []),
+    "another activation": (["self.proj(«F.relu(self.fc(x_TD)).square()→F.gelu(self.fc(x_TD))»)"],
+                           None, []),
     "SwiGLU": (SWIGLU, r"no row for blocks\.0\.mlp\.gate\.weight \(128, 32\)", [SWIGLU_ROW]),
     "a gate per head": (HEAD_GATE, r"no row for blocks\.0\.attn\.head_gate\.weight \(2, 32\)",
                         [HEAD_GATE_ROW]),
-    "a tied head": (TIED, r"no parameter belongs to the row lm_head\\\.weight", [(HEAD_ROW, "")]),
+    "a tied head": (TIED, r"no parameter belongs to the row lm_head\\\.weight", [NO_HEAD_ROW]),
     "Lion": (LION, None, []),
     "averaged weights": (AVERAGE, None, []),
     "a growing batch": (GROWING, None, []),
@@ -108,13 +99,14 @@ IDEAS = {
     "zeros in a constructor": (ZEROED, r"blocks\.0\.mlp\.proj\.weight has values", None),
     "torch's linear layer": (TORCHS_LINEAR, r"blocks\.0\.mlp\.fc\.weight has values", None),
     "lambdas": (LAMBDAS, r"no row for blocks\.0\.lambdas \(2,\)",
-                [(r"blocks\.\d+\..*_mix", r"blocks\.\d+\..*(_mix|lambdas)")]),
+                [r"blocks\.\d+\..*«_mix→(_mix|lambdas)»"]),
 }
 
 def edited(folder, *edits) -> Path:
-    """A copy of the script. Each edit replaces a text that the script has once."""
+    """A copy of the script."""
     text = Path(train_gpt.__file__).read_text()
-    for old, new in edits:
+    for edit in edits:
+        old, new = (re.sub("(?s)«(.*?)→(.*?)»", lambda m: m[side], edit) for side in (1, 2))
         assert text.count(old) == 1, f"the script has no single {old!r} any more"
         text = text.replace(old, new)
     path = folder / "edited.py"
@@ -177,7 +169,7 @@ def test_ideas_do_the_same_on_two_ranks(tmp_path, shards):
 
 @pytest.mark.parametrize("forgets", [False, True])
 def test_an_optimizer_that_forgets_its_shard_is_an_error_on_two_ranks(tmp_path, forgets):
-    script = loaded(tmp_path, *LION, *[("self.world.shard(mean)\n", "mean\n")] * forgets)
+    script = loaded(tmp_path, *LION, *["«self.world.shard(mean)→mean»\n"] * forgets)
 
     class World(script.World):
         def all_gather(self, whole):
@@ -195,8 +187,8 @@ def test_an_optimizer_that_forgets_its_shard_is_an_error_on_two_ranks(tmp_path, 
 
 # ---- A parameter more
 
-OWN = [after(HEAD, "        self.own = parameter(2, 3)\n"),
-       row("('own', normal, Muon, dict(lr=0.1))")]
+OWN = [HEAD + "«→        self.own = parameter(2, 3)\n»",
+       TABLE.format("('own', normal, Muon, dict(lr=0.1))")]
 
 def test_a_parameter_that_nothing_uses_is_named(tmp_path, shards):
     with refused("no gradient reaches own:"):
@@ -205,11 +197,10 @@ def test_a_parameter_that_nothing_uses_is_named(tmp_path, shards):
 @pytest.mark.parametrize("frozen", ["embed.weight", "blocks.0.mlp.fc.weight", "skip_weights"])
 def test_frozen_parameters_have_no_optimizer_and_the_others_train(tmp_path, shards, frozen):
     """Also where a run resumes."""
-    use = "norm(self.embed(tokens_T))\n"
     freeze = "".join(f"    model.get_parameter({name!r}).requires_grad_(False)\n"
                      for name in ("own", frozen))
-    script = loaded(tmp_path, *OWN, (use, use.replace("\n", " * self.own.mean()\n")),
-                    before("    optimizers = build_optimizers(", freeze))
+    script = loaded(tmp_path, *OWN, "norm(self.embed(tokens_T))«→ * self.own.mean()»\n",
+                    f"«→{freeze}»    optimizers = build_optimizers(")
     train(script, *TINY, *shards, f"--records={tmp_path}", "--save_every=3", "--micro_batches=2")
     paths = sorted(tmp_path.glob("*/step*.pt"))
     first, last = (torch.load(path, weights_only=True)["state"] for path in paths)

@@ -77,35 +77,33 @@ def test_weights_are_drawn_once_and_nothing_trains_before():
 
 # ---- What is refused
 
+def without_vectors(model):
+    del model.skip_weights
+    for block in model.blocks:
+        del block.residual_mix
+        if block.attn:
+            del block.attn.value_mix
+
+def put(name, value):
+    """A change of a model."""
+    owner, _, name = f".{name}".rpartition(".")
+    return lambda model: setattr(model.get_submodule(owner.strip(".")), name, value)
+
 # Changes of a model, and what is said of them. Each names the parameter or the row.
 REFUSED = {
-    "a matrix without a row": (
-        lambda model: setattr(model, "own", parameter(2, 3)), r"no row for own \(2, 3\)"),
-    "a vector without a row": (
-        lambda model: setattr(model, "gains", nn.Parameter(torch.ones(7))),
-        r"no row for gains \(7,\)"),
-    "rows without a parameter": (
-        lambda model: delattr(model, "skip_weights") or [delattr(block, "residual_mix") or (
-            block.attn and delattr(block.attn, "value_mix")) for block in model.blocks],
-        r"no parameter belongs to the row skip_weights"),
-    "a new name": (
-        lambda model: setattr(model, "tokens", model._modules.pop("embed")),
-        r"no row for tokens\.weight \(320, 32\)"),
-    "nn.Embedding": (
-        lambda model: setattr(model, "embed", nn.Embedding(320, 32)),
-        r"embed\.weight has values"),
-    "a bias": (
-        lambda model: setattr(model.blocks[0].mlp.fc, "bias", nn.Parameter(torch.zeros(128))),
-        r"no row for blocks\.0\.mlp\.fc\.bias"),
-    "a name that begins like a row's": (
-        lambda model: setattr(model, "skip_weights_2", nn.Parameter(torch.ones(2))),
-        r"no row for skip_weights_2 \(2,\)"),
-    "a vector that is left NaN": (
-        lambda model: setattr(model, "skip_weights", parameter(2)),
-        r"skip_weights lacks initial values"),
+    "a matrix without a row": (put("own", parameter(2, 3)), r"no row for own \(2, 3\)"),
+    "a vector without a row": (put("gains", nn.Parameter(torch.ones(7))), r"no row for gains \(7,"),
+    "rows without a parameter": (without_vectors, "no parameter belongs to the row skip_weights"),
+    "a new name": (lambda model: setattr(model, "tokens", model._modules.pop("embed")),
+                   r"no row for tokens\.weight \(320, 32\)"),
+    "nn.Embedding": (put("embed", nn.Embedding(320, 32)), r"embed\.weight has values"),
+    "a bias": (put("blocks.0.mlp.fc.bias", nn.Parameter(torch.zeros(128))),
+               r"no row for blocks\.0\.mlp\.fc\.bias"),
+    "a name that begins like a row's": (put("skip_weights_2", nn.Parameter(torch.ones(2))),
+                                        r"no row for skip_weights_2 \(2,\)"),
+    "a vector that is left NaN": (put("skip_weights", parameter(2)), "skip_weights lacks initial "),
     "a matrix whose row leaves it to its module": (
-        lambda model: setattr(model.blocks[0], "own_mix", nn.Parameter(torch.ones(2, 2))),
-        r"blocks\.0\.own_mix lacks initial values"),
+        put("blocks.0.own_mix", nn.Parameter(torch.ones(2, 2))), r"blocks\.0\.own_mix lacks init"),
 }
 
 @pytest.mark.parametrize("change, words", REFUSED.values(), ids=REFUSED)
