@@ -126,9 +126,7 @@ def train(script, *flags):
 
 def command(*flags, ranks=None, script=None) -> list[str]:
     """The command line that starts the script at this path, by torchrun if ranks is given."""
-    torchrun = []
-    if ranks:
-        torchrun = [*TORCHRUN, f"--nproc_per_node={ranks}"]
+    torchrun = [*TORCHRUN, f"--nproc_per_node={ranks}"] if ranks else []
     return [sys.executable, *torchrun, str(script or SCRIPT), *map(str, flags)]
 
 def launch(*flags, ranks=None, script=None, cwd=None, threads=1, check=True, **env):
@@ -158,19 +156,18 @@ def run_helper(name: str, *arguments, ranks=None, **env) -> str:
 def planted(folder: Path, code: str, script=None) -> Path:
     """A copy of the script that runs this code, which may use `world` and `step`, before each
     training step. (The warmup makes one of step 0.)"""
-    text = Path(script or SCRIPT).read_text()
-    end = text.index('if __name__ == "__main__":')
-    step = (
-        "import inspect\n"
-        "right_train_step = train_step\n\n"
-        "def train_step(*args):\n"
-        "    named = inspect.signature(right_train_step).bind(*args).arguments\n"
-        "    world, step = named['world'], named['step']\n"
-        f"    {code}\n"
-        "    return right_train_step(*args)\n\n"
-    )
+    right, main, end = Path(script or SCRIPT).read_text().partition('if __name__ == "__main__":')
     path = folder / "planted.py"
-    path.write_text(text[:end] + step + text[end:])
+    path.write_text(f"""{right}import inspect
+right_train_step = train_step
+
+def train_step(*args):
+    named = inspect.signature(right_train_step).bind(*args).arguments
+    world, step = named["world"], named["step"]
+    {code}
+    return right_train_step(*args)
+
+{main}{end}""")
     return path
 
 def log_path(folder) -> Path:

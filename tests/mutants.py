@@ -95,8 +95,9 @@ MISTAKES = {
         ("a pattern fits the beginning of a name", "re.«fullmatch→match»(row[0], name)"),
         ("the last row that fits, not the first", "rows[name] = fitting[«0→-1»]"),
         ("a row's betas are dropped", 'optimizer(params, hp, world, «**values→lr=values["lr"]»)'),
-        ("frozen parameters are trained", "        if «p.requires_grad→True»:\n"),
         ("initial values of twice the size", "«0.5 * math→math».sqrt(3 / x.size(-1))")],
+    (6, "test_edits.py"): [
+        ("frozen parameters are trained", "        if «p.requires_grad→True»:\n", "frozen")],
     (7, "test_loader.py"): [
         ("a last target behind the shard's end", "shard.tokens - «1 - hp→hp».tokens_per_step"),
         ("the overlapping last step is dropped", "            if last «>=→<» 0 and shard"),
