@@ -237,7 +237,7 @@ UTF16 = '{"text": "a"}\n'.encode("utf-16")
     ("a.txt", holding(b"abc"), ["--val_fraction=nan"], "--val_fraction nan: must be 0 to 0.99"),
     ("a.txt", holding(b"abc"), ["--shard_size=0"], "--shard_size 0: must be 1 to 2147483647"),
     ("a.txt", holding(b"abc"), ["--name=a/b"], "--name 'a/b'"),
-    ("a.txt", holding(b"abc"), [f"--name={'n' * 101}"], "up to 100 letters, digits, and . _ - only"),
+    ("a.txt", holding(b"abc"), [f"--name={'n' * 101}"], "up to 100 letters, digits, and . _ -"),
 ])
 def test_user_errors(tmp_path, capsys, name, make, options, expected):
     make(tmp_path / name)

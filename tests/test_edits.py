@@ -14,6 +14,7 @@ import train_gpt
 
 FC = "        self.fc = CastedLinear(dim, 4 * dim)\n"
 HEAD = "        self.lm_head = CastedLinear(hp.model_dim, rows, fp8_scale)\n"
+MIX = "        self.value_mix = nn.Parameter("
 ATTENTION = "        y_1HTK = attention(q, k, v, mask, self.hp.attention_scale)\n"
 TABLE = "PARAMETERS = [\n«→    {},\n»"
 
@@ -22,12 +23,12 @@ SWIGLU = [FC + "«→        self.gate = CastedLinear(dim, 4 * dim)\n»",
           "self.proj(«F.relu(self.fc(x_TD)).square()→F.silu(self.gate(x_TD)) * self.fc(x_TD)»)"]
 SWIGLU_ROW = TABLE.format(r"(r'blocks\..*\.gate\.weight', uniform, Muon, dict(lr='muon_lr'))")
 HEAD_GATE = [
-    "«→        self.head_gate = CastedLinear(hp.model_dim, hp.num_heads)\n»        self.value_mix = ",
+    "«→        self.head_gate = CastedLinear(hp.model_dim, hp.num_heads)\n»" + MIX,
     ATTENTION + "«→        gate_HT = torch.sigmoid(self.head_gate(x_TD)).T\n"
                 "        y_1HTK = y_1HTK * gate_HT[None, :, :, None]\n»"]
 HEAD_GATE_ROW = TABLE.format(r"(r'blocks\..*\.head_gate\.weight', zero, Adam, dict(lr=0.01))")
 HEAD_SCALES = [  # float32, like all vectors
-    "«→        self.head_mix = nn.Parameter(torch.ones(hp.num_heads))\n»        self.value_mix = ",
+    "«→        self.head_mix = nn.Parameter(torch.ones(hp.num_heads))\n»" + MIX,
     ATTENTION + "«→        y_1HTK = y_1HTK * self.head_mix[:, None, None]\n»"]
 TIED = [HEAD + "«→        self.lm_head.weight = self.embed.weight\n»"]
 NO_HEAD_ROW = r"""    «(r"lm_head\.weight",                     zero,    Adam, dict(lr="head_lr")),→»"""
@@ -65,7 +66,7 @@ def step_tokens(step: int, hp: Hyperparameters) -> int:
     return hp.tokens_per_step // (2 if step < hp.num_iterations // 2 else 1)
 »""",
     "«→    step = 0\n»    for epoch in range(hp.epochs):\n",
-    "                start += «hp.tokens_per_step→step_tokens(step, hp)\n                step += 1»\n",
+    " start += «hp.tokens_per_step→step_tokens(step, hp)\n                step += 1»\n",
     "                yield shard, last\n«→                step += 1\n»",
     "«    count = hp.micro_batches // world.size\n→»", """\
     for «shard, start in islice(step_starts(shards, hp), first_step, None):
@@ -78,7 +79,7 @@ Z_LOSS = ["""\
 «→            if self.training:
                 loss += 1e-3 * self.logits(x).logsumexp(-1).square().sum()
 »"""]
-ZEROED = ["        self.proj = CastedLinear(4 * dim, dim)\n«→        self.proj.weight.detach().zero_()\n»"]
+ZEROED = ["CastedLinear(4 * dim, dim)\n«→        self.proj.weight.detach().zero_()\n»"]
 TORCHS_LINEAR = ["self.fc = «CastedLinear(dim, 4 * dim→nn.Linear(dim, 4 * dim, bias=False»)"]
 # A name of the record
 LAMBDAS = ["self.«residual_mix→lambdas» = ",

@@ -71,12 +71,11 @@ def take_steps(model, optimizers, steps, mine=range(MICRO_BATCHES)):
     train_gpt.dist = used
     return state
 
-def assert_same(got, want, **tolerances):
-    """To the bit, if no tolerance is given."""
+def assert_same(got, want, rtol=0.0, atol=0.0):
     assert {kind: set(got[kind]) for kind in got} == {kind: set(want[kind]) for kind in want}
     for kind, tensors in want.items():
         for name, tensor in tensors.items():
-            torch.testing.assert_close(got[kind][name], tensor, **tolerances or dict(rtol=0, atol=0))
+            torch.testing.assert_close(got[kind][name], tensor, rtol=rtol, atol=atol)
 
 def check(hp, world):
     # In bfloat16 each rank rounds its gradients.
