@@ -39,14 +39,10 @@ def shard_header(num_tokens: int) -> bytes:
 def check_shard(path, vocab_size: int) -> np.ndarray:
     """The tokens of a shard, mapped from the disk, once its header, its size and every token are
     right. Raises UserError that names the defect and its byte."""
-    try:
-        size = os.path.getsize(path)
-        start = np.fromfile(path, dtype="<i4", count=3)
-    except OSError as e:
-        raise UserError(f"{path}: cannot be read ({e.strerror})") from None
+    size = os.path.getsize(path)
     require(size >= SHARD_HEADER_BYTES, f"{path}: {size} bytes, shorter than the "
             f"{SHARD_HEADER_BYTES}-byte header; make it again")
-    magic, version, num_tokens = start.tolist()
+    magic, version, num_tokens = np.fromfile(path, dtype="<i4", count=3).tolist()
     require((magic, version) == (SHARD_MAGIC, 1), f"{path}: begins with {magic} and {version}, not "
             f"with {SHARD_MAGIC} and version 1; not a token shard")
     held = (size - SHARD_HEADER_BYTES) / 2
@@ -123,11 +119,7 @@ def run(main, errors: tuple = ()) -> int:
 
 def sha256(path) -> str:
     """The SHA-256 of a file's bytes, in hexadecimal."""
-    with open(path, "rb") as f:
-        digest = hashlib.sha256()
-        while piece := f.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
+    return hashlib.sha256(np.memmap(path, mode="r")).hexdigest()
 
 @contextlib.contextmanager
 def staging(folder: Path):

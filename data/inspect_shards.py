@@ -92,7 +92,7 @@ def main(argv=None):
             if others:
                 print(f"  {share_seen(tokens, others):.2%} of its runs of {RUN} tokens stand in "
                       f"{len(others)} other shard(s) too")
-        except UserError as e:
+        except (UserError, OSError) as e:
             print(f"error: {e}", file=sys.stderr)
             status = 2
     return status

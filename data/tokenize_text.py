@@ -40,7 +40,7 @@ from data.vocab import PIECE_BYTES, TOKENIZERS, load_tokenizer, piece_end, utf8
 DECOMPRESS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 FOLDER_GLOBS = [f"*.{kind}{packed}" for kind in ("txt", "md", "jsonl", "ndjson", "parquet")
                 for packed in ("", *DECOMPRESS)]
-BATCH_BYTES = 1 << 20  # of text, about, to a worker at a time
+BATCH_BYTES = 1_000_000  # of text, about, to a worker at a time, and a step of the progress bar
 
 # ---- Reading -------------------------------------------------------------------------------------
 
@@ -51,14 +51,14 @@ def find_files(inputs, globs, exclude, shuffle=False) -> list[Path]:
     """The files to read, each once, those of a folder sorted by path (or by a hash of the path
     below it), whatever order the file system lists them in."""
     files = {}
+    hidden = [".*", *exclude]
     for top in map(Path, inputs):
         require(os.path.exists(top), f"{str(top)[:200]}: no such file or folder")
         found = [PurePosixPath()] if top.is_file() else []
         for folder, folders, names in os.walk(top):
-            folders[:] = [name for name in folders if not matches(name, [".*", *exclude])]
+            folders[:] = [name for name in folders if not matches(name, hidden)]
             found += [PurePosixPath(Path(folder, name).relative_to(top)) for name in names
-                      if matches(name, globs or FOLDER_GLOBS)
-                      and not matches(name, [".*", *exclude])]
+                      if matches(name, globs or FOLDER_GLOBS) and not matches(name, hidden)]
         require(found, f"{top}: no file there matches "
                 f"{' or '.join(globs) or '.txt .md .jsonl .parquet'}; --glob chooses others")
         found.sort(key=lambda path: path.parts)
@@ -124,33 +124,25 @@ def read_parquet(path, stream, text_field):
 
 READERS = {".jsonl": read_jsonl, ".ndjson": read_jsonl, ".parquet": read_parquet}  # else: text
 
-def read_files(files, args):
-    """What the files hold, with a progress bar of the bytes read from the disk."""
-    before = 0
-    total = sum(path.stat().st_size for path in files)
-    with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
-        for path in files:
-            packed = path.suffix if path.suffix in DECOMPRESS else ""
-            reader = READERS.get(Path(path.name.removesuffix(packed)).suffix, read_text)
-            try:
-                with open(path, "rb") as raw:
-                    stream = DECOMPRESS[packed](raw) if packed else raw
-                    for piece in reader(path, stream, args.text_field):
-                        yield piece
-                        bar.update(before + raw.tell() - bar.n)
-            except (EOFError, lzma.LZMAError, zlib.error, OSError) as e:
-                # An error of the disk has a number, those of the formats have none.
-                require(getattr(e, "errno", None), f"{path}: damaged or cut off ({str(e)!r})")
-                raise
-            before += path.stat().st_size
+def read_files(files, text_field):
+    for path in files:
+        packed = path.suffix if path.suffix in DECOMPRESS else ""
+        reader = READERS.get(Path(path.name.removesuffix(packed)).suffix, read_text)
+        try:
+            with open(path, "rb") as raw:
+                yield from reader(path, DECOMPRESS[packed](raw) if packed else raw, text_field)
+        except (EOFError, lzma.LZMAError, zlib.error, OSError) as e:
+            # An error of the disk has a number, those of the formats have none.
+            require(getattr(e, "errno", None), f"{path}: damaged or cut off ({str(e)!r})")
+            raise
 
-def read_batches(files, args, buckets: bytearray, damaged: dict):
+def read_batches(pieces, buckets: bytearray, damaged: dict):
     """Lists of (text, whether it begins a document) of BATCH_BYTES or a little more. Appends to
     buckets each document's, a hash of its first piece. The keys of `damaged` become the places of
     documents that are not wholly UTF-8."""
     batch = []
     size = 0
-    for place, data, begins in read_files(files, args):
+    for place, data, begins in pieces:
         if begins and data:
             buckets += hashlib.blake2b(data, digest_size=2).digest()
         if "\ufffd" in data.decode(errors="replace"):
@@ -245,14 +237,15 @@ def main(argv=None):
     files = find_files(args.inputs, args.glob, args.exclude, args.shuffle)
     damaged = {}
     buckets = bytearray()  # two bytes a document
-    batches = encode_all(read_batches(files, args, buckets, damaged), tokenizer, args.workers)
+    batches = read_batches(read_files(files, args.text_field), buckets, damaged)
+    batches = encode_all(batches, tokenizer, args.workers)
     with staging(args.out / f".{args.name}.unfinished") as folder, contextlib.closing(batches):
         for there in (path for end in ("_train_*.bin", "_val_*.bin", ".json")
                       for path in sorted(args.out.glob(args.name + end))):
             raise UserError(f"{there}: already there, nothing was changed; choose another --name "
                             "or --out, or remove the files of that name")
         with open(folder / "tokens", "wb") as f:
-            for tokens in batches:
+            for tokens in tqdm(batches, unit=" MB", disable=None):
                 f.write(tokens)
         require(buckets, f"{args.inputs[0]}: no text in the {len(files)} input files")
         stream = np.memmap(f.name, dtype="<u2", mode="r")
