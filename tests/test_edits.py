@@ -31,7 +31,7 @@ HEAD_SCALES = [  # float32, like all vectors
     "«→        self.head_mix = nn.Parameter(torch.ones(hp.num_heads))\n»" + MIX,
     ATTENTION + "«→        y_1HTK = y_1HTK * self.head_mix[:, None, None]\n»"]
 TIED = [HEAD + "«→        self.lm_head.weight = self.embed.weight\n»"]
-NO_HEAD_ROW = r"""    «(r"lm_head\.weight",                     zero,    Adam, dict(lr="head_lr")),→»"""
+NO_HEAD_ROW = r"""    «→# »(r"lm_head\.weight","""
 LION = ["""\
 «→class Lion(Adam):
     def update(self, step):
