@@ -39,8 +39,8 @@ MISTAKES = {
         ("the rates begin above their peak", "«min(1, left→(left» / hp.cooldown_frac)"),
         ("the momentum rises on", "«min(1, step→(step» / hp.muon_momentum_steps)")],
     (1, "test_settings.py"): [
-        ("a sequence of 200 tokens is allowed", 'training sequence", min=«1, unit=BLOCK→1»'),
-        ("a beta2 of 1 is allowed", 'mean square", max=«1 - 1e-9→1»')],
+        ("a sequence of 200 tokens", 'training sequence", min=«1, unit=BLOCK→1»', "no_sense"),
+        ("a beta2 of 1 is allowed", 'mean square", max=«1 - 1e-9→1»', "no_sense")],
     (2, "test_masks_attention.py"): [
         ("a window one block too long", "(distance_NN <«→=» window_blocks)"),
         ("a token does not see itself", "(key <«=→» query)"),
