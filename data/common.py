@@ -6,7 +6,6 @@ them little-endian. train_gpt.py, which runs without this folder, has the same c
 
 import argparse
 import contextlib
-import errno
 import fcntl
 import hashlib
 import os
@@ -18,10 +17,8 @@ from pathlib import Path
 import numpy as np
 
 SHARD_MAGIC = 20240520
-SHARD_VERSION = 1
-SHARD_HEADER_INTS = 256
-SHARD_HEADER_BYTES = 4 * SHARD_HEADER_INTS
-PIECE_TOKENS = 1 << 20  # of a shard in memory at a time
+SHARD_HEADER_BYTES = 4 * 256
+PIECE_TOKENS = 1 << 20  # in memory at a time, where each needs several bytes
 
 class UserError(Exception):
     """What a user can mend, in one line: what is wrong and what to do."""
@@ -35,52 +32,34 @@ def require(condition, message: str):
 
 def shard_header(num_tokens: int) -> bytes:
     """The header of a shard of so many tokens."""
-    header = np.zeros(SHARD_HEADER_INTS, dtype="<i4")
-    header[:3] = SHARD_MAGIC, SHARD_VERSION, num_tokens
+    header = np.zeros(SHARD_HEADER_BYTES // 4, dtype="<i4")
+    header[:3] = SHARD_MAGIC, 1, num_tokens
     return header.tobytes()
 
-def token_pieces(path, start: int = 0):
-    """The tokens of a shard from token `start` on, in uint16 arrays of PIECE_TOKENS or fewer."""
-    with open(path, "rb") as f:
-        f.seek(SHARD_HEADER_BYTES + 2 * start)
-        while len(piece := np.fromfile(f, dtype="<u2", count=PIECE_TOKENS)):
-            yield piece
-
-def check_shard(path, vocab_size: int) -> int:
-    """The number of tokens in a shard, once its header, its size and every token are right.
-
-    Raises UserError that names the defect and its byte.
-    """
-    try:
-        size = os.path.getsize(path)
-        start = np.fromfile(path, dtype="<i4", count=3)
-    except OSError as e:
-        raise UserError(f"{path}: cannot be read ({e.strerror})") from None
+def check_shard(path, vocab_size: int) -> np.ndarray:
+    """The tokens of a shard, mapped from the disk, once its header, its size and every token are
+    right. Raises UserError that names the defect and its byte."""
+    size = os.path.getsize(path)
     require(size >= SHARD_HEADER_BYTES, f"{path}: {size} bytes, shorter than the "
             f"{SHARD_HEADER_BYTES}-byte header; make it again")
-    magic, version, num_tokens = start.tolist()
-    for what, byte, found, expected in (("magic number", 0, magic, SHARD_MAGIC),
-                                        ("version", 4, version, SHARD_VERSION)):
-        require(found == expected, f"{path}: {what} {found} at byte {byte}, expected {expected}; "
-                "not a token shard")
+    magic, version, num_tokens = np.fromfile(path, dtype="<i4", count=3).tolist()
+    require((magic, version) == (SHARD_MAGIC, 1), f"{path}: begins with {magic} and {version}, not "
+            f"with {SHARD_MAGIC} and version 1; not a token shard")
     held = (size - SHARD_HEADER_BYTES) / 2
     require(held == num_tokens, f"{path}: the header at byte 8 promises {num_tokens} tokens, the "
             f"file holds {held:g}; it is damaged or was cut off, fetch or make it again")
     require(num_tokens, f"{path}: holds no token; make the shard again")
-    checked = 0
-    for piece in token_pieces(path):
-        if piece.max() >= vocab_size:
-            at = int(np.argmax(piece >= vocab_size))
-            byte = SHARD_HEADER_BYTES + 2 * (checked + at)
-            raise UserError(f"{path}: token {piece[at]} at byte {byte} is not below the vocabulary "
-                            f"size {vocab_size}; wrong tokenizer or damaged file")
-        checked += len(piece)
-    return num_tokens
+    tokens = np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES)
+    if tokens.max() >= vocab_size:
+        at = int(np.argmax(tokens >= vocab_size))
+        raise UserError(f"{path}: token {tokens[at]} at byte {SHARD_HEADER_BYTES + 2 * at} is not "
+                        f"below the vocabulary size {vocab_size}; wrong tokenizer or damaged file")
+    return tokens
 
 def write_shards(stretches, stem: Path, first_number: int, shard_size: int) -> dict:
-    """Writes arrays of tokens into the shards stem_NUMBER.bin, as few as hold shard_size tokens at
-    most, all of about one length, so that none is too short to train on. Returns {"tokens": how
-    many, "shards": {file name: its SHA-256}}."""
+    """Writes arrays of tokens into the fewest shards stem_NUMBER.bin of at most shard_size tokens,
+    all of about one length, so that none is too short to train on. Returns {"tokens": how many,
+    "shards": {file name: its SHA-256}}."""
     total = sum(map(len, stretches))
     number_of_shards = -(-total // shard_size)
     ends = [total * (i + 1) // number_of_shards for i in range(number_of_shards)]
@@ -114,9 +93,8 @@ class ArgumentParser(argparse.ArgumentParser):
 def run(main, errors: tuple = ()) -> int:
     """Runs main(); the exit status of the program, which is what main returns, or 0.
 
-    A UserError, or one of the classes in `errors`, is one line and status 2, and so is an error of
-    the operating system; an interruption is one line and the status that a shell gives that signal.
-    """
+    A UserError, one of the classes in `errors`, or an error of the operating system is one line and
+    status 2; an interruption is one line and the status that a shell gives that signal."""
     def interrupt(signum, frame):
         raise KeyboardInterrupt(signum)
 
@@ -141,16 +119,12 @@ def run(main, errors: tuple = ()) -> int:
 
 def sha256(path) -> str:
     """The SHA-256 of a file's bytes, in hexadecimal."""
-    with open(path, "rb") as f:
-        digest = hashlib.sha256()
-        while piece := f.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
+    return hashlib.sha256(np.memmap(path, mode="r")).hexdigest()
 
 @contextlib.contextmanager
 def staging(folder: Path):
     """A folder for unfinished files: locked against a second run, emptied of what a killed run
-    left, and removed at the end whatever happens. A full disk is a UserError."""
+    left, and removed at the end whatever happens."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         try:
@@ -165,11 +139,6 @@ def staging(folder: Path):
                 leftover.unlink()
         try:
             yield folder
-        except OSError as e:
-            if e.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            raise UserError(f"{folder.parent}: {os.strerror(e.errno).lower()}; the unfinished "
-                            "files were removed, free some space and run this again") from None
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -28,47 +28,31 @@ SUMS = "SHA256SUMS"
 
 def read_sums(folder: Path) -> dict[str, str]:
     """{file name: SHA-256} of the files that were fetched."""
-    if not (folder / SUMS).exists():
-        return {}
-    lines = (folder / SUMS).read_text().splitlines()
+    lines = (folder / SUMS).read_text().splitlines() if (folder / SUMS).exists() else []
     return {name: digest for digest, name in (line.split(maxsplit=1) for line in lines)}
 
 def check(path: Path, digest: str | None) -> int:
     """The number of tokens of a sound shard. Raises UserError where it is none, or has another
     SHA-256 than `digest`, if that is known."""
-    num_tokens = check_shard(path, GPT2Tokenizer.vocab_size)
+    tokens = check_shard(path, GPT2Tokenizer.vocab_size)
     require(not digest or sha256(path) == digest,
             f"{path}: its SHA-256 is not {digest}; it is damaged, fetch it again")
-    return num_tokens
-
-def is_sound(path: Path, digest: str | None) -> bool:
-    """... which is said."""
-    try:
-        num_tokens = check(path, digest)
-    except UserError as e:
-        tqdm.write(f"error: {e}", file=sys.stderr)
-        return False
-    known = "SHA-256 as fetched" if digest else "no SHA-256 on record"
-    tqdm.write(f"{path.name}: {num_tokens} tokens, sound, {known}")
-    return True
+    return len(tokens)
 
 def fetch(name: str, folder: Path):
-    """A file of the hub. One that is bad does not stay."""
+    """Fetches a file of the hub. One that is bad does not stay."""
     import huggingface_hub as hub
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     place = dict(repo_id=REPOSITORY, filename=name, repo_type="dataset", endpoint=endpoint)
     try:
         etag = hub.get_hf_file_metadata(hub.hf_hub_url(**place)).etag or ""
         path = Path(hub.hf_hub_download(**place, local_dir=folder))
-    except (TypeError, AttributeError):
-        raise  # a defect here
     except Exception as e:  # the library's errors have no other common ancestor
         if isinstance(e, OSError) and e.errno and not isinstance(e, ConnectionError):
             raise  # this machine's: a full disk, say
         reason = f"{type(e).__name__}: {' '.join(str(e).split())[:160]}"
         raise UserError(f"{name}: could not be fetched from {endpoint} ({reason}); HF_ENDPOINT can "
-                        "name a mirror, and files fetched on another machine can be copied "
-                        "here") from None
+                        "name a mirror, or copy files fetched elsewhere into DIR") from None
     try:
         check(path, etag if re.fullmatch("[0-9a-f]{64}", etag) else None)
     except UserError:
@@ -90,8 +74,15 @@ def main(argv=None):
     names += [f"fineweb_train_{i:06d}.bin" for i in range(1, args.num_chunks + 1)]
     sums = read_sums(folder)
     checked = there if args.verify else [name for name in names if name in there]
-    bad = [name for name in tqdm(checked, desc="checking", disable=None)
-           if not is_sound(folder / name, sums.get(name))]
+    bad = []
+    for name in tqdm(checked, desc="checking", disable=None):
+        try:
+            num_tokens = check(folder / name, sums.get(name))
+            known = "SHA-256 as fetched" if name in sums else "no SHA-256 on record"
+            tqdm.write(f"{name}: {num_tokens} tokens, sound, {known}")
+        except UserError as e:
+            tqdm.write(f"error: {e}", file=sys.stderr)
+            bad.append(name)
     if args.verify:
         require(there, f"{folder}: holds no fineweb_*.bin")
         require(not bad, f"{len(bad)} of {len(there)} files are bad; run again without --verify to "

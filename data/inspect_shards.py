@@ -19,8 +19,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from data.common import (SHARD_HEADER_BYTES, ArgumentParser, UserError, check_shard, require, run,
-                         token_pieces)
+from data.common import PIECE_TOKENS, ArgumentParser, UserError, check_shard, run
 from data.vocab import END_OF_TEXT, TOKENIZERS, load_tokenizer
 
 RUN = 32  # tokens
@@ -28,41 +27,35 @@ RUN = 32  # tokens
 def tokenizer_of(path: Path) -> str:
     """By the sidecar that tokenize_text.py writes; the field's shards have none and are GPT-2's."""
     sidecar = path.parent / (re.sub(r"_(train|val)_\d+$", "", path.stem) + ".json")
-    try:
-        name = json.loads(sidecar.read_bytes())["tokenizer"]
-    except FileNotFoundError:
+    if not sidecar.exists():
         return "gpt2"
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise UserError(f"{sidecar}: damaged, names no tokenizer; --tokenizer says which") from None
-    require(name in list(TOKENIZERS), f"{sidecar}: unknown tokenizer {name!r}")
-    return name
+    try:
+        return TOKENIZERS[json.loads(sidecar.read_bytes())["tokenizer"]].name
+    except (ValueError, LookupError, TypeError, RecursionError):
+        raise UserError(f"{sidecar}: names no tokenizer that is known; --tokenizer says "
+                        "which") from None
 
-def inspect(path: Path, tokenizer_name: str, vocab_dir=None) -> list[str]:
-    """The report on one shard, line by line. Raises UserError where it is bad."""
-    vocab_size = TOKENIZERS[tokenizer_name].vocab_size
-    num_tokens = check_shard(path, vocab_size)
-    tokens = np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES)
-    starts = np.flatnonzero(tokens == vocab_size - 1)
-    lines = [f"{path}: {num_tokens} tokens ({tokenizer_name}), ids {tokens.min()} to "
-             f"{tokens.max()}, {len(starts)} documents begin here"]
+def report(path: Path, tokens: np.ndarray, tokenizer_name: str, vocab_dir):
+    """Prints what a shard holds."""
+    end_of_text = TOKENIZERS[tokenizer_name].eot
+    starts = np.flatnonzero(tokens == end_of_text)
+    print(f"{path}: {len(tokens)} tokens ({tokenizer_name}), ids {tokens.min()} to {tokens.max()}, "
+          f"{len(starts)} documents begin here")
+    begin = 0
     if len(starts):
-        lengths = np.diff(starts, append=num_tokens)
-        lines.append(f"  tokens per document: median {np.median(lengths):.0f}, mean "
-                     f"{lengths.mean():.0f}, 90 % up to {np.percentile(lengths, 90):.0f}, longest "
-                     f"{lengths.max()}")
-        if starts[0]:
-            lines.append(f"  the first {starts[0]} tokens continue a document of the shard before")
+        begin = starts[0] + 1
+        lengths = np.diff(starts, append=len(tokens))
+        print(f"  tokens per document: median {np.median(lengths):.0f}, mean {lengths.mean():.0f}, "
+              f"90 % up to {np.percentile(lengths, 90):.0f}, longest {lengths.max()}")
     else:
-        lines.append(f"  no end-of-text token ({vocab_size - 1}): made by another tokenizer, or "
-                     "all of it is from within one document")
-    begin = starts[0] + 1 if len(starts) else 0
+        print(f"  no end-of-text token ({end_of_text}): made by another tokenizer, or all of it is "
+              "from within one document")
     try:
         tokenizer = load_tokenizer(tokenizer_name, vocab_dir)
         text = tokenizer.decode(tokens[begin:begin + 200].tolist()).split(END_OF_TEXT)[0]
-        lines.append(f"  it begins: {text[:300]!r}")
+        print(f"  it begins: {text[:300]!r}")
     except UserError as e:
-        lines.append(f"  not decoded: {e}")
-    return lines
+        print(f"  not decoded: {e}")
 
 def run_hashes(tokens: np.ndarray) -> np.ndarray:
     """A hash of each RUN consecutive tokens of [n]: [n - RUN + 1], of uint64."""
@@ -71,17 +64,14 @@ def run_hashes(tokens: np.ndarray) -> np.ndarray:
         hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + tokens[at:at + len(hashes)]
     return hashes
 
-def share_seen(path: Path, others: list[Path]) -> float:
+def share_seen(tokens: np.ndarray, others: list[np.ndarray]) -> float:
     """The share of a shard's runs of RUN tokens that stand in the other shards too."""
-    runs = run_hashes(np.concatenate(list(token_pieces(path))))
+    runs = run_hashes(tokens)
     known = np.unique(runs)
     seen = np.zeros(len(known), dtype=bool)
     for other in others:
-        before = np.empty(0, dtype=np.uint16)
-        for piece in token_pieces(other):
-            piece = np.concatenate((before, piece))
-            seen |= np.isin(known, run_hashes(piece))
-            before = piece[1 - RUN:]
+        for at in range(0, len(other), PIECE_TOKENS):
+            seen |= np.isin(known, run_hashes(other[at:at + PIECE_TOKENS + RUN - 1]))
     return float(seen[np.searchsorted(known, runs)].mean()) if len(runs) else 0.0
 
 def main(argv=None):
@@ -96,14 +86,13 @@ def main(argv=None):
     for path in args.files:
         try:
             tokenizer_name = args.tokenizer or tokenizer_of(path)
-            lines = inspect(path, tokenizer_name, args.vocab_dir)
-            for other in args.seen_in:
-                check_shard(other, TOKENIZERS[tokenizer_name].vocab_size)
-            if args.seen_in:
-                lines.append(f"  {share_seen(path, args.seen_in):.2%} of its runs of {RUN} tokens "
-                             f"stand in {len(args.seen_in)} other shard(s) too")
-            print("\n".join(lines))
-        except UserError as e:
+            tokens, *others = (check_shard(shard, TOKENIZERS[tokenizer_name].vocab_size)
+                               for shard in (path, *args.seen_in))
+            report(path, tokens, tokenizer_name, args.vocab_dir)
+            if others:
+                print(f"  {share_seen(tokens, others):.2%} of its runs of {RUN} tokens stand in "
+                      f"{len(others)} other shard(s) too")
+        except (UserError, OSError) as e:
             print(f"error: {e}", file=sys.stderr)
             status = 2
     return status

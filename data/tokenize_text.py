@@ -2,7 +2,7 @@
 
     ./run.sh tokenize corpus.jsonl.xz --out data/mine --name mine --tokenizer gpt2
     ./run.sh tokenize book.txt --out data/book --name book --tokenizer bytes
-    ./run.sh tokenize src/ --glob '**/*.py' --out data/code --name code --tokenizer bytes
+    ./run.sh tokenize src/ --glob '*.py' --out data/code --name code --tokenizer bytes
 
 Inputs are files and folders. A line of .jsonl (.ndjson) and a row of .parquet is a document; any
 other text file is one document. Each may be compressed (.gz, .xz, .bz2). Every document begins with
@@ -14,15 +14,12 @@ it gets the wanted number of tokens or up to 10 % fewer. Where documents are too
 that (a single file, say), it is the last tokens, exactly so many.
 """
 
-import array
 import bz2
-import codecs
 import collections
 import contextlib
 import fnmatch
 import gzip
 import hashlib
-import itertools
 import json
 import lzma
 import os
@@ -38,42 +35,30 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from data.common import (PIECE_TOKENS, ArgumentParser, UserError, publish, require, run, staging,
                          write_shards)
-from data.vocab import PIECE_BYTES, TOKENIZERS, is_utf8, load_tokenizer, piece_end, utf8
+from data.vocab import PIECE_BYTES, TOKENIZERS, load_tokenizer, piece_end, utf8
 
 DECOMPRESS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 FOLDER_GLOBS = [f"*.{kind}{packed}" for kind in ("txt", "md", "jsonl", "ndjson", "parquet")
                 for packed in ("", *DECOMPRESS)]
-BATCH_BYTES = 1 << 20  # of text, about, to a worker at a time
+BATCH_BYTES = 1_000_000  # of text, about, to a worker at a time, and a step of the progress bar
 
 # ---- Reading -------------------------------------------------------------------------------------
 
-def matches(parts: tuple, pattern: list) -> bool:
-    """Whether the parts of a path match those of a pattern, in which ** is any number of parts."""
-    if not pattern or not parts:
-        return list(parts) == [part for part in pattern if part != "**"]
-    if pattern[0] == "**":
-        return matches(parts, pattern[1:]) or matches(parts[1:], pattern)
-    return fnmatch.fnmatchcase(parts[0], pattern[0]) and matches(parts[1:], pattern[1:])
-
-def matches_any(path: PurePosixPath, patterns) -> bool:
-    """As in a .gitignore: a pattern without a slash is for the name alone, else for the path."""
-    split = [pattern.strip("/").split("/") for pattern in patterns]
-    return any(matches(path.parts[-1:] if len(pattern) == 1 else path.parts, pattern)
-               for pattern in split)
+def matches(name: str, patterns) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 def find_files(inputs, globs, exclude, shuffle=False) -> list[Path]:
     """The files to read, each once, those of a folder sorted by path (or by a hash of the path
     below it), whatever order the file system lists them in."""
     files = {}
-    exclude = [".*", *exclude]
+    hidden = [".*", *exclude]
     for top in map(Path, inputs):
         require(os.path.exists(top), f"{str(top)[:200]}: no such file or folder")
         found = [PurePosixPath()] if top.is_file() else []
         for folder, folders, names in os.walk(top):
-            here = PurePosixPath(Path(folder).relative_to(top).as_posix())
-            folders[:] = [name for name in folders if not matches_any(here / name, exclude)]
-            found += [here / name for name in names if not matches_any(here / name, exclude)
-                      and matches_any(here / name, globs or FOLDER_GLOBS)]
+            folders[:] = [name for name in folders if not matches(name, hidden)]
+            found += [PurePosixPath(Path(folder, name).relative_to(top)) for name in names
+                      if matches(name, globs or FOLDER_GLOBS) and not matches(name, hidden)]
         require(found, f"{top}: no file there matches "
                 f"{' or '.join(globs) or '.txt .md .jsonl .parquet'}; --glob chooses others")
         found.sort(key=lambda path: path.parts)
@@ -87,20 +72,20 @@ def find_files(inputs, globs, exclude, shuffle=False) -> list[Path]:
                       "does not exist", file=sys.stderr)
     return list(files.values())
 
-# Readers yield (place, text in UTF-8, whether it begins a document, whether undamaged).
+# Readers yield (place, text in UTF-8, whether it begins a document).
 
 def without_mark(path, data: bytes) -> bytes:
     """Without the byte order mark that some editors put first. Raises UserError for UTF-16."""
     require(b"\0" not in data[:8192],
             f"{path}: holds zero bytes, it is no UTF-8 text; leave it out or convert it")
-    return data.removeprefix(codecs.BOM_UTF8)
+    return data.removeprefix("\ufeff".encode())
 
 def read_text(path, stream, _):
     rest = without_mark(path, stream.read(2 * PIECE_BYTES))
     begins = True
     while rest or begins:
         end = piece_end(rest)
-        yield str(path), rest[:end], begins, is_utf8(rest[:end])
+        yield str(path), rest[:end], begins
         rest = rest[end:] + stream.read(end)
         begins = False
 
@@ -111,15 +96,13 @@ def read_jsonl(path, stream, text_field):
         if not line.strip():
             continue
         try:
-            record = json.loads(line.decode("utf-8", "surrogateescape"))
-            text = record[text_field] or ""
-            data = utf8(text)
+            record = json.loads(line.decode(errors="replace"))
+            yield place, utf8(record[text_field] or ""), True
         except (ValueError, RecursionError) as e:
             raise UserError(f"{place}: not JSON ({e})") from None
         except (KeyError, TypeError, AttributeError):
             raise UserError(f"{place}: no text in a field {text_field!r} of {record!r:.80}; "
                             "--text_field chooses one") from None
-        yield place, data, True, data == text.encode("utf-8", "surrogatepass")
 
 def read_parquet(path, stream, text_field):
     try:
@@ -133,7 +116,7 @@ def read_parquet(path, stream, text_field):
         for rows in parquet.iter_batches(batch_size=256, columns=[text_field]):
             for data in rows.column(0).cast(pa.large_binary()).to_pylist():
                 row += 1
-                yield f"{path}, row {row}", data or b"", True, is_utf8(data or b"")
+                yield f"{path}, row {row}", data or b"", True
     except ImportError:
         raise UserError(f"{path}: reading parquet needs pyarrow: pip install pyarrow") from None
     except pa.ArrowException as e:
@@ -141,43 +124,30 @@ def read_parquet(path, stream, text_field):
 
 READERS = {".jsonl": read_jsonl, ".ndjson": read_jsonl, ".parquet": read_parquet}  # else: text
 
-def read_files(files, args):
-    """What the files hold, with a progress bar of the bytes read from the disk."""
-    before = 0
-    total = sum(path.stat().st_size for path in files)
-    with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
-        for path in files:
-            packed = path.suffix if path.suffix in DECOMPRESS else ""
-            reader = READERS.get(Path(path.name.removesuffix(packed)).suffix, read_text)
-            try:
-                with open(path, "rb") as raw:
-                    stream = DECOMPRESS[packed](raw) if packed else raw
-                    for piece in reader(path, stream, args.text_field):
-                        yield piece
-                        bar.update(before + raw.tell() - bar.n)
-            except (EOFError, lzma.LZMAError, zlib.error, OSError) as e:
-                # An error of the disk has a number, those of the formats have none.
-                require(getattr(e, "errno", None), f"{path}: damaged or cut off ({str(e)!r})")
-                raise
-            before += path.stat().st_size
+def read_files(files, text_field):
+    for path in files:
+        packed = path.suffix if path.suffix in DECOMPRESS else ""
+        reader = READERS.get(Path(path.name.removesuffix(packed)).suffix, read_text)
+        try:
+            with open(path, "rb") as raw:
+                yield from reader(path, DECOMPRESS[packed](raw) if packed else raw, text_field)
+        except (EOFError, lzma.LZMAError, zlib.error, OSError) as e:
+            # An error of the disk has a number, those of the formats have none.
+            require(getattr(e, "errno", None), f"{path}: damaged or cut off ({str(e)!r})")
+            raise
 
-def read_batches(files, args, buckets, notes: dict[str, dict]):
+def read_batches(pieces, buckets: bytearray, damaged: dict):
     """Lists of (text, whether it begins a document) of BATCH_BYTES or a little more. Appends to
-    buckets each document's, by a hash of its first piece. Notes, by their places, the documents
-    that something is wrong with."""
-    done = "kept as it is" if args.tokenizer == "bytes" else "its place taken by U+FFFD"
+    buckets each document's, a hash of its first piece. The keys of `damaged` become the places of
+    documents that are not wholly UTF-8."""
     batch = []
     size = 0
-    for place, data, begins, valid in read_files(files, args):
-        if not data or not valid:
-            what = f"invalid UTF-8, {done}" if data else "no text, left out"
-            notes.setdefault(what, {})[place] = True
-        if not data:
-            continue
-        if begins:
-            digest = hashlib.blake2b(data, digest_size=2).digest()
-            buckets.append(int.from_bytes(digest, "little"))
-        batch.append((data, begins))
+    for place, data, begins in pieces:
+        if begins and data:
+            buckets += hashlib.blake2b(data, digest_size=2).digest()
+        if "\ufffd" in data.decode(errors="replace"):
+            damaged[place] = True
+        batch += [(data, begins)] * bool(data)
         size += len(data)
         if size >= BATCH_BYTES:
             yield batch
@@ -216,6 +186,7 @@ def split(stream: np.ndarray, buckets, args, end_of_text: int) -> tuple[list, li
     starts = np.concatenate([at + np.flatnonzero(stream[at:at + PIECE_TOKENS] == end_of_text)
                              for at in range(0, total, PIECE_TOKENS)])
     ends = np.append(starts[1:], total)
+    buckets = np.frombuffer(buckets, dtype="<u2")
     bucket_tokens = np.bincount(buckets, ends - starts)
     taken = np.zeros(len(bucket_tokens), dtype=bool)
     room = wanted
@@ -227,11 +198,11 @@ def split(stream: np.ndarray, buckets, args, end_of_text: int) -> tuple[list, li
         cut = total - wanted
         begin = np.full(int(stream[cut] != end_of_text), end_of_text, dtype=np.uint16)
         return [stream[:cut]], [begin, stream[cut:]], "last tokens"
-    is_val = taken[np.frombuffer(buckets, dtype=np.uint16)]
+    is_val = taken[buckets]
     edges = np.flatnonzero(np.diff(is_val, prepend=~is_val[:1]))  # where the side changes
     places = [*starts[edges].tolist(), total]
     sides = ([], [])
-    for val, (start, end) in zip(is_val[edges], itertools.pairwise(places)):
+    for val, start, end in zip(is_val[edges], places, places[1:]):
         sides[int(val)].append(stream[start:end])
     return *sides, "documents by hash"
 
@@ -245,13 +216,12 @@ def parse(argv):
     add("--vocab_dir", metavar="DIR", help="of GPT-2's encoder.json and vocab.bpe (downloaded)")
     patterns = dict(action="append", default=[], metavar="PATTERN")  # each may be repeated
     add("--glob", **patterns, help="files of folders, as '*.py' (.txt .md .jsonl .parquet)")
-    add("--exclude", **patterns, help="files or folders to leave out, as 'tests' or 'src/**/old'")
+    add("--exclude", **patterns, help="files and folders to leave out, as 'tests'")
     add("--shuffle", action="store_true", help="order a folder's files by a hash of their paths")
     add("--text_field", default="text", metavar="NAME", help="of jsonl and parquet (text)")
     add("--shard_size", type=int, default=100_000_000, metavar="N", help="at most (100000000)")
     add("--val_fraction", type=float, default=0.05, metavar="F", help="of tokens; 0: none (0.05)")
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    add("--workers", type=int, default=cores, metavar="N", help="threads (one per core)")
+    add("--workers", type=int, default=os.cpu_count(), metavar="N", help="threads (one per core)")
     args = p.parse_args(argv)
     require(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", args.name),
             f"--name {args.name!r}: up to 100 letters, digits, and . _ - only")
@@ -261,23 +231,21 @@ def parse(argv):
         require(low <= value <= high, f"--{name} {value}: must be {low} to {high}")
     return args
 
-def refuse_to_overwrite(args):
-    names = f"{args.name}_train_*.bin", f"{args.name}_val_*.bin", f"{args.name}.json"
-    there = [path for name in names for path in args.out.glob(name)]
-    require(not there, f"{min(there, default='')}: already there, nothing was changed; choose "
-            f"another --name or --out, or remove the {len(there)} files of that name")
-
 def main(argv=None):
     args = parse(argv)
     tokenizer = load_tokenizer(args.tokenizer, args.vocab_dir)
     files = find_files(args.inputs, args.glob, args.exclude, args.shuffle)
-    notes = {}
-    buckets = array.array("H")
-    batches = encode_all(read_batches(files, args, buckets, notes), tokenizer, args.workers)
+    damaged = {}
+    buckets = bytearray()  # two bytes a document
+    batches = read_batches(read_files(files, args.text_field), buckets, damaged)
+    batches = encode_all(batches, tokenizer, args.workers)
     with staging(args.out / f".{args.name}.unfinished") as folder, contextlib.closing(batches):
-        refuse_to_overwrite(args)
+        for there in (path for end in ("_train_*.bin", "_val_*.bin", ".json")
+                      for path in sorted(args.out.glob(args.name + end))):
+            raise UserError(f"{there}: already there, nothing was changed; choose another --name "
+                            "or --out, or remove the files of that name")
         with open(folder / "tokens", "wb") as f:
-            for tokens in batches:
+            for tokens in tqdm(batches, unit=" MB", disable=None):
                 f.write(tokens)
         require(buckets, f"{args.inputs[0]}: no text in the {len(files)} input files")
         stream = np.memmap(f.name, dtype="<u2", mode="r")
@@ -285,19 +253,18 @@ def main(argv=None):
         sides = {side: write_shards(stretches, folder / f"{args.name}_{side}", first,
                                     args.shard_size)
                  for side, stretches, first in (("train", train, 1), ("val", val, 0))}
-        del args.workers  # which change nothing
         sidecar = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size,
-                   "validation": chosen, **sides, "arguments": vars(args)}
+                   "validation": chosen, **sides}
         path = folder / f"{args.name}.json"
-        path.write_text(json.dumps(sidecar, indent=1, default=str) + "\n")
+        path.write_text(json.dumps(sidecar, indent=1) + "\n")
         shards = [folder / name for side in sides.values() for name in side["shards"]]
         publish([*shards, path], args.out)
-    for what, places in notes.items():
-        print(f"{len(places)} document(s) with {what}; the first: {next(iter(places))}",
-              file=sys.stderr)
+    if damaged:
+        print(f"{len(damaged)} document(s) hold invalid UTF-8 or U+FFFD; the first: "
+              f"{min(damaged)}", file=sys.stderr)
     for side, held in sides.items():
         print(f"{side}: {held['tokens']} tokens, {len(held['shards'])} shard(s)")
-    print(f"{len(buckets)} documents; chosen for validation: {chosen}")
+    print(f"{len(buckets) // 2} documents; chosen for validation: {chosen}")
 
 if __name__ == "__main__":
     sys.exit(run(main))

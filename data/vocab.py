@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from data.common import UserError, sha256
+from data.common import UserError, require, sha256
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -44,13 +44,6 @@ def piece_end(data: bytes, start: int = 0) -> int:
 def utf8(text: str) -> bytes:
     """Half a surrogate pair, which JSON can spell and UTF-8 cannot, becomes U+FFFD."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
-
-def is_utf8(data: bytes) -> bool:
-    try:
-        data.decode()
-        return True
-    except UnicodeDecodeError:
-        return False
 
 class BytesTokenizer:
     """A token is a byte of UTF-8."""
@@ -112,12 +105,10 @@ def gpt2_merge_ranks(vocab_dir) -> dict[bytes, int]:
     try:
         if vocab_dir is None:
             return openai_public.gpt2()["mergeable_ranks"]
-        paths = {name: str(Path(vocab_dir, name)) for name in GPT2_SHA256}
-        for name, path in paths.items():
-            if sha256(path) != GPT2_SHA256[name]:
-                raise ValueError(f"the checksum of {name} is another than GPT-2's")
-        # The checksums again: tiktoken may have an older file of that path in its cache.
-        return data_gym_to_mergeable_bpe_ranks(*paths.values(), *GPT2_SHA256.values())
+        paths = [str(Path(vocab_dir, name)) for name in GPT2_SHA256]
+        for path, digest in zip(paths, GPT2_SHA256.values()):
+            require(sha256(path) == digest, f"{path}: its checksum is not that of GPT-2's")
+        return data_gym_to_mergeable_bpe_ranks(*paths, *GPT2_SHA256.values())
     except (OSError, ValueError) as e:
         what = "downloaded" if vocab_dir is None else f"read from {vocab_dir}"
         raise UserError(f"GPT-2's vocabulary could not be {what} ({type(e).__name__}: "

@@ -42,11 +42,9 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
 }
 
-
 def pytest_addoption(parser):
     parser.addoption("--script", metavar="PATH", help="test this copy of train_gpt.py instead, by "
                      "the tests that every script must pass")
-
 
 def pytest_configure(config):
     global SCRIPT
@@ -58,11 +56,9 @@ def pytest_configure(config):
     load_script(SCRIPT, "train_gpt")
     torch.manual_seed(0)
 
-
 def pytest_ignore_collect(collection_path, config):
     if config.option.script and collection_path.suffix == ".py":
         return collection_path.name not in EVERY_SCRIPT or None
-
 
 def pytest_collection_modifyitems(config, items):
     for item in items:
@@ -73,7 +69,6 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=pinned)
         items[:] = [item for item in items if item not in pinned]
 
-
 @contextmanager
 def refused(words: str, error=None):
     """Expects an error of one line with these words, the script's own where none is named."""
@@ -83,23 +78,19 @@ def refused(words: str, error=None):
     assert error or raised.type.__name__ == "UserError", raised.value
     assert "\n" not in str(raised.value)
 
-
 def write_shard(path, tokens, magic=20240520, version=1, count=None):
     header = np.zeros(256, dtype="<i4")
     header[:3] = magic, version, len(tokens) if count is None else count
     Path(path).write_bytes(header.tobytes() + np.asarray(tokens, dtype="<u2").tobytes())
     return str(path)
 
-
 def byte_documents(text: bytes) -> list[int]:
     """Paragraphs as documents, each with the end-of-text token in front."""
     return [t for paragraph in text.split(b"\n\n") for t in (256, *paragraph, 10)]
 
-
 @pytest.fixture(scope="session")
 def text() -> bytes:
     return (ROOT / "tests" / "text.txt").read_bytes()
-
 
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory, text):
@@ -112,34 +103,31 @@ def shards(tmp_path_factory, text):
     write_shard(folder / "t_val_000000.bin", tokens[cut:])
     return [f"--train_files={folder}/t_train_*.bin", f"--val_files={folder}/t_val_*.bin"]
 
-
-@pytest.fixture
-def runs_here():
-    """For tests that compute in this process: one thread, because the last bits of sums depend on
-    the number of threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def train(script, *flags):
-    """Runs the script in this process, on one thread."""
+@contextmanager
+def one_thread():
+    """Since the last bits of sums depend on the number of threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        script.main([str(flag) for flag in flags])
+        yield
     finally:
         torch.set_num_threads(threads)
 
+@pytest.fixture
+def runs_here():
+    """For tests that compute in this process."""
+    with one_thread():
+        yield
+
+def train(script, *flags):
+    """Runs the script in this process, on one thread."""
+    with one_thread():
+        script.main([str(flag) for flag in flags])
 
 def command(*flags, ranks=None, script=None) -> list[str]:
     """The command line that starts the script at this path, by torchrun if ranks is given."""
-    torchrun = []
-    if ranks:
-        torchrun = [*TORCHRUN, f"--nproc_per_node={ranks}"]
+    torchrun = [*TORCHRUN, f"--nproc_per_node={ranks}"] if ranks else []
     return [sys.executable, *torchrun, str(script or SCRIPT), *map(str, flags)]
-
 
 def launch(*flags, ranks=None, script=None, cwd=None, threads=1, check=True, **env):
     """Runs the script at this path, by torchrun if ranks is given; its CompletedProcess."""
@@ -149,15 +137,12 @@ def launch(*flags, ranks=None, script=None, cwd=None, threads=1, check=True, **e
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
 
-
 RUN_SH = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-
 
 def run_sh(*argv, run=ROOT / "run.sh", **env):
     """Runs run.sh, or a link to it or a copy; its CompletedProcess."""
     return subprocess.run([str(run), *argv], capture_output=True, text=True, errors="replace",
                           timeout=200, env={**os.environ, **RUN_SH, **env}, check=False)
-
 
 def run_helper(name: str, *arguments, ranks=None, **env) -> str:
     """Runs a program in tests/helpers in a process of its own, by torchrun if ranks is given; what
@@ -168,45 +153,38 @@ def run_helper(name: str, *arguments, ranks=None, **env) -> str:
     print(done.stdout)
     return done.stdout
 
-
 def planted(folder: Path, code: str, script=None) -> Path:
     """A copy of the script that runs this code, which may use `world` and `step`, before each
     training step. (The warmup makes one of step 0.)"""
-    text = Path(script or SCRIPT).read_text()
-    end = text.index('if __name__ == "__main__":')
-    step = (
-        "import inspect\n"
-        "right_train_step = train_step\n\n"
-        "def train_step(*args):\n"
-        "    named = inspect.signature(right_train_step).bind(*args).arguments\n"
-        "    world, step = named['world'], named['step']\n"
-        f"    {code}\n"
-        "    return right_train_step(*args)\n\n"
-    )
+    right, main, end = Path(script or SCRIPT).read_text().partition('if __name__ == "__main__":')
     path = folder / "planted.py"
-    path.write_text(text[:end] + step + text[end:])
-    return path
+    path.write_text(f"""{right}import inspect
+right_train_step = train_step
 
+def train_step(*args):
+    named = inspect.signature(right_train_step).bind(*args).arguments
+    world, step = named["world"], named["step"]
+    {code}
+    return right_train_step(*args)
+
+{main}{end}""")
+    return path
 
 def log_path(folder) -> Path:
     """The one log in a records folder."""
     (path,) = Path(folder).glob("*.log")
     return path
 
-
 def log_of(folder) -> str:
     return log_path(folder).read_text()
-
 
 def newest_checkpoint(folder) -> Path:
     """That of the highest step, among all runs in a records folder."""
     return max(Path(folder).glob("*/step*.pt"), key=lambda path: path.name)
 
-
 def load_checkpoint(folder) -> dict:
     """What the newest checkpoint in a records folder holds."""
     return torch.load(newest_checkpoint(folder), weights_only=True)
-
 
 def losses(text: str, kind: str = "val_loss") -> list[float]:
     return [float(part.split(":")[1]) for line in text.splitlines() if line.startswith("step:")

@@ -1,6 +1,5 @@
 """data/vocab.py: the tokenizers, and that text cut into pieces gives the tokens of the whole."""
 
-import hashlib
 import itertools
 import json
 import random
@@ -8,46 +7,41 @@ import sys
 
 import numpy as np
 import pytest
+from conftest import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import inspect_shards, tokenize_text, vocab
-from data.common import SHARD_HEADER_BYTES, UserError, check_shard
+from data.common import UserError, check_shard, sha256
 from data.vocab import GPT2Tokenizer, gpt2_merge_ranks, load_tokenizer, piece_end
 
 # Letters, digits, contractions, punctuation, and white space of one to three bytes, some of it odd.
 LETTERS = "abst'lve01_-. \n\t\r\x1céЖ的\u0661\u2167\u0301\xa0\x85\u1680\u2003\u2028\u3000\U0001f600"
 TEXT = st.text(st.sampled_from(LETTERS), max_size=80)
 
-def write_vocabulary(folder):
-    """Files in the form of GPT-2's: 256 bytes and 50,000 merges, here all pairs of bytes in a
-    random order, so that nearly every neighbourhood merges and a cut in the wrong place shows."""
-    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
-    letters = {b: chr(b) for b in printable}
-    letters |= {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in letters)}
-    order = printable + [b for b in range(256) if b not in printable]
-    pairs = [(a, b) for a in range(256) for b in range(256)]
-    common = list(b"abst'lve01_-. \n")
-    first = [(a, b) for a in common for b in common]
-    random.Random(0).shuffle(pairs)
-    pairs = (first + [p for p in pairs if p not in set(first)])[:50_000]
-    merges = [(letters[a], letters[b]) for a, b in pairs]
-    (folder / "vocab.bpe").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges),
-                                      encoding="utf-8")
-    ids = {letters[b]: i for i, b in enumerate(order)}
-    ids |= {a + b: 256 + i for i, (a, b) in enumerate(merges)}
-    (folder / "encoder.json").write_text(json.dumps({**ids, "<|endoftext|>": 50256}))
-    return folder
-
 @pytest.fixture(scope="module")
 def vocab_dir(tmp_path_factory):
-    """A folder for --vocab_dir, taken for GPT-2's while this module's tests run."""
-    folder = write_vocabulary(tmp_path_factory.mktemp("vocab"))
+    """A folder for --vocab_dir, taken for GPT-2's while this module's tests run: files in its form,
+    256 bytes and 50,000 merges, here pairs of bytes in a random order, so that nearly every
+    neighbourhood merges and a cut in the wrong place shows."""
+    folder = tmp_path_factory.mktemp("vocab")
+    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+    order = printable + [b for b in range(256) if b not in printable]
+    letters = {b: chr(b) if b in printable else chr(256 + i - len(printable))
+               for i, b in enumerate(order)}
+    common = b"abst'lve01_-. \n"
+    pairs = [(a, b) for a in range(256) for b in range(256)]
+    random.Random(0).shuffle(pairs)
+    pairs.sort(key=lambda pair: not set(pair) <= set(common))
+    merges = [(letters[a], letters[b]) for a, b in pairs[:50_000]]
+    ids = {token: i for i, token in enumerate([*map(letters.get, order), *map("".join, merges)])}
+    (folder / "encoder.json").write_text(json.dumps({**ids, "<|endoftext|>": 50256}))
+    lines = ["#version: 0.2", *map(" ".join, merges), ""]
+    (folder / "vocab.bpe").write_text("\n".join(lines), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIKTOKEN_CACHE_DIR", "")
         patch.setattr(vocab, "GPT2_SHA256",
-                      {name: hashlib.sha256((folder / name).read_bytes()).hexdigest()
-                       for name in ("vocab.bpe", "encoder.json")})
+                      {name: sha256(folder / name) for name in ("vocab.bpe", "encoder.json")})
         yield folder
 
 @pytest.fixture(scope="module")
@@ -97,19 +91,15 @@ def test_where_the_vocabulary_cannot_be_had(vocab_dir, tmp_path, monkeypatch):
     def no_network():
         raise ConnectionError("no network")
     monkeypatch.setattr(openai_public, "gpt2", no_network)
-    with pytest.raises(UserError,
-                       match="could not be downloaded .ConnectionError: no network.; give --vocab"):
+    with refused("could not be downloaded .ConnectionError: no network.; give --vocab", UserError):
         load_tokenizer("gpt2")
-    with pytest.raises(UserError, match="could not be read from .*No such file.*vocab.bpe"):
+    with refused("could not be read from .*No such file.*vocab.bpe", UserError):
         load_tokenizer("gpt2", str(tmp_path))
-    for name in ("vocab.bpe", "encoder.json"):
-        (tmp_path / name).write_bytes((vocab_dir / name).read_bytes())
-    merges = (vocab_dir / "vocab.bpe").read_bytes()
-    (tmp_path / "vocab.bpe").write_bytes(b"#version: 0.1" + merges[13:])
-    with pytest.raises(UserError, match="could not be read from .*the checksum of vocab.bpe is "):
+    (tmp_path / "vocab.bpe").write_bytes((vocab_dir / "vocab.bpe").read_bytes() + b"\n")
+    with refused("vocab.bpe: its checksum is not that of GPT-2's", UserError):
         load_tokenizer("gpt2", str(tmp_path))
     monkeypatch.setitem(sys.modules, "tiktoken.load", None)
-    with pytest.raises(UserError, match="needs tiktoken: pip install tiktoken"):
+    with refused("needs tiktoken: pip install tiktoken", UserError):
         load_tokenizer("gpt2", "elsewhere")
 
 def test_shards_of_gpt2_tokens(vocab_dir, gpt2, tmp_path, capsys):
@@ -121,9 +111,7 @@ def test_shards_of_gpt2_tokens(vocab_dir, gpt2, tmp_path, capsys):
                         "--tokenizer=gpt2", "--workers=2", f"--vocab_dir={vocab_dir}"])
     decoded = []
     for path in (tmp_path / "t_train_000001.bin", tmp_path / "t_val_000000.bin"):
-        assert check_shard(path, 50257) > 0
-        tokens = np.fromfile(path, "<u2", offset=SHARD_HEADER_BYTES).tolist()
-        decoded += gpt2.decode(tokens).split("<|endoftext|>")[1:]
+        decoded += gpt2.decode(check_shard(path, 50257).tolist()).split("<|endoftext|>")[1:]
     assert sorted(decoded) == sorted(texts)
     capsys.readouterr()
     inspect_shards.main([str(tmp_path / "t_train_000001.bin"), f"--vocab_dir={vocab_dir}"])

@@ -12,44 +12,28 @@ from conftest import TINY, launch, load_checkpoint, load_script, log_of, losses,
 
 import train_gpt
 
-MLP_FC = "        self.fc = CastedLinear(dim, 4 * dim)\n"
-MLP_USE = "self.proj(F.relu(self.fc(x_TD)).square())"
-VALUE_MIX = "        self.value_mix = nn.Parameter("
-ATTENTION = "        y_1HTK = attention(q, k, v, mask, self.hp.attention_scale)\n"
+FC = "        self.fc = CastedLinear(dim, 4 * dim)\n"
 HEAD = "        self.lm_head = CastedLinear(hp.model_dim, rows, fp8_scale)\n"
-HEAD_ROW = re.search(r"    \(r\"lm_head.*\n", Path(train_gpt.__file__).read_text())[0]
-LOSS = "            loss += CrossEntropy.apply(self.logits(x), target)\n"
-TABLE = "PARAMETERS = [\n"
-FINISHED = "            optimizer.finish(step)\n    model.zero_grad("
+MIX = "        self.value_mix = nn.Parameter("
+ATTENTION = "        y_1HTK = attention(q, k, v, mask, self.hp.attention_scale)\n"
+TABLE = "PARAMETERS = [\n«→    {},\n»"
 
-
-def after(line, new):
-    return line, line + new
-
-
-def before(line, new):
-    return line, new + line
-
-
-def row(text):
-    return TABLE, f"{TABLE}    {text},\n"
-
-
-SWIGLU = [after(MLP_FC, "        self.gate = CastedLinear(dim, 4 * dim)\n"),
-          (MLP_USE, "self.proj(F.silu(self.gate(x_TD)) * self.fc(x_TD))")]
-SWIGLU_ROW = row(r"(r'blocks\..*\.gate\.weight', uniform, Muon, dict(lr='muon_lr'))")
+# Edits, each a text that the script has once, with «old→new» in it.
+SWIGLU = [FC + "«→        self.gate = CastedLinear(dim, 4 * dim)\n»",
+          "self.proj(«F.relu(self.fc(x_TD)).square()→F.silu(self.gate(x_TD)) * self.fc(x_TD)»)"]
+SWIGLU_ROW = TABLE.format(r"(r'blocks\..*\.gate\.weight', uniform, Muon, dict(lr='muon_lr'))")
 HEAD_GATE = [
-    before(VALUE_MIX, "        self.head_gate = CastedLinear(hp.model_dim, hp.num_heads)\n"),
-    after(ATTENTION, "        gate_HT = torch.sigmoid(self.head_gate(x_TD)).T\n"
-                     "        y_1HTK = y_1HTK * gate_HT[None, :, :, None]\n")]
-HEAD_GATE_ROW = row(r"(r'blocks\..*\.head_gate\.weight', zero, Adam, dict(lr=0.01))")
+    "«→        self.head_gate = CastedLinear(hp.model_dim, hp.num_heads)\n»" + MIX,
+    ATTENTION + "«→        gate_HT = torch.sigmoid(self.head_gate(x_TD)).T\n"
+                "        y_1HTK = y_1HTK * gate_HT[None, :, :, None]\n»"]
+HEAD_GATE_ROW = TABLE.format(r"(r'blocks\..*\.head_gate\.weight', zero, Adam, dict(lr=0.01))")
 HEAD_SCALES = [  # float32, like all vectors
-    before(VALUE_MIX, "        self.head_mix = nn.Parameter(torch.ones(hp.num_heads))\n"),
-    after(ATTENTION, "        y_1HTK = y_1HTK * self.head_mix[:, None, None]\n")]
-TIED = [after(HEAD, "        self.lm_head.weight = self.embed.weight\n")]
-LION = [
-    before("class Muon(Optimizer):\n", '''\
-class Lion(Adam):
+    "«→        self.head_mix = nn.Parameter(torch.ones(hp.num_heads))\n»" + MIX,
+    ATTENTION + "«→        y_1HTK = y_1HTK * self.head_mix[:, None, None]\n»"]
+TIED = [HEAD + "«→        self.lm_head.weight = self.embed.weight\n»"]
+NO_HEAD_ROW = r"""    «→# »(r"lm_head\.weight","""
+LION = ["""\
+«→class Lion(Adam):
     def update(self, step):
         for p, gradient, mean in zip(self.params.values(), self.sums, self.state["mean"]):
             gradient, mean = gradient.result(), self.world.shard(mean)
@@ -58,90 +42,91 @@ class Lion(Adam):
             mean.lerp_(gradient, 1 - self.betas[1])
         self.gathers = [self.world.all_gather(p.detach()) for p in self.params.values()]
 
-'''),
-    ('zero,    Adam, dict(lr="head_lr")', 'zero,    Lion, dict(lr=0.001, betas=(0.9, 0.99))'),
-    ('normal,  Adam, dict(lr="embed_lr")', 'normal,  Lion, dict(lr=0.01, betas=(0.9, 0.95))')]
+»class Muon(Optimizer):
+""",
+        'zero,    «Adam, dict(lr="head_lr")→Lion, dict(lr=0.001, betas=(0.9, 0.99))»',
+        'normal,  «Adam, dict(lr="embed_lr")→Lion, dict(lr=0.01, betas=(0.9, 0.95))»']
 AVERAGE = [  # as buffers of the model, so a part of what is saved
-    after(HEAD, "        for name, p in list(self.named_parameters()):\n"
-                "            self.register_buffer(f'average_{name}'.replace('.', '_'),\n"
-                "                                 torch.zeros_like(p, dtype=torch.float32))\n"),
-    (FINISHED, FINISHED.replace("    model.zero", '''\
-    with torch.no_grad():
+    HEAD + """\
+«→        for name, p in list(self.named_parameters()):
+            self.register_buffer(f'average_{name}'.replace('.', '_'),
+                                 torch.zeros_like(p, dtype=torch.float32))
+»""", """\
+            optimizer.finish(step)
+«→    with torch.no_grad():
         for name, p in model.named_parameters():
             getattr(model, f"average_{name}".replace(".", "_")).lerp_(p.float(), 0.25)
-    model.zero'''))]
+»    model.zero_grad("""]
 GROWING = [  # at the places that the comment in Hyperparameters names
-    ("    return step * hp.tokens_per_step\n", '''\
-    return sum(step_tokens(s, hp) for s in range(step))
+    """\
+    return «step * hp.tokens_per_step
+→sum(step_tokens(s, hp) for s in range(step))
 
 def step_tokens(step: int, hp: Hyperparameters) -> int:
     return hp.tokens_per_step // (2 if step < hp.num_iterations // 2 else 1)
-'''),
-    ("    for epoch in range(hp.epochs):\n", "    step = 0\n    for epoch in range(hp.epochs):\n"),
-    ("                start += hp.tokens_per_step\n",
-     "                start += step_tokens(step, hp)\n                step += 1\n"),
-    after("                yield shard, last\n", "                step += 1\n"),
-    ("    count = hp.micro_batches // world.size\n", ""),
-    ("    for shard, start in islice(step_starts(shards, hp), first_step, None):\n",
-     "    steps = enumerate(step_starts(shards, hp))\n"
-     "    for step, (shard, start) in islice(steps, first_step, None):\n"
-     "        count = step_tokens(step, hp) // T // world.size\n"),
-    ("window) / hp.tokens_per_step\n", "window) / step_tokens(step, hp)\n")]
-Z_LOSS = [after(LOSS, """\
-            if self.training:
+»""",
+    "«→    step = 0\n»    for epoch in range(hp.epochs):\n",
+    " start += «hp.tokens_per_step→step_tokens(step, hp)\n                step += 1»\n",
+    "                yield shard, last\n«→                step += 1\n»",
+    "«    count = hp.micro_batches // world.size\n→»", """\
+    for «shard, start in islice(step_starts(shards, hp), first_step, None):
+→step, (shard, start) in islice(enumerate(step_starts(shards, hp)), first_step, None):
+        count = step_tokens(step, hp) // T // world.size
+»""",
+    "window) / «hp.tokens_per_step→step_tokens(step, hp)»\n"]
+Z_LOSS = ["""\
+            loss += CrossEntropy.apply(self.logits(x), target)
+«→            if self.training:
                 loss += 1e-3 * self.logits(x).logsumexp(-1).square().sum()
-""")]
-ZEROED = [after("        self.proj = CastedLinear(4 * dim, dim)\n",
-                "        self.proj.weight.detach().zero_()\n")]
-TORCHS_LINEAR = [(MLP_FC, "        self.fc = nn.Linear(dim, 4 * dim, bias=False)\n")]
-# Names of the record
-QKV_W = [(f"self.qkv{end}", f"self.qkv_w{end}") for end in (" = parameter(parts", ".flatten(")]
-C_FC = [(text, text.replace("fc", "c_fc")) for text in (MLP_FC, MLP_USE)]
-LAMBDAS = [(text, text.replace("residual_mix", "lambdas")) for text in (
-    "self.residual_mix = ", "self.residual_mix[0] * x_TD + self.residual_mix[1] * x0_TD")]
+»"""]
+ZEROED = ["CastedLinear(4 * dim, dim)\n«→        self.proj.weight.detach().zero_()\n»"]
+TORCHS_LINEAR = ["self.fc = «CastedLinear(dim, 4 * dim→nn.Linear(dim, 4 * dim, bias=False»)"]
+# A name of the record
+LAMBDAS = ["self.«residual_mix→lambdas» = ",
+           "self.«residual_mix→lambdas»[0] * x_TD + self.«residual_mix→lambdas»[1] * x0_TD"]
 
 # What is refused at first, and by which words; then what else the edit needs.
 IDEAS = {
-    "another activation": ([(MLP_USE, "self.proj(F.gelu(self.fc(x_TD)))")], None, []),
+    "another activation": (["self.proj(«F.relu(self.fc(x_TD)).square()→F.gelu(self.fc(x_TD))»)"],
+                           None, []),
     "SwiGLU": (SWIGLU, r"no row for blocks\.0\.mlp\.gate\.weight \(128, 32\)", [SWIGLU_ROW]),
     "a gate per head": (HEAD_GATE, r"no row for blocks\.0\.attn\.head_gate\.weight \(2, 32\)",
                         [HEAD_GATE_ROW]),
-    "a tied head": (TIED, r"no parameter belongs to the row lm_head\\\.weight", [(HEAD_ROW, "")]),
+    "a tied head": (TIED, r"no parameter belongs to the row lm_head\\\.weight", [NO_HEAD_ROW]),
     "Lion": (LION, None, []),
     "averaged weights": (AVERAGE, None, []),
     "a growing batch": (GROWING, None, []),
     "z-loss": (Z_LOSS, None, []),
     "zeros in a constructor": (ZEROED, r"blocks\.0\.mlp\.proj\.weight has values", None),
     "torch's linear layer": (TORCHS_LINEAR, r"blocks\.0\.mlp\.fc\.weight has values", None),
-    "qkv_w": (QKV_W, r"no row for blocks\.0\.attn\.qkv_w \(3, 32, 32\)",
-              [row(r"(r'.*\.qkv_w', uniform, Muon, dict(lr='muon_lr'))")]),
-    "c_fc": (C_FC, r"no row for blocks\.0\.mlp\.c_fc\.weight",
-             [(r"blocks\..*\.(qkv|fc\.weight)", r"blocks\..*\.(qkv|c_fc\.weight)")]),
     "lambdas": (LAMBDAS, r"no row for blocks\.0\.lambdas \(2,\)",
-                [(r"blocks\.\d+\..*_mix", r"blocks\.\d+\..*(_mix|lambdas)")]),
+                [r"blocks\.\d+\..*«_mix→(_mix|lambdas)»"]),
 }
 
-
 def edited(folder, *edits) -> Path:
-    """A copy of the script. Each edit replaces a text that the script has once."""
+    """A copy of the script."""
     text = Path(train_gpt.__file__).read_text()
-    for old, new in edits:
+    for edit in edits:
+        old, new = (re.sub("(?s)«(.*?)→(.*?)»", lambda m: m[side], edit) for side in (1, 2))
         assert text.count(old) == 1, f"the script has no single {old!r} any more"
         text = text.replace(old, new)
     path = folder / "edited.py"
     path.write_text(text)
     return path
 
+def loaded(folder, *edits):
+    """... as a module."""
+    return load_script(edited(folder, *edits), "edited")
 
 @pytest.mark.parametrize("edits, words, mended", IDEAS.values(), ids=IDEAS)
 def test_an_idea_is_refused_by_name_or_trains_and_resumes(edits, words, mended, tmp_path, shards):
     if words:
-        script = load_script(edited(tmp_path, *edits), "edited")
+        script = loaded(tmp_path, *edits)
         with refused(words):
             train(script, *TINY, *shards, "--check")
     if mended is None:
         return
-    script = load_script(edited(tmp_path, *edits, *mended), "edited")
+    script = loaded(tmp_path, *edits, *mended)
     train(script, *TINY, *shards, f"--records={tmp_path}/a", "--save_every=3")
     checkpoint = min(tmp_path.glob("a/*/step*.pt"))
     train(script, f"--resume={checkpoint}", f"--records={tmp_path}/b")
@@ -153,18 +138,16 @@ def test_an_idea_is_refused_by_name_or_trains_and_resumes(edits, words, mended, 
     for kind, tensors in whole.items():
         assert all(torch.equal(x, resumed[kind][name]) for name, x in tensors.items()), kind
 
-
 def test_a_vector_that_lacks_a_cast_is_refused(tmp_path, shards):
     flags = [*TINY, *shards, f"--records={tmp_path}"]
-    script = load_script(edited(tmp_path, *HEAD_SCALES), "edited")
+    script = loaded(tmp_path, *HEAD_SCALES)
     train(script, *flags)
     with refused(r"layer 0 lacks a cast \(type_as\)", AssertionError):
         train(script, *flags, "--dtype=bfloat16")
 
-
 def test_a_growing_batch_and_a_term_for_training_are_reported_right(tmp_path, shards):
     """At first all logits are 15, so that the log of the sum of their exponentials is known."""
-    script = load_script(edited(tmp_path, *GROWING, *Z_LOSS), "edited")
+    script = loaded(tmp_path, *GROWING, *Z_LOSS)
     train(script, *TINY, *shards, f"--records={tmp_path}")
     log = log_of(tmp_path)
     term = 1e-3 * (15 + math.log(320))**2
@@ -173,23 +156,59 @@ def test_a_growing_batch_and_a_term_for_training_are_reported_right(tmp_path, sh
     counts = re.findall(r"train_loss.* tokens:(\d+)", log)
     assert list(map(int, counts)) == [512, 1024, 1536, 2560, 3584, 4608]
 
-
 def test_ideas_do_the_same_on_two_ranks(tmp_path, shards):
-    script = edited(tmp_path, *SWIGLU, SWIGLU_ROW, *HEAD_GATE, HEAD_GATE_ROW, *LION, *AVERAGE,
-                    *GROWING, *Z_LOSS)
-    found = []
-    for ranks in (None, 2):
-        launch(*TINY, *shards, f"--records={tmp_path}/{ranks}", "--save_every=6", ranks=ranks,
-               script=script)
-        log = log_of(tmp_path / str(ranks))
-        found.append([*losses(log), *losses(log, "train_loss")])
-    assert found[0] == pytest.approx(found[1], abs=2e-4)
-    states = [load_checkpoint(tmp_path / str(ranks))["state"]["model"] for ranks in (None, 2)]
-    for name, tensor in states[0].items():
-        assert (tensor - states[1][name]).abs().max() < 0.02, name
+    edits = [*SWIGLU, SWIGLU_ROW, *HEAD_GATE, HEAD_GATE_ROW, *LION, *AVERAGE, *GROWING, *Z_LOSS]
+    flags = [*TINY, *shards, "--save_every=6"]
+    train(loaded(tmp_path, *edits), *flags, f"--records={tmp_path}/1")
+    launch(*flags, f"--records={tmp_path}/2", ranks=2, script=tmp_path / "edited.py")
+    one, two = (log_of(tmp_path / ranks) for ranks in "12")
+    for kind in ("val_loss", "train_loss"):
+        assert losses(one, kind) == pytest.approx(losses(two, kind), abs=2e-4)
+    one, two = (load_checkpoint(tmp_path / ranks)["state"]["model"] for ranks in "12")
+    for name, tensor in one.items():
+        assert (tensor - two[name]).abs().max() < 0.02, name
 
+@pytest.mark.parametrize("forgets", [False, True])
+def test_an_optimizer_that_forgets_its_shard_is_an_error_on_two_ranks(tmp_path, forgets):
+    script = loaded(tmp_path, *LION, *["«self.world.shard(mean)→mean»\n"] * forgets)
 
-def test_an_optimizer_that_forgets_its_shard_is_an_error_on_two_ranks(tmp_path, shards):
-    script = edited(tmp_path, *LION, ("self.world.shard(mean)\n", "mean\n"))
-    done = launch(*TINY, *shards, f"--records={tmp_path}", ranks=2, script=script, check=False)
-    assert done.returncode and "RuntimeError: The size of tensor" in done.stderr
+    class World(script.World):
+        def all_gather(self, whole):
+            return script.Exchange(whole)
+
+    lion = script.Lion({"own": torch.nn.Parameter(torch.zeros(4, 4))}, script.PRESETS["demo"],
+                       World(0, 2, torch.device("cpu")), lr=0.1)
+    lion.sums = [script.Exchange(torch.ones(2, 4))]
+    if forgets:
+        with pytest.raises(RuntimeError, match="The size of tensor"):
+            lion.update(0)
+    else:
+        lion.update(0)
+        assert lion.params["own"].sum(1).tolist() == pytest.approx([-0.4, -0.4, 0, 0])
+
+# ---- A parameter more
+
+OWN = [HEAD + "«→        self.own = parameter(2, 3)\n»",
+       TABLE.format("('own', normal, Muon, dict(lr=0.1))")]
+
+def test_a_parameter_that_nothing_uses_is_named(tmp_path, shards):
+    with refused("no gradient reaches own:"):
+        train(loaded(tmp_path, *OWN), *TINY, *shards, f"--records={tmp_path}")
+
+@pytest.mark.parametrize("frozen", ["embed.weight", "blocks.0.mlp.fc.weight", "skip_weights"])
+def test_frozen_parameters_have_no_optimizer_and_the_others_train(tmp_path, shards, frozen):
+    """Also where a run resumes."""
+    freeze = "".join(f"    model.get_parameter({name!r}).requires_grad_(False)\n"
+                     for name in ("own", frozen))
+    script = loaded(tmp_path, *OWN, "norm(self.embed(tokens_T))«→ * self.own.mean()»\n",
+                    f"«→{freeze}»    optimizers = build_optimizers(")
+    train(script, *TINY, *shards, f"--records={tmp_path}", "--save_every=3", "--micro_batches=2")
+    paths = sorted(tmp_path.glob("*/step*.pt"))
+    first, last = (torch.load(path, weights_only=True)["state"] for path in paths)
+    unchanged = {name for name in first["model"]
+                 if torch.equal(first["model"][name], last["model"][name])}
+    assert unchanged == {"own", frozen}
+    assert not any(unchanged & set(last[kind]) for kind in last if kind != "model")
+    train(script, f"--resume={paths[0]}", f"--records={tmp_path}/again")
+    again = load_checkpoint(tmp_path / "again")["state"]["model"]
+    assert all(torch.equal(again[name], last["model"][name]) for name in last["model"])

@@ -6,11 +6,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from test_model import WINDOW, sequence, tiny_model
 
 from train_gpt import (BLOCK, GPT, GRADIENT_SCALE, INPUT_SCALE, PRESETS, WEIGHT_SCALE, CastedLinear,
                        CrossEntropy, FP8Linear, to_e4m3)
-
 
 def operands(T=32, D=48, V=64):
     generator = torch.Generator().manual_seed(0)
@@ -19,11 +17,9 @@ def operands(T=32, D=48, V=64):
     g = (torch.randn(T, V, generator=generator) * 1e-6).bfloat16()
     return x, w, g
 
-
 def relative_error(got, want):
     got, want = got.detach().float(), want.detach().float()
     return float((got - want).norm() / want.norm())
-
 
 def test_forward_and_gradients_are_close_to_float32():
     x, w, g = operands()
@@ -41,13 +37,11 @@ def test_forward_and_gradients_are_close_to_float32():
     assert 0.001 < relative_error(x8.grad, x32.grad) < 0.12
     assert 0.001 < relative_error(w8.grad, w32.grad) < 0.12
 
-
 def test_casts_saturate_and_stay_finite():
     x = torch.tensor([1e9, -1e9, 3e38, 224.0, 1.0])
     assert to_e4m3(x, 2.0).float().tolist() == [448, -448, 448, 448, 2]
     broken = torch.tensor([float("nan")])
     assert to_e4m3(broken, 1.0).float().isnan().all()  # a broken run must stay visible
-
 
 def test_scales_fit_the_losses_of_a_training_step():
     """At the values that the speedrun's head meets, the casts neither saturate nor flush much to
@@ -60,16 +54,14 @@ def test_scales_fit_the_losses_of_a_training_step():
     # The record's, for a mean over the 48K tokens of a micro-batch
     assert (INPUT_SCALE, WEIGHT_SCALE) == (2, 2**9)
     assert head.fp8_scale / hp.micro_batches == GRADIENT_SCALE * hp.train_seq_len == 2**19
-    spike = torch.zeros(1, D)
-    spike[0, 0] = D**0.5  # the largest value that a normed row can have
-    for rows in (F.rms_norm(torch.randn(64, D), (D,)), spike):
-        assert float((rows * INPUT_SCALE).abs().max()) <= 448
+    assert D**0.5 * INPUT_SCALE <= 448  # a normed row has no larger value
+    assert 0.8 < 448 / WEIGHT_SCALE < 0.9  # the largest weight that does not saturate
     # A token that is wrong for sure has a gradient of -1 / tokens; the others p / tokens. Head
     # gradients of a fresh and a trained model.
     for peak in (0.0, 12.0):
-        logits = torch.randn(64, V, requires_grad=True)
-        with torch.no_grad():
-            logits[:, 0] += peak
+        logits = torch.randn(64, V)
+        logits[:, 0] += peak
+        logits.requires_grad_()
         (CrossEntropy.apply(logits, torch.randint(V, (64,))) / tokens).backward()
         g8 = (logits.grad * head.fp8_scale).to(torch.float8_e5m2).float()
         assert float(g8.abs().max()) < 12  # it was at most 10.7 before it was rounded
@@ -77,8 +69,6 @@ def test_scales_fit_the_losses_of_a_training_step():
         assert float(flushed) < 0.01, "too large a part of the gradient is flushed to zero"
     # The gradient of a sum over tokens, in place of their mean, would saturate.
     assert float((logits.grad * tokens * head.fp8_scale).abs().max()) > 57344
-    assert 0.8 < 448 / WEIGHT_SCALE < 0.9  # the largest weight that does not saturate
-
 
 def test_plain_outside_training_and_without_fp8():
     x, w, _ = operands(V=32)
@@ -89,29 +79,6 @@ def test_plain_outside_training_and_without_fp8():
     torch.testing.assert_close(layer.eval()(x), plain, rtol=0, atol=0)
     layer.fp8_scale = None
     torch.testing.assert_close(layer.train()(x), plain, rtol=0, atol=0)
-
-
-def test_a_whole_training_step_of_the_model():
-    """Loss and gradients of a tiny model with the FP8 head against the same model without it."""
-    plain, hp = tiny_model(dtype=torch.bfloat16)
-    with_fp8, _ = tiny_model(dtype=torch.bfloat16, use_fp8=True)
-    assert with_fp8.lm_head.fp8_scale and not plain.lm_head.fp8_scale
-    tokens, targets = (t[:128] for t in sequence())
-    window = torch.tensor(128)
-    a, b = (model(tokens, targets, window) / hp.tokens_per_step for model in (plain, with_fp8))
-    assert a.item() != b.item() and a.item() == pytest.approx(b.item(), abs=0.002)
-    for loss in (a, b):
-        loss.backward()
-    # The gradient of a mixing weight is a sum in which most cancels, so all of these are compared
-    # as one vector.
-    mixing = [name for name, _ in plain.named_parameters()
-              if name.endswith(("residual_mix", "value_mix", "skip_weights"))]
-    together = [torch.cat([model.get_parameter(name).grad.flatten() for name in mixing])
-                for model in (with_fp8, plain)]
-    assert len(mixing) == 4 + 3 + 1 and relative_error(*together) < 0.25
-    for (name, p), q in zip(plain.named_parameters(), with_fp8.parameters()):
-        assert name in mixing or relative_error(q.grad, p.grad) < 0.1, name
-
 
 # ---- The loss
 
@@ -136,7 +103,6 @@ def test_the_loss_and_its_gradient_are_those_of_torch(dtype, tolerance, largest,
     assert not ours.grad[[3, 299]].any() and ours.grad[2].any()
     assert CrossEntropy.apply(values, torch.full((300,), -1)) == 0
 
-
 def test_the_largest_logits_in_the_largest_vocabulary_do_not_overflow():
     logits = torch.full((2, 65536), 76.0, requires_grad=True)
     loss = CrossEntropy.apply(logits, torch.tensor([65535, -1]))
@@ -146,21 +112,6 @@ def test_the_largest_logits_in_the_largest_vocabulary_do_not_overflow():
     want[0, -1] -= 1
     want[1] = 0
     torch.testing.assert_close(logits.grad, want, rtol=1e-4, atol=0)
-
-
-def test_a_loss_in_parts_is_the_whole_loss(monkeypatch):
-    """The last part is shorter, and one has no target."""
-    model, _ = tiny_model()
-    tokens, targets = sequence()
-    targets[100:210] = -1
-    found = []
-    for part in (256, 100):
-        monkeypatch.setattr(GPT, "LOGITS_TOKENS", part)
-        loss = model(tokens, targets, WINDOW)
-        found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
-    for whole, parts in zip(*found):
-        torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-4)
-
 
 def test_small_gradients_survive_the_cast():
     """e5m2 reaches down to 2^-16, e4m3 to 2^-9 alone."""

@@ -5,12 +5,10 @@ import random
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from train_gpt import BLOCK, attention, build_block_masks, plain_attention
+from train_gpt import BLOCK, attention, build_block_masks
 
 EOT = 9
-
 
 def dense_mask(tokens, window_blocks, end_of_text=EOT):
     """Which keys [T, T] a query sees, by definition: those of the same document, not in the future,
@@ -21,15 +19,13 @@ def dense_mask(tokens, window_blocks, end_of_text=EOT):
     same_document = document[:, None] == document[None, :]
     return same_document & (key <= query) & (query // BLOCK - key // BLOCK < window_blocks)
 
-
-def blocks_of(counts, indices):
-    """The blocks of a list of indices as a set of (row, column)."""
-    named = []
-    for i, (count, row) in enumerate(zip(counts[0, 0].tolist(), indices[0, 0].tolist())):
-        named += [(i, j) for j in row[:count]]
+def blocks_of(mask, kind):
+    """The blocks of a list of a BlockMask, as a set of (row, column)."""
+    counts, indices = getattr(mask, f"{kind}_num_blocks"), getattr(mask, f"{kind}_indices")
+    named = [(i, j) for i, count in enumerate(counts[0, 0]) for j in
+             indices[0, 0, i, :count].tolist()]
     assert len(named) == len(set(named)), "a list has a block twice"
     return set(named)
-
 
 def as_dense(mask, T):
     """What a BlockMask makes visible [T, T], and its partial and its full blocks as sets of (query
@@ -37,53 +33,41 @@ def as_dense(mask, T):
     position = torch.arange(T)
     inside = mask.mask_mod(0, 0, position[:, None], position[None, :])
     seen = torch.zeros(T, T, dtype=torch.bool)
-    lists = [blocks_of(mask.kv_num_blocks, mask.kv_indices),
-             blocks_of(mask.full_kv_num_blocks, mask.full_kv_indices)]
-    assert not lists[0] & lists[1], "a block is both partial and full"
-    backward = [blocks_of(mask.q_num_blocks, mask.q_indices),
-                blocks_of(mask.full_q_num_blocks, mask.full_q_indices)]
-    for blocks, transposed in zip(lists, backward):
-        assert {(i, j) for j, i in transposed} == blocks, "backward lists differ from forward ones"
-    for blocks, full in zip(lists, (False, True)):
+    partial, full = (blocks_of(mask, kind) for kind in ("kv", "full_kv"))
+    assert not partial & full, "a block is both partial and full"
+    for kind, blocks in (("q", partial), ("full_q", full)):
+        assert {(i, j) for j, i in blocks_of(mask, kind)} == blocks, "backward lists differ"
         for i, j in blocks:
             tile = slice(i * BLOCK, (i + 1) * BLOCK), slice(j * BLOCK, (j + 1) * BLOCK)
-            seen[tile] = True if full else inside[tile]
-    return seen, lists
-
+            seen[tile] = (kind == "full_q") | inside[tile]
+    return seen, (partial, full)
 
 def plain_as_dense(mask):
     """What a mask for plain_attention makes visible [T, T]."""
-    T = len(mask) * BLOCK
-    seen = torch.zeros(T, T, dtype=torch.bool)
+    seen = torch.zeros(2 * [len(mask) * BLOCK], dtype=torch.bool)
     for n, (keys, bias) in enumerate(mask):
         assert set(bias.unique().tolist()) <= {0.0, -torch.inf}
         seen[n * BLOCK:(n + 1) * BLOCK, keys] = bias == 0
     return seen
-
 
 def layouts():
     """Sequences with documents of many lengths: shorter than a block, with borders on those of
     blocks, one document that fills the sequence."""
     rng = random.Random(0)
     for T in (128, 512):
-        yield torch.zeros(T, dtype=torch.int32)
-        yield torch.full((T,), EOT, dtype=torch.int32)
-        for spacing in (3, 60, 128, 129, 300, 1000):
-            for shift in (0, 1, 127):
-                tokens = torch.zeros(T, dtype=torch.int32)
-                tokens[shift::spacing] = EOT
-                yield tokens
-        for density in (1, 3, 10, 40):
+        starts = [[], range(T), *(rng.sample(range(T), density) for density in (1, 3, 10, 40))]
+        for spacing in (3, 60, 128, 129, 300):
+            starts += [range(shift, T, spacing) for shift in (0, 1, 127)]
+        for places in starts:
             tokens = torch.zeros(T, dtype=torch.int32)
-            tokens[rng.sample(range(T), min(T, density))] = EOT
+            tokens[list(places)] = EOT
             yield tokens
-
 
 def test_masks_equal_the_dense_reference_and_split_exactly():
     tried = 0
     for tokens in layouts():
         T = len(tokens)
-        for window in (128, 256, 384, 102400):
+        for window in (128, 256, 384, 102400)[:T // 128]:
             long = window // BLOCK
             masks = (build_block_masks(tokens, EOT, torch.tensor(window), flex)
                      for flex in (True, False))
@@ -97,14 +81,12 @@ def test_masks_equal_the_dense_reference_and_split_exactly():
                 assert full_blocks == {tuple(b) for b in full.nonzero().tolist()}
                 assert partial_blocks == {tuple(b) for b in (touched & ~full).nonzero().tolist()}
                 tried += 1
-    assert tried > 350
-
+    assert tried > 200
 
 def dense_attention(q, k, v, seen, scale):
     """Plain attention, in which kv heads are repeated for the query heads that share them."""
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
     return torch.where(seen, q @ k.mT * scale, -torch.inf).softmax(-1) @ v
-
 
 @pytest.mark.parametrize("heads, kv_heads", [(2, 2), (4, 2), (3, 1)])
 def test_attention_by_query_blocks_equals_dense_attention_forward_and_backward(heads, kv_heads):
@@ -113,7 +95,7 @@ def test_attention_by_query_blocks_equals_dense_attention_forward_and_backward(h
     def random(heads, T):
         return torch.randn(1, heads, T, 16, dtype=torch.float64, generator=generator)
 
-    for tokens in list(layouts())[25::3]:
+    for tokens in list(layouts())[21::3]:
         T = len(tokens)
         for window in (128, 384, 102400):
             mask = build_block_masks(tokens, EOT, torch.tensor(window), flex=False)[0]
@@ -126,28 +108,8 @@ def test_attention_by_query_blocks_equals_dense_attention_forward_and_backward(h
             for a, b in zip(gradients, torch.autograd.grad(want, qkv, dy)):
                 torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
-
-class LargestTensor(TorchDispatchMode):
-    """Notes the largest number of elements that the result of any operation has."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                elements = tensor.untyped_storage().nbytes() // tensor.element_size()
-                self.elements = max(self.elements, elements)
-        return out
-
-
-def test_no_tensor_is_quadratic_in_the_sequence_length():
-    T, H, K = 32768, 2, 16
-    tokens = torch.zeros(T, dtype=torch.int32)
-    tokens[::1000] = EOT
-    with LargestTensor() as largest:
-        mask = build_block_masks(tokens, EOT, torch.tensor(256), flex=False)[0]
-        q, k, v = (torch.randn(1, H, T, K, requires_grad=True) for _ in range(3))
-        plain_attention(q, k, v, mask, 0.12).sum().backward()
-    assert q.grad is not None and k.grad is not None
-    assert largest.elements <= H * T * 2 * BLOCK < T * T / 16
+def test_no_scores_are_quadratic_in_the_sequence_length():
+    """Nor is their bias: plain_attention takes a block of queries at a time."""
+    tokens = torch.zeros(16384, dtype=torch.int32)
+    mask = build_block_masks(tokens, EOT, torch.tensor(256), flex=False)[0]
+    assert len(mask) == 128 and max(bias.numel() for _, bias in mask) == 2 * BLOCK**2

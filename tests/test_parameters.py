@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import TINY, load_checkpoint, load_script, refused, train
+from conftest import refused
 from test_model import ALONE, HP, tiny_model
 from test_optimizers import take_step
 from torch import nn
@@ -14,18 +14,15 @@ import train_gpt
 from train_gpt import (GPT, PARAMETERS, Adam, Muon, build_optimizers, draw_weights, normal,
                        parameter, uniform, zero)
 
-
 def with_row(monkeypatch, *row, without=None):
     """Puts a row in front of the table, which may leave nothing to another one."""
     others = [other for i, other in enumerate(PARAMETERS) if i != without]
     monkeypatch.setattr(train_gpt, "PARAMETERS", [row, *others])
 
-
 def fresh_model(**changes):
     """A model that is not drawn yet, and its settings."""
     hp = dataclasses.replace(HP, **changes)
     return GPT(hp, torch.float32, flex=False), hp
-
 
 # ---- Initial weights
 
@@ -46,11 +43,9 @@ def test_initial_weights():
         assert float(embed.weight.detach().std()) == pytest.approx(1, rel=0.02)
     assert model.skip_weights.tolist() == [1, 1]
 
-
 def drawn(seed=3, dtype=torch.float32, **changes):
     """The initial weights of a tiny model, by name."""
     return tiny_model(seed, randomize=False, dtype=dtype, **changes)[0].state_dict()
-
 
 def test_draws_depend_on_seed_and_name_alone():
     """So that runs of two scripts can be compared in pairs of equal seeds."""
@@ -72,52 +67,44 @@ def test_draws_depend_on_seed_and_name_alone():
     rounded = drawn(dtype=torch.bfloat16)["embed.weight"]
     assert torch.equal(rounded, base["embed.weight"].bfloat16())
 
-
-def test_nothing_trains_before_it_is_drawn():
+def test_weights_are_drawn_once_and_nothing_trains_before():
     model, _ = fresh_model()
     undrawn = {name for name, p in model.named_parameters() if p.isnan().all()}
     assert undrawn == {name for name, p in model.named_parameters() if p.ndim > 1}
-
+    draw_weights(model, 0)
+    with refused("has values"):
+        draw_weights(model, 0)
 
 # ---- What is refused
 
+def without_vectors(model):
+    del model.skip_weights
+    for block in model.blocks:
+        del block.residual_mix
+        if block.attn:
+            del block.attn.value_mix
+
+def put(name, value):
+    """A change of a model."""
+    owner, _, name = f".{name}".rpartition(".")
+    return lambda model: setattr(model.get_submodule(owner.strip(".")), name, value)
+
 # Changes of a model, and what is said of them. Each names the parameter or the row.
 REFUSED = {
-    "a matrix without a row": (
-        lambda model: setattr(model, "own", parameter(2, 3)), r"no row for own \(2, 3\)"),
-    "a vector without a row": (
-        lambda model: setattr(model, "gains", nn.Parameter(torch.ones(7))),
-        r"no row for gains \(7,\)"),
-    "rows without a parameter": (
-        lambda model: delattr(model, "skip_weights") or [delattr(block, "residual_mix") or (
-            block.attn and delattr(block.attn, "value_mix")) for block in model.blocks],
-        r"no parameter belongs to the row skip_weights"),
-    "a new name": (
-        lambda model: setattr(model, "tokens", model._modules.pop("embed")),
-        r"no row for tokens\.weight \(320, 32\)"),
-    "zeros of a constructor": (
-        lambda model: nn.init.zeros_(model.blocks[1].attn.proj.weight),
-        r"blocks\.1\.attn\.proj\.weight has values.*parameter\(\.\.\.\)"),
-    "nn.Linear in a block": (
-        lambda model: setattr(model.blocks[2].mlp, "fc", nn.Linear(32, 128, bias=False)),
-        r"blocks\.2\.mlp\.fc\.weight has values"),
-    "nn.Embedding": (
-        lambda model: setattr(model, "embed", nn.Embedding(320, 32)),
-        r"embed\.weight has values"),
-    "a bias": (
-        lambda model: setattr(model.blocks[0].mlp.fc, "bias", nn.Parameter(torch.zeros(128))),
-        r"no row for blocks\.0\.mlp\.fc\.bias"),
-    "a name that begins like a row's": (
-        lambda model: setattr(model, "skip_weights_2", nn.Parameter(torch.ones(2))),
-        r"no row for skip_weights_2 \(2,\)"),
-    "a vector that is left NaN": (
-        lambda model: setattr(model, "skip_weights", parameter(2)),
-        r"skip_weights lacks initial values"),
+    "a matrix without a row": (put("own", parameter(2, 3)), r"no row for own \(2, 3\)"),
+    "a vector without a row": (put("gains", nn.Parameter(torch.ones(7))), r"no row for gains \(7,"),
+    "rows without a parameter": (without_vectors, "no parameter belongs to the row skip_weights"),
+    "a new name": (lambda model: setattr(model, "tokens", model._modules.pop("embed")),
+                   r"no row for tokens\.weight \(320, 32\)"),
+    "nn.Embedding": (put("embed", nn.Embedding(320, 32)), r"embed\.weight has values"),
+    "a bias": (put("blocks.0.mlp.fc.bias", nn.Parameter(torch.zeros(128))),
+               r"no row for blocks\.0\.mlp\.fc\.bias"),
+    "a name that begins like a row's": (put("skip_weights_2", nn.Parameter(torch.ones(2))),
+                                        r"no row for skip_weights_2 \(2,\)"),
+    "a vector that is left NaN": (put("skip_weights", parameter(2)), "skip_weights lacks initial "),
     "a matrix whose row leaves it to its module": (
-        lambda model: setattr(model.blocks[0], "own_mix", nn.Parameter(torch.ones(2, 2))),
-        r"blocks\.0\.own_mix lacks initial values"),
+        put("blocks.0.own_mix", nn.Parameter(torch.ones(2, 2))), r"blocks\.0\.own_mix lacks init"),
 }
-
 
 @pytest.mark.parametrize("change, words", REFUSED.values(), ids=REFUSED)
 def test_a_model_that_does_not_fit_the_table_is_refused(change, words):
@@ -126,13 +113,6 @@ def test_a_model_that_does_not_fit_the_table_is_refused(change, words):
         change(model)
     with refused(words):
         draw_weights(model, 0)
-
-
-def test_weights_are_drawn_once():
-    model, _ = tiny_model(randomize=False)
-    with refused("has values"):
-        draw_weights(model, 0)
-
 
 @pytest.mark.parametrize("options, error, words", [
     (dict(lr="head_rate"), AttributeError, "no attribute 'head_rate'"),
@@ -144,7 +124,6 @@ def test_a_row_with_a_mistake_in_its_options_keeps_its_traceback(options, error,
     model, hp = fresh_model()
     with refused(words, error):
         build_optimizers(model, hp, ALONE)
-
 
 # ---- Who trains what
 
@@ -169,7 +148,6 @@ def test_the_optimizers_of_the_table():
         else:
             assert len({p.shape for p in each.params.values()}) == 1
 
-
 def test_the_options_of_a_row_reach_the_kernel(monkeypatch):
     """After one step with these betas Adam's mean is half of the gradient, and its mean square a
     quarter of the square; a large epsilon makes its update small, and weights decay."""
@@ -186,81 +164,27 @@ def test_the_options_of_a_row_reach_the_kernel(monkeypatch):
     want = before * (1 - 0.5 * hp.embed_lr) - hp.embed_lr * 4 / (4 + 1000)
     torch.testing.assert_close(model.embed.weight.detach(), want)
 
-
 class Sign(Muon):
     """Another optimizer of matrices."""
 
     def direction(self, gradients, step):
         return gradients.sign()
 
-
 def test_a_subclass_of_muon_gets_groups_by_shape_too(monkeypatch):
-    row = r"blocks\..*\.(fc|proj)\.weight", uniform, Sign, dict(lr=0.5)
-    with_row(monkeypatch, *row, without=3)
-    model, hp = fresh_model(attention="xxxx", num_kv_heads=2)
-    draw_weights(model, 0)
+    with_row(monkeypatch, r"blocks\..*\.(fc|proj)\.weight", uniform, Sign, dict(lr=0.5), without=3)
+    model, hp = tiny_model(attention="xxxx", num_kv_heads=2)
     signs = [o for o in build_optimizers(model, hp, ALONE) if type(o) is Sign]
     shapes = {next(iter(o.params.values())).shape: len(o.params) for o in signs}
     assert shapes == {(128, 32): 4, (32, 128): 4, (32, 64): 4}
-    before = model.blocks[1].mlp.fc.weight.detach().clone()
-    for p in model.parameters():
-        p.grad = torch.full_like(p, -3.0)
-    for each in signs:
-        take_step(each)
-    torch.testing.assert_close(model.blocks[1].mlp.fc.weight.detach(), before + 0.5)
-
+    p = signs[0].params["blocks.1.attn.proj.weight"]
+    before = p.detach().clone()
+    for each in signs[0].params.values():
+        each.grad = torch.full_like(each, -3.0)
+    take_step(signs[0])
+    torch.testing.assert_close(p.detach(), before + 0.5)
 
 def test_parameters_of_two_dtypes_do_not_share_an_adam():
     model, hp = tiny_model()
     model.embed.weight.data = model.embed.weight.data.bfloat16()
     groups = [set(o.params) for o in build_optimizers(model, hp, ALONE)]
     assert {"embed.weight"} in groups and {"value_embeds.0.weight"} in groups
-
-
-# ---- Copies of the script whose model has one more parameter
-
-def tweaked(folder, row, own, use="", frozen=()):
-    """A copy of the script, as a module, whose model has one more parameter, `own`. What enters the
-    layers is multiplied by `use`, if given, and the parameters in `frozen` need no gradient."""
-    text = open(train_gpt.__file__).read()
-    freeze = "".join(f"    model.get_parameter({name!r}).requires_grad_(False)\n"
-                     for name in frozen)
-    for place, new in (
-            ("        self.skip_weights", f"        self.own = {own}\n        self.skip_weights"),
-            ("norm(self.embed(tokens_T))\n", f"norm(self.embed(tokens_T)) * ({use or 1})\n"),
-            ("    optimizers = build_optimizers(", f"{freeze}    optimizers = build_optimizers("),
-            ("PARAMETERS = [\n", f"PARAMETERS = [\n    {row},\n" if row else "PARAMETERS = [\n")):
-        assert text.count(place) == 1, f"the script has no single line {place!r} any more"
-        text = text.replace(place, new)
-    path = folder / "tweaked.py"
-    path.write_text(text)
-    return load_script(path, "tweaked")
-
-
-def test_check_finds_a_matrix_that_no_row_takes(tmp_path, shards):
-    script = tweaked(tmp_path, "", "parameter(2, 3)", "self.own.sum()")
-    with pytest.raises(script.UserError, match=r"PARAMETERS has no row for own \(2, 3\)$"):
-        train(script, *TINY, *shards, "--check")
-
-
-def test_a_parameter_that_nothing_uses_is_named(tmp_path, shards):
-    script = tweaked(tmp_path, "('own', zero, Adam, dict(lr=0.1))", "parameter(2)")
-    with pytest.raises(script.UserError, match="no gradient reaches own:"):
-        train(script, *TINY, *shards, f"--records={tmp_path}")
-
-
-@pytest.mark.parametrize("frozen", ["embed.weight", "blocks.0.mlp.fc.weight", "skip_weights"])
-def test_frozen_parameters_have_no_optimizer_and_the_others_train(tmp_path, shards, frozen):
-    """Also where a run resumes."""
-    script = tweaked(tmp_path, "('own', normal, Muon, dict(lr=0.1))", "parameter(2, 3)",
-                     "self.own.mean()", {"own", frozen})
-    train(script, *TINY, *shards, f"--records={tmp_path}", "--save_every=3", "--micro_batches=2")
-    paths = sorted(tmp_path.glob("*/step*.pt"))
-    first, last = (torch.load(path, weights_only=True)["state"] for path in paths)
-    unchanged = {name for name in first["model"]
-                 if torch.equal(first["model"][name], last["model"][name])}
-    assert unchanged == {"own", frozen}
-    assert not any(unchanged & set(last[kind]) for kind in last if kind != "model")
-    train(script, f"--resume={paths[0]}", f"--records={tmp_path}/again")
-    again = load_checkpoint(tmp_path / "again")["state"]["model"]
-    assert all(torch.equal(again[name], last["model"][name]) for name in last["model"])

@@ -14,20 +14,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import train_gpt
-from train_gpt import PRESETS, Hyperparameters, cpu_info, parse_flags, resolve
+from train_gpt import PRESETS, Hyperparameters, parse_flags, resolve
 
 HP = PRESETS["speedrun"]
 CPU = torch.device("cpu")
-
 
 def prepare(*flags, ranks=1):
     """The plan of a run that does not resume."""
     hp, command = train_gpt.parse_flags([*TINY, "--use_fp8=false", *map(str, flags)])
     return train_gpt.prepare(hp, command, "", train_gpt.World(0, ranks, CPU), None)
 
-
-# --------------------------------------------------------------------------------------------------
-# Flags and presets
+# ---- Flags and presets
 
 def test_every_field_is_a_flag_of_its_name(capsys):
     for f in dataclasses.fields(Hyperparameters):
@@ -43,9 +40,8 @@ def test_every_field_is_a_flag_of_its_name(capsys):
     steps = ", ".join(f"{name}: {hp.num_iterations}" for name, hp in PRESETS.items())
     assert f"({steps})" in text, "its value in each preset"
 
-
 @pytest.mark.method
-def test_forms_of_flags():
+def test_forms_of_flags(monkeypatch):
     hp, _ = parse_flags(["--preset=speedrun", "--seed", "3", "--seed=4", "--use_fp8=false"])
     assert hp == dataclasses.replace(HP, seed=4, use_fp8=False)
     assert parse_flags(["--preset=demo", "--use_fp8=True"])[0].use_fp8
@@ -53,29 +49,23 @@ def test_forms_of_flags():
     assert (command.check, command.resume, command.named) == (True, None, {})
     assert not parse_flags([])[1].check
     assert parse_flags(["--resume=a/b.pt"])[1].resume == Path("a/b.pt")
-
-
-@pytest.mark.parametrize("has_gpu, preset", [(True, "speedrun"), (False, "demo")])
-def test_the_default_preset_is_the_hardwares(monkeypatch, has_gpu, preset):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    hp, command = parse_flags([])
-    assert (hp, command.preset) == (PRESETS[preset], preset)
-
+    for has_gpu, preset in ((True, "speedrun"), (False, "demo")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+        hp, command = parse_flags([])
+        assert (hp, command.preset) == (PRESETS[preset], preset), "the hardware's"
 
 @pytest.mark.parametrize("flags, words", [
-    (["--num_iteration=3"], "unrecognized arguments: --num_iteration=3"),
-    (["--seed=x"], "--seed: invalid int value: 'x'"),
-    (["--preset=big"], "choose from '?speedrun'?, .*'?demo"),
-    (["--use_fp8=maybe"], "invalid true_or_false value: 'maybe'"),
-    (["--resume=a.pt", "--preset=demo"], "--preset: not allowed with argument --resume"),
+    ("--num_iteration=3", "unrecognized arguments: --num_iteration=3"),
+    ("--seed=x", "--seed: invalid int value: 'x'"),
+    ("--preset=big", "choose from '?speedrun'?, .*'?demo"),
+    ("--use_fp8=maybe", "invalid true_or_false value: 'maybe'"),
+    ("--resume=a.pt --preset=demo", "--preset: not allowed with argument --resume"),
 ])
 def test_wrong_flags_are_one_line(flags, words):
     with refused(words):
-        parse_flags(flags)
+        parse_flags(flags.split())
 
-
-# --------------------------------------------------------------------------------------------------
-# What the machine decides
+# ---- What the machine decides
 
 @pytest.mark.parametrize("units, dtype", [
     ("avx2 amx_bf16", "bfloat16"), ("avx2 avx512_bf16", "bfloat16"), ("avx512f", "float32"),
@@ -89,27 +79,15 @@ def test_a_cpu_has_no_fp8_and_takes_fast_or_chosen_bfloat16(monkeypatch, units, 
         hp = dataclasses.replace(HP, dtype=chosen, seed=1)
         assert resolve(hp, CPU) == dataclasses.replace(hp, use_fp8=False)
 
-
-@pytest.mark.skipif(not hasattr(torch.cpu, "get_capabilities"), reason="torch has it since 2.11")
-def test_the_units_of_this_cpu_are_those_that_torch_finds():
-    units = cpu_info().get("flags", "").split()
-    capabilities = torch.cpu.get_capabilities()
-    for unit in ("avx2", "avx512_bf16", "amx_bf16"):
-        assert (unit in units) == capabilities.get(unit, False), unit
-
-
-@pytest.mark.parametrize("capability, bf16, dtype, fp8", [
-    ((9, 0), True, "bfloat16", True), ((8, 9), True, "bfloat16", True),
-    ((8, 0), True, "bfloat16", False), ((7, 5), False, "float32", False)])
-def test_a_gpu_computes_in_what_it_has(monkeypatch, capability, bf16, dtype, fp8):
-    def supported(including_emulation=True):
-        return including_emulation or bf16
-
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+@pytest.mark.parametrize("capability, dtype, fp8", [
+    ((9, 0), "bfloat16", True), ((8, 9), "bfloat16", True), ((8, 0), "bfloat16", False),
+    ((7, 5), "float32", False)])
+def test_a_gpu_computes_in_what_it_has(monkeypatch, capability, dtype, fp8):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True:
+                        including_emulation or capability >= (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     hp = resolve(HP, torch.device("cuda"))
     assert (hp.dtype, hp.use_fp8) == (dtype, fp8)
-
 
 @pytest.mark.method
 def test_importing_has_no_side_effect_and_a_cpu_never_loads_the_compiler(tmp_path, shards):
@@ -120,9 +98,7 @@ def test_importing_has_no_side_effect_and_a_cpu_never_loads_the_compiler(tmp_pat
     assert printed.startswith("after import: False False\n")
     assert printed.endswith("\ncompiler: False\n") and "\nfinal_val_loss: " in printed
 
-
-# --------------------------------------------------------------------------------------------------
-# Settings that are refused, and those that are not
+# ---- Settings that are refused, and those that are not
 
 @pytest.fixture
 def tiny(tmp_path):
@@ -132,7 +108,6 @@ def tiny(tmp_path):
     write_shard(tmp_path / "a_val_000000.bin", [256, *range(200)] * 10)
     return [f"--train_files={tmp_path}/a_train_*.bin", f"--val_files={tmp_path}/a_val_*.bin",
             "--val_tokens=2000", "--num_iterations=10", "--epochs=1", "--micro_batches=4"]
-
 
 def test_a_plan_has_the_shards_and_the_settings(tiny):
     plan = prepare(*tiny, ranks=2)
@@ -145,7 +120,6 @@ def test_a_plan_has_the_shards_and_the_settings(tiny):
     assert len(seeds) == 3 and min(seeds) >= 0, "a seed is drawn where none is given"
     assert prepare(*tiny, "--seed=5").hp.seed == 5
 
-
 OUT_OF_RANGE = f"""
     --adam_beta1=-0.1 --adam_beta1=nan --adam_beta2=1 --adam_eps=0 --adam_eps=1e-19
     --attention_scale=inf --cooldown_frac=1.5 --dtype=half --embed_lr=-0.1 --epochs=0
@@ -155,16 +129,8 @@ OUT_OF_RANGE = f"""
     --seed={2**70} --train_seq_len=200 --val_loss_every=-1 --vocab_size=70000 --windows=LSLX
     --window_start=0""".split()
 
-
 @pytest.mark.method
-@pytest.mark.parametrize("flag", OUT_OF_RANGE, ids=lambda flag: flag[:30])
-def test_a_value_that_makes_no_sense_is_refused(tiny, flag):
-    with refused(flag.split("=")[0]):
-        prepare(*tiny, flag)
-
-
-@pytest.mark.method
-@pytest.mark.parametrize("flags, words", [
+@pytest.mark.parametrize("flags, words", [*((flag, flag.split("=")[0]) for flag in OUT_OF_RANGE),
     ("--num_iterations=11", "suffices for 10 steps.* raise --epochs"),
     ("--train_seq_len=7680", "suffices for 0 steps"),
     ("--val_tokens=2010", "2009 tokens to predict"),
@@ -175,11 +141,10 @@ def test_a_value_that_makes_no_sense_is_refused(tiny, flag):
     ("--num_kv_heads=3", "--num_kv_heads must divide --num_heads"),
     ("--window_start=4096", "--window_start is above --window_end"),
     ("--train_files=nowhere/*.bin", "no file matches .*nowhere"),
-])
-def test_settings_that_contradict_each_other_are_refused(tiny, flags, words):
+], ids=lambda text: text[:30])
+def test_settings_that_make_no_sense_are_refused(tiny, flags, words):
     with refused(words):
         prepare(*tiny, *flags.split(), ranks=2)
-
 
 def test_check_makes_every_check_and_starts_nothing(tmp_path, shards, monkeypatch, capsys):
     flags = [*TINY, *shards, "--check", "--micro_batches=4", f"--records={tmp_path}/none"]
@@ -196,7 +161,6 @@ def test_check_makes_every_check_and_starts_nothing(tmp_path, shards, monkeypatc
         train(train_gpt, *flags, f"--val_files={path}")
     assert not (tmp_path / "none").exists()
 
-
 @pytest.mark.parametrize("without", ["value_embeds", "attention"])
 def test_an_ablation_of_every_layer_trains(tmp_path, shards, without):
     """The first ablation that anyone tries. Without attention there are no value embeddings."""
@@ -209,13 +173,11 @@ def test_an_ablation_of_every_layer_trains(tmp_path, shards, without):
     assert not any("value_embeds" in name for name in names)
     assert any(".attn." in name for name in names) == (without == "value_embeds")
 
-
 TEXT = st.text(st.characters(exclude_characters="\0/", exclude_categories=["Cs"]), max_size=12)
 VALUES = st.one_of(
     st.integers(-2, 600), st.integers(), st.floats(), TEXT,
     st.sampled_from(["true", "inf", "-0", "1e400", "0x10", "1_000", "LSSL", "x", "01.0", "*", "",
                      "LLL", "..10", "xxxx", "9999999999", "1e9", "128", "65536", "-1", "**"]))
-
 
 @settings(max_examples=int(os.environ.get("STRANGE_SETTINGS", 100)), deadline=None,
           suppress_health_check=list(HealthCheck))
@@ -233,49 +195,39 @@ def test_strange_settings_make_a_plan_or_one_line(shards, tmp_path, monkeypatch,
         assert "\n" not in str(e) or any("\n" in str(value) for value in changes.values())
     else:
         hp = plan.hp
-        last = hp.num_iterations
-        assert 0 <= train_gpt.lr_scale(0, hp) <= 100 and 0 <= train_gpt.lr_scale(last, hp) <= 100
-        assert train_gpt.window_tokens(0, hp) > 0 and train_gpt.window_tokens(last, hp) > 0
-        assert train_gpt.tokens_seen(0, hp) == 0 <= train_gpt.tokens_seen(last, hp)
+        for step in (0, hp.num_iterations):
+            assert 0 <= train_gpt.lr_scale(step, hp) <= 100
+            assert train_gpt.window_tokens(step, hp) > 0 <= train_gpt.tokens_seen(step, hp)
         assert all(0 <= train_gpt.muon_momentum(step, hp) <= 1 for step in (0, 5, 10**6))
 
+# ---- Data that are refused
 
-# --------------------------------------------------------------------------------------------------
-# Data that are refused
-
-LINKS = {"a copy": shutil.copy, "a link": os.symlink}
-
-
-@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("link", [shutil.copy, os.symlink])
 def test_validation_on_training_data_is_refused(tmp_path, shards, link):
     """However the shard got there, and where a glob finds one shard twice."""
     shard = Path(shards[0].partition("=")[2]).parent / "t_train_000002.bin"
     for name in ("copy.bin", "again.bin"):
-        LINKS[link](shard, tmp_path / name)
+        link(shard, tmp_path / name)
     for flags in ([shards[0], f"--val_files={tmp_path}/copy.bin", "--val_tokens=0"],
                   [shards[0], f"--val_files={shard.parent}/t_*.bin", "--val_tokens=0"],
                   [f"--train_files={tmp_path}/*.bin", shards[1]]):
         with refused("has the same tokens as .*name each shard once"):
             prepare(*flags)
 
-
 @pytest.mark.method
 def test_training_shards_without_a_step_are_refused(tmp_path, shards):
     """Where they hold more than 2 % of the tokens, since no step would read them. A step of 2048
     tokens needs one more, as a target."""
-    def write(*sizes):
+    def sizes_of(*sizes):
         for path in tmp_path.glob("*.bin"):
             path.unlink()
         for number, size in enumerate(sizes):
             write_shard(tmp_path / f"{number}.bin", [256, *range(number, number + size - 1)])
+        plan = prepare(shards[1], f"--train_files={tmp_path}/*.bin", "--micro_batches=8")
+        return tuple(shard.tokens for shard in plan.train_shards)
 
-    flags = [shards[1], f"--train_files={tmp_path}/*.bin", "--micro_batches=8"]
-    write(8000, 2048, 2048)
-    with refused("2 training shards have no more tokens than a step's 2048: join them"):
-        prepare(*flags)
+    for sizes, short in (((8000, 2048, 2048), 2), ((8000, 164), 1)):
+        with refused(f"{short} training shards have no more tokens than a step's 2048: join them"):
+            sizes_of(*sizes)
     for sizes in ((8000, 2049), (8000, 163)):
-        write(*sizes)
-        assert [shard.tokens for shard in prepare(*flags).train_shards] == list(sizes)
-    write(8000, 164)
-    with refused("1 training shards have"):
-        prepare(*flags)
+        assert sizes_of(*sizes) == sizes

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-
 class Collectives:
     """Stands in for torch.distributed in the script."""
 
