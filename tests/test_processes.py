@@ -43,6 +43,19 @@ def test_an_environment_that_makes_no_sense_is_refused(monkeypatch, variables, w
     as_rank(monkeypatch, SLURM_STEP_NUM_TASKS=8, WORLD_SIZE=1)
     assert world_of_this_process().size == 1, "one that trains alone"
 
+@pytest.mark.parametrize("chosen, threads", [(None, 1), ("2", 2)])
+def test_a_process_on_a_cpu_has_one_thread_if_nobody_chose(monkeypatch, chosen, threads):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if chosen:
+        monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert world_of_this_process() == World(0, 1, torch.device("cpu"))
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
 def test_ranks_do_not_change_the_training(tmp_path, shards):
     """The demo preset, made narrower, on 1 and 4 ranks in float32. The ranks sum the same gradients
     in another order. With this epsilon of Adam's, right ones differ by less than 0.004 over 20

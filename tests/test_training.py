@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from conftest import (ROOT, TINY, launch, load_checkpoint, log_of, log_path, losses,
                       planted, refused, train)
 from test_masks_attention import as_dense
-from test_model import ALONE
+from test_model import ALONE, tiny_model
 
 import train_gpt
 
@@ -91,6 +91,19 @@ def test_a_validation_is_the_mean_over_its_targets(shards, runs_here, monkeypatc
                 assert all(module.training for module in model.modules()), "training goes on"
         loss, targets = sum(sums).tolist()
         assert targets == val_tokens and loss == pytest.approx(float(wanted), rel=1e-6)
+
+def test_the_warmups_gradients_are_of_a_steps_mean():
+    """Those of the sum would overflow in FP8."""
+    model, hp = tiny_model(val_seq_len=256)
+    scales = []
+
+    def watch(module, inputs, loss):
+        if loss.requires_grad:
+            loss.register_hook(lambda gradient: scales.append(float(gradient)))
+
+    model.register_forward_hook(watch)
+    train_gpt.warm_up(model, train_gpt.build_optimizers(model, hp, ALONE), hp, ALONE)
+    assert scales == pytest.approx([1 / hp.tokens_per_step] * 2)
 
 # ---- What is read of a text
 
