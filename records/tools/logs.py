@@ -62,10 +62,10 @@ def own_sections(text):
     head = OWN_HEAD.match(text)
     if not head:
         return None
-    hyperparameters = dict(re.findall(r"(\w+) = (.*)\n", head[1]))
     source, steps = source_and_steps(text[head.end():], SCRIPT.search(head[2]))
     if f"\n{SEPARATOR}\n" in steps:
         raise BadInput("no log (a line of 100 '=' stands among its steps: one log a file)")
+    hyperparameters = dict(re.findall(r"(\w+) = (.*)\n", head[1]))
     return Sections(hyperparameters, environment_of(head[2]), source, steps)
 
 def source_and_steps(text, script):
@@ -100,15 +100,12 @@ def published_sections(text):
         source, _, steps = text.rpartition(f"{SEPARATOR}\n")
         return Sections({}, {}, source.strip("=\n"), steps)
     steps = text[running.start():]
-    return Sections({}, versions_of(steps), text[:running.start()].strip("=\n"), steps)
-
-def versions_of(body):
-    top = body.partition("\nstep:")[0]
+    top = steps.partition("\nstep:")[0]
     environment = {key.lower(): value for key, value in VERSION.findall(top)}
     gpus = NVIDIA_SMI_ROW.findall(top)
     if gpus:
         environment["gpus"] = f"{len(gpus)} x {gpus[0].rstrip()}"
-    return environment
+    return Sections({}, environment, text[:running.start()].strip("=\n"), steps)
 
 def require_program(source):
     """Where the text before "Running Python" is no whole program, that line stands in one of its
@@ -125,14 +122,15 @@ def require_program(source):
 NUMBER = r"[+-]?(?:\d{1,99}(?:\.\d{0,99})?|\.\d{1,99})(?:e[+-]?\d{1,4})?"
 LOSS = re.compile(rf"(?ai)({NUMBER}|[+-]?(?:nan|inf(?:inity)?))(?:\(\w*\))?")  # also -nan(ind)
 TIME = re.compile(rf"(?ai)({NUMBER})(ms|s)")
-AVERAGE = re.compile(rf"(?ai)({NUMBER}|[+-]?nan|[+-]?inf)ms")
-COUNT = re.compile(r"(?a)\d{1,18}")
+COUNT = re.compile(r"(?a)(\d{1,18})")
+FIELDS = {"train_time": TIME, "tokens": COUNT, "window": COUNT, "lr": LOSS,
+          "step_avg": re.compile(rf"(?ai)({NUMBER}|[+-]?nan|[+-]?inf)ms")}
+ANYTHING = re.compile("(.*)")
 STEP = re.compile(r"(?a)step:(\d{1,15})/(\d{1,15})((?:\s+\S+)+)\s*")
 # What a console adds before a line: colours, and the rank that wrote it.
 ADDED = re.compile(r"(?:\s|\x1b\[[\d;?]*[A-Za-z]|\[[\w ]*\d\]:)+")
 WITHIN = re.compile(r"step:\d+/\d+\s.*(?:loss|train_time):")
 PARAMETERS = re.compile(r"(?ma)^model: (\d{1,15}) parameters")
-VAL_LOSS = "val_loss"
 
 Line = namedtuple("Line", "step total kind loss seconds ms_per_step tokens lr window")
 
@@ -141,38 +139,31 @@ def finite(text):
     value = float(text)
     return value if math.isfinite(value) else None
 
-def lines_of(text, loss_name):
+def lines_of(text):
     """The Lines of one step line: one, or two where it has the losses of training and validation.
-    Validations have the loss of this name. None where the line is not understood."""
+    None where the line is not understood."""
     match = STEP.fullmatch(text)
-    if not match:
-        return None
-    fields = {}
-    for word in match[3].split():
-        key, colon, value = word.partition(":")
-        if key in fields:
+    values = {}
+    for word in match[3].split() if match else ():
+        key, _, value = word.partition(":")
+        loss = re.search("loss(?!_)", key)
+        known = (LOSS if loss else FIELDS.get(key, ANYTHING)).fullmatch(value)
+        if key in values or not known or loss and not re.fullmatch(r"\w+_loss", key):
             return None
-        if re.search("loss(?!_)", key) and not (re.fullmatch(r"\w+_loss", key)
-                                                and LOSS.fullmatch(value)):
-            return None
-        if colon:
-            fields[key] = value
-    time, average = TIME.fullmatch(fields.get("train_time", "")), AVERAGE.fullmatch(
-        fields.get("step_avg", ""))
-    counts = [fields.get("tokens"), fields.get("window")]
-    lr = fields.get("lr")
-    known = all(COUNT.fullmatch(value) for value in filter(None, counts))
-    if not (time and average and known and LOSS.fullmatch(lr or "0")) or finite(time[1]) is None:
+        values[key] = known[1]
+        if key == "train_time" and known[2].lower() == "ms":
+            values[key] = float(known[1]) / 1000
+    if not {"train_time", "step_avg"} <= set(values) or finite(values["train_time"]) is None:
         return None
-    seconds = float(time[1]) / (1000 if time[2].lower() == "ms" else 1)
-    tokens, window = [value and int(value) for value in counts]
-    losses = [(kind, finite(LOSS.fullmatch(fields[name])[1]))
-              for kind, name in (("train", "train_loss"), ("val", loss_name)) if name in fields]
-    return [Line(int(match[1]), int(match[2]), kind, loss, seconds, finite(average[1]), tokens,
-                 lr and finite(LOSS.fullmatch(lr)[1]), window)
+    tokens, window = [int(values[key]) if key in values else None for key in ("tokens", "window")]
+    rate = finite(values["lr"]) if "lr" in values else None
+    losses = [(kind, finite(values[f"{kind}_loss"])) for kind in ("train", "val")
+              if f"{kind}_loss" in values]
+    return [Line(int(match[1]), int(match[2]), kind, loss, finite(values["train_time"]),
+                 finite(values["step_avg"]), tokens, rate, window)
             for kind, loss in losses or [(None, None)]]
 
-def step_lines(text, first, loss_name, anywhere):
+def step_lines(text, first, anywhere):
     """The Lines in a text, whose first line has this number in the file. Raises BadInput for a line
     that begins as a step and is not understood, so that no loss is lost in silence; `anywhere`: or
     has a step behind other text. Left out are half lines: what a full disk cut ends with "...",
@@ -184,7 +175,7 @@ def step_lines(text, first, loss_name, anywhere):
             piece = ADDED.sub("", piece, count=1) if ADDED.match(piece) else piece
             if piece.endswith("..."):
                 continue
-            lines = lines_of(piece, loss_name) if piece.startswith("step:") else None
+            lines = lines_of(piece) if piece.startswith("step:") else None
             begins = re.match(r"step:\s*\d", piece) or anywhere and WITHIN.search(piece)
             if not lines and begins and i < len(rows) - 1:
                 raise BadInput(f"no log (line {first + i} begins as a step line and is not "
@@ -195,22 +186,16 @@ def step_lines(text, first, loss_name, anywhere):
 def split_runs(lines):
     """The lines of each run. A run begins where the steps go back to where the first one began;
     lines that are said again, as in a summary, are left out."""
-    if all(line.step >= before.step for before, line in pairwise(lines)):
-        return [lines] if lines else []
     runs = []
-    seen = set()
     for line in lines:
-        if not runs or runs[-1][-1].step > line.step <= runs[0][0].step:
+        last = runs[-1][-1].step if runs else math.inf
+        if line.step < last and (not runs or line.step <= runs[0][0].step):
             runs.append([line])
-            seen = set()
-        elif line in seen:
-            continue
-        elif line.step >= runs[-1][-1].step:
+        elif line.step >= last:
             runs[-1].append(line)
-        else:
-            raise BadInput(f"no log (its steps go back from {runs[-1][-1].step} to {line.step}, "
-                           "where no run begins: two runs have written it at once)")
-        seen.add(line)
+        elif line not in runs[-1]:
+            raise BadInput(f"no log (its steps go back from {last} to {line.step}, where no run "
+                           "begins: two runs have written it at once)")
     return runs
 
 # ---- Runs ----------------------------------------------------------------------------------------
@@ -218,11 +203,11 @@ def split_runs(lines):
 RESUMED = re.compile(r"(?a)(.+) at step (\d{1,15})")
 NO_SETTINGS = {"name", "records", "save_every"}  # whose change on resuming changes no result
 
-def place_of(environment):
-    """What a run trained on: values that must stay the same where it is resumed."""
+def place_of(run):
+    """What must stay the same where a run is resumed: its script, and what it trains on."""
     names = ["ranks", "threads", "host", "cpu", "gpus", "torch"]
-    names += [name for name in environment if name.startswith("gpu ")]
-    found = {name: environment.get(name, "") for name in names}
+    names += [name for name in run.environment if name.startswith("gpu ")]
+    found = {"script": run.source} | {name: run.environment.get(name, "") for name in names}
     for name in ("host", "torch"):  # without the platform, without Python
         found[name] = found[name].partition(",")[0]
     return found
@@ -243,12 +228,12 @@ def validation_shards(settings, environment):
 class Run:
     """One run, as its log tells it; `follow` adds the logs that it continues."""
 
-    def __init__(self, name, path, sections, lines):
+    def __init__(self, path, sections, lines):
         settings = sections.hyperparameters
         environment = sections.environment
         device = environment.get("gpus") or environment.get("cpu", "")
         parameters = PARAMETERS.search(sections.steps) if settings else None
-        self.name = name
+        self.name = ""
         self.path = path
         self.logs = [(path, 0)]  # of its chain, the oldest first, each with the step it begins at
         self.missing = None  # why the beginning of the chain is not among them
@@ -295,13 +280,13 @@ class Run:
                    if old.get(name) != new.get(name) and name not in NO_SETTINGS]
         self.changed = before.changed + [f"{name} was {old.get(name)} and is {new.get(name)}"
                                          for name in changed]
-        old, new = ({"script": run.source} | place_of(run.environment) for run in (before, self))
+        old, new = place_of(before), place_of(self)
         differing = [name for name in old | new if old.get(name) != new.get(name)]
         self.mixed = list(dict.fromkeys([*before.mixed, *differing]))
         for name in ("hardware", "torch", "ranks"):
+            value = getattr(self, name)
             values = (getattr(before, name) or "").split(" then ")
-            if getattr(self, name) != values[-1]:
-                values.append(getattr(self, name))
+            values += [value] if value != values[-1] else []
             setattr(self, name, " then ".join(filter(None, values)) or None)
 
     def take(self, lines):
@@ -353,8 +338,7 @@ class Reader:
     """Reads logs, each file once, and joins those of resumed runs. A parent is looked for by its
     file name: beside the log, where the checkpoint's path says, and among the files in `paths`."""
 
-    def __init__(self, paths, loss_name=VAL_LOSS):
-        self.loss_name = loss_name
+    def __init__(self, paths):
         self.paths = {os.path.basename(path): str(path) for path in paths}
         self.found = {}  # real path -> the runs of a file, without the logs that they continue
 
@@ -365,12 +349,11 @@ class Reader:
                 data = Path(path).read_bytes()
                 wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))  # PowerShell's
                 text = data.decode("utf-16" if wide else "utf-8-sig", "replace")
-                runs = runs_in(re.sub("\r+\n", "\n", text), str(path), self.loss_name)
+                self.found[file] = runs_in(re.sub("\r+\n", "\n", text), str(path))
             except OSError as error:
                 raise BadInput(f"{path}: cannot be read ({error.strerror})") from None
             except BadInput as error:
                 raise BadInput(f"{path}: {error}") from None
-            self.found[file] = runs
         return self.found[file]
 
     def parent_of(self, piece):
@@ -408,7 +391,7 @@ class Reader:
                 run.mixed = ["a missing log"]
         return run
 
-def read(arguments, loss_name=VAL_LOSS):
+def read(arguments):
     """The runs of one side, each file once, and a line for each input that is no log and for each
     log that is missing. A log that another one continues is a part of that run, and a run of its
     own as well if it was finished."""
@@ -422,7 +405,7 @@ def read(arguments, loss_name=VAL_LOSS):
             unread.append(f"{argument}: no .log or .txt file in this folder")
         files |= {os.path.realpath(path): str(path) for path in paths}
     top = os.path.commonpath([os.path.dirname(file) for file in files]) if files else ""
-    reader = Reader(files.values(), loss_name)
+    reader = Reader(files.values())
     runs = []
     for file, path in files.items():
         name = os.path.splitext(os.path.relpath(file, top))[0]
@@ -436,11 +419,11 @@ def read(arguments, loss_name=VAL_LOSS):
                "one, or name its folder too" for run in runs if run.missing]
     return runs, unread
 
-def runs_in(text, path, loss_name):
+def runs_in(text, path):
     own = own_sections(text)
     sections = own or published_sections(text)
     first = text.count("\n") - sections.steps.count("\n") + 1
-    groups = split_runs(step_lines(sections.steps, first, loss_name, anywhere=not own))
+    groups = split_runs(step_lines(sections.steps, first, anywhere=not own))
     if own and len(groups) > 1:
         raise BadInput("no log (its steps begin anew: two runs have written it)")
     if len(groups) > 1 and sections.source:
@@ -451,7 +434,7 @@ def runs_in(text, path, loss_name):
         groups = [[]]  # it is alive, before its first step
     if not groups:
         raise BadInput("no log (no line of a step in it)")
-    return [Run("", path, sections, group) for group in groups]
+    return [Run(path, sections, group) for group in groups]
 
 def read_run(path, name, others=()):
     """The run in a file that holds one; `others` are files among which its parents may be."""
