@@ -436,9 +436,9 @@ def runs_in(text, path):
         raise BadInput("no log (no line of a step in it)")
     return [Run(path, sections, group) for group in groups]
 
-def read_run(path, name, others=()):
-    """The run in a file that holds one; `others` are files among which its parents may be."""
-    runs = Reader(others).runs(path, name)
+def read_run(path, name):
+    """The run in a file that holds one."""
+    runs = Reader(()).runs(path, name)
     if len(runs) > 1:
         raise BadInput(f"{path}: holds {len(runs)} runs, expected one; name a file of one run")
     return runs[0]

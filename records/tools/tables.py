@@ -1,0 +1,84 @@
+"""The tables of a comparison, which compare.py prints and page.py shows: rows of text, the first of
+them the header."""
+
+from records.tools import judge, logs
+
+MEASURES = (("val loss", "loss", ".5f", ""), ("time", "seconds", ".3f", " s"))
+
+class Number(str):
+    """What is shown of a value, and the value itself, by which a table sorts."""
+
+def number(value, form, unit=""):
+    shown = Number(logs.number(value, form, unit))
+    shown.value = value
+    return shown
+
+def tokens(count):
+    units = ((1e9, "B"), (1e6, "M"), (1e3, "k"), (1, ""))
+    size, unit = next((row for row in units if count and count >= row[0]), (1, ""))
+    shown = number(count and count / size, ".4g", unit)
+    shown.value = count
+    return shown
+
+def plain(value, digits=3, sign=""):
+    """Rounded to so many digits, without an exponent for what is large."""
+    text = f"{value:{sign}.{digits}g}"
+    return f"{value:{sign},.0f}" if "e+" in text else text
+
+def percent(level):
+    return f"{100 * (1 - level):.4g} %"
+
+def runs_of(count, what="run"):
+    return f"{count} {what}{'s' * (count != 1)}"
+
+def title_of(side):
+    """A side, and what it ran on."""
+    text = f"{side.label}: {side.name}, {runs_of(len(side.runs))}"
+    for what in ("hardware", "ranks", "torch"):
+        values = {getattr(run, what) or "-" for run in side.runs}
+        if values != {"-"}:
+            text += f", {what} {' | '.join(sorted(values))}"
+    return text
+
+def of_runs(side, target):
+    to_target = "to target" if target is None else f"to {target:g}"
+    yield ["run", "val loss", "time", "ms/step", "steps", "tokens", "step", to_target]
+    for run in side.runs:
+        step, seconds = run.reached or (None, None)
+        of = "" if run.finished else f"/{run.total}"
+        yield [run.name, number(run.loss, ".4f"), number(run.seconds, ".2f", " s"),
+               number(run.ms_per_step, ".2f"), number(run.steps, "d", of), tokens(run.tokens),
+               number(step, ".0f"), number(seconds, ".2f", " s")]
+
+def of_spread(side):
+    yield ["over the runs", "n", "mean", "SD", "95 % interval of the mean"]
+    for what, key, form, unit in MEASURES:
+        found = getattr(side, key)
+        yield [what, str(found["n"]), number(found["mean"], form, unit),
+               number(found["sd"], form, unit), logs.interval(found["interval"], form)]
+
+def of_tests(side, baseline, comparison):
+    yield ["at the end", f"{side.label} - {baseline.label}", "interval", "p or 1 / E", "lower in"]
+    pairs = len(comparison["paired"]["seeds"])
+    for what, key, form, unit in MEASURES:
+        paired = comparison["paired"][key]
+        tests = [(f"{pairs} pairs", paired)] * (pairs > 1)
+        tests += [("Welch", comparison[key])] * (paired["E"] is None)
+        for kind, test in tests:
+            signs = f"{test['lower']} of {pairs}" if "lower" in test else "-"
+            between = logs.interval(test["interval"], form)
+            between += f" ({percent(test['level'])})" if test["interval"] else ""
+            yield [f"{what}, {kind}", number(test["difference"], f"+{form}", unit), between,
+                   number(judge.p_value(test), ".2g"), signs]
+
+def of_candidates(candidates, baseline, comparisons):
+    yield ["candidate", "decision", "pairs", f"loss - {baseline.name}'s", "interval", "p or 1 / E",
+           "adjusted", "time", "tokens", "parameters"]
+    for side, found in zip(candidates, comparisons):
+        test = judge.test_that_speaks(found, "loss")
+        run = (side.used or side.runs)[0]
+        seconds = judge.test_that_speaks(found, "seconds")["difference"]
+        yield [side.name, found["decision"], str(len(found["paired"]["seeds"])),
+               number(test["difference"], "+.4f"), logs.interval(test["interval"], "+.4f"),
+               number(judge.p_value(test), ".2g"), number(test["adjusted"], ".2g"),
+               number(seconds, "+.1f", " s"), tokens(run.tokens), tokens(run.parameters)]
