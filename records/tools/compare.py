@@ -9,16 +9,14 @@
 
 A log is this project's, or published by the speedrun since October 2024, or captured from a
 console; it may hold several runs, one after the other. A folder stands for every .log and .txt
-below it. A resumed run is read with the logs that it continues: beside its own, where its
-checkpoint lay, or in another folder that is named. The runs named first are A, those after --vs are
-B, the baseline: "B -> A" and A - B throughout. With --vs, each folder named first is a candidate of
-its own (A1, A2, ...), and p-values of "better" are adjusted for their number.
+below it. A resumed run is read with the logs that it continues. The runs named first are A, those
+after --vs are B, the baseline: "B -> A" and A - B throughout. With --vs, each folder named first is
+a candidate of its own (A1, A2, ...), and p-values of "better" are adjusted for their number.
 
 Only finished runs with finite losses enter the statistics, and none that was resumed with another
 script or other settings, or whose first log is missing, as long as there are others; what is left
 out is named. A copy of a run counts once. Losses on different validation text are not compared.
---at=STEP takes what runs had reached at a step. --target=LOSS is the loss to reach, by default 3.28
-where the vocabulary is GPT-2's.
+--target=LOSS is the loss to reach, by default 3.28 where the vocabulary is GPT-2's.
 
 Where the sides ran the same seeds, their differences are tested in pairs, beside Welch's test. If
 pairs were added until a difference was decided, no p-value holds: --until_decided=0.01 judges by
@@ -26,12 +24,10 @@ e-values (judge.py explains them), as ./run.sh race does. An interval of a diffe
 of the decision, 99 % unless said, so it holds 0 where nothing is decided.
 
 Exit status: 0 all read, 1 some log was none or missing (the rest is still reported), 2 wrong usage,
-or losses on different validation text. --json prints one object for programs: version, target,
-unread (a line for each input that was no log), sides, and comparison or, of several candidates,
-comparisons, with the fields of judge.py's Side and compare_all and logs.py's Run.
+or losses on different validation text. --json prints one object for programs, with the fields of
+judge.py's Side and compare_all and logs.py's Run.
 """
 
-import argparse
 import difflib
 import hashlib
 import json
@@ -61,8 +57,8 @@ __all__ = ["Side", "compare_all", "decide", "pairs_of", "report", "test_that_spe
 class Side(judge.Side):
     """A side, with what is said of it."""
 
-    def __init__(self, label, runs, target, at=None):
-        super().__init__(label, runs, target, at)
+    def __init__(self, label, runs, target):
+        super().__init__(label, runs, target)
         self.name = name_of(runs)
         self.warnings = list(warnings_about(self))
         self.about_rule = rule_line(self.rule, target)
@@ -83,9 +79,7 @@ def warnings_about(side):
     if side.diverged:
         yield f"{runs_of(side.diverged)} of {label} had a loss that is not finite"
     if side.stopped:
-        yield f"{runs_of(side.stopped)} of {label} " + (
-            "stopped before a last loss (--at=STEP takes those at a step)" if side.at is None
-            else f"without a loss at step {side.at}")
+        yield f"{runs_of(side.stopped)} of {label} stopped before a last loss"
     if side.mixed:
         yield f"runs of {label} differ from each other in: {', '.join(side.mixed)}"
 
@@ -93,8 +87,6 @@ def rule_line(rule, target):
     """What the speedrun's rule says of a side."""
     if target is None:
         return "no target: these runs have a vocabulary of their own (--target sets one)"
-    if not rule:
-        return "no loss to judge by the speedrun's rule"
     text = (f"speedrun's rule, a mean below {target:g} at p < {ALPHA} (one-sided t-test): "
             f"p = {number(rule['p'], '.2g')}, {'holds' if rule['holds'] else 'does not hold'}")
     if rule["runs_needed"]:
@@ -124,17 +116,23 @@ def compare_all(candidates, baseline, target, level=None, worth=None, more=0):
     return found
 
 def source_diff(old, new):
-    """A unified diff of the sources of B and A; None where a log holds no source."""
+    """A unified diff of the sources of B and A, each hunk with the definition above its change;
+    None where a log holds no source."""
     if not (old.source and new.source):
         return None
     texts = [run.source.splitlines() for run in (old, new)]
-    return list(difflib.unified_diff(*texts, f"B {old.name}", f"A {new.name}", lineterm="", n=2))
+    lines = list(difflib.unified_diff(*texts, f"B {old.name}", f"A {new.name}", lineterm="", n=2))
+    for i, line in enumerate(lines):
+        if line.startswith("@@ "):
+            start = int(re.search(r"\+(\d+)", line)[1]) + 1  # past the two lines of context
+            above = [text for text in texts[1][:start] if re.match(r"\s*(def|class) ", text)]
+            lines[i] = f"{line} {above[-1].strip() if above else ''}".rstrip()
+    return lines
 
 def titles(sides):
     """What the sides are called: by their names, where these differ."""
-    if len({side.name for side in sides}) < len(sides):
-        return [side.label for side in sides]
-    return [side.name for side in sides]
+    names = [side.name for side in sides]
+    return names if len({*names}) == len(names) else [side.label for side in sides]
 
 def unequal(a, b):
     """What else than the method may make a difference."""
@@ -143,8 +141,8 @@ def unequal(a, b):
         means = [[getattr(run, what) or 0 for run in side.used] or [0] for side in (a, b)]
         ours, theirs = map(fmean, means)
         if ours and theirs and ours != theirs:
-            percent = f"{plain(100 * abs(ours / theirs - 1))} %"
-            found.append(f"{percent} {'more' if ours > theirs else 'fewer'} {what}")
+            word = "more" if ours > theirs else "fewer"
+            found.append(f"{plain(100 * abs(ours / theirs - 1))} % {word} {what}")
     if not comparable_losses(a, b):
         found.append("other validation data")
     if not comparable_times(a, b):
@@ -153,14 +151,13 @@ def unequal(a, b):
 
 def sentences_about(a, b, comparison, target):
     """The verdict: a few sentences, never more than the runs support."""
-    n_a = len(a.used)
-    n_b = len(b.used)
+    counts = [len(a.used), len(b.used)]
     both = {tuple(run.validations) for run in a.used} & {tuple(run.validations) for run in b.used}
     if both:  # the same losses and times, digit for digit
         return [f"Nothing is shown: {len(both)} of the runs stand on both sides."]
-    if not comparison["no_effect"] and min(n_a, n_b) < 2:
-        return [f"Nothing is shown: {runs_of(n_a, 'finished run')} of A against {n_b} of B, "
-                "and spread takes at least 2 a side."]
+    if not comparison["no_effect"] and min(counts) < 2:
+        return [f"Nothing is shown: {runs_of(counts[0], 'finished run')} of A against {counts[1]} "
+                "of B, and spread takes at least 2 a side."]
     if a.shared_seeds + b.shared_seeds:
         return ["Nothing is shown: the runs of a side are not independent (see the warnings), so "
                 "no p-value holds."]
@@ -170,10 +167,9 @@ def sentences_about(a, b, comparison, target):
     sentences = [about_loss(a, b, comparison), about_steps(a, b, comparison),
                  about_power(comparison), about_time(a, b, comparison)]
     if comparison["unequal"]:
-        text = f"Unequal: {titles([a, b])[0]} has {', '.join(comparison['unequal'])}."
-        sentences.insert(0, text)
+        sentences.insert(0, f"Unequal: {titles([a, b])[0]} has {', '.join(comparison['unequal'])}.")
     if target is not None:
-        sentences.append(about_target(a, b, comparison, target))
+        sentences.append(about_target(a, b, target))
     if test_that_speaks(comparison, "loss")["E"] is not None:
         sentences.append("E assumes that differences of pairs are spread evenly to both sides.")
     sentences += [f"But mind the warnings about {side.label}." for side in (a, b) if side.warnings]
@@ -246,30 +242,15 @@ def about_time(a, b, comparison):
     test = test_that_speaks(comparison, "seconds")
     if test["difference"] is None:
         return None
-    text = claim_time(titles([a, b]), test, b.seconds["mean"], comparison["level"])
+    share = 100 * test["difference"] / max(b.seconds["mean"], 1e-9)
+    size = f"{plain(test['difference'], 3, '+')} s, {share:+.1f} %"
+    text = claim("time", titles([a, b]), test, size, ("faster", "slower"), comparison["level"])
     return f"{text} on {a.used[0].hardware or 'hardware that the logs do not name'}."
 
-def about_target(a, b, comparison, target):
-    """Loss and speed together: who gets below the target, and who is there first."""
+def about_target(a, b, target):
     names = titles([a, b])
-    held = ["yes" if side.rule and side.rule["holds"] else "not shown" for side in (a, b)]
-    text = f"Mean below {target:g} at p < {ALPHA}: {names[0]} {held[0]}, {names[1]} {held[1]}."
-    found = comparison["to_target"]
-    if not found or not comparable_losses(a, b):
-        return text
-    if not found["means"]:
-        counts = [f"{n} of {len(side.used)}" for n, side in zip(found["reached"], (a, b))]
-        return f"{text} {target:g} is reached in {counts[0]} runs of A and {counts[1]} of B."
-    ours, theirs = found["means"]
-    text += f" To {target:g} it takes {names[0]} {ours:.1f} s and {names[1]} {theirs:.1f} s"
-    if not comparable_times(a, b):
-        return f"{text}, on hardware that differs."
-    return f"{text}: {claim_time(names, found['seconds'], theirs, comparison['level'])}."
-
-def claim_time(names, test, seconds, level):
-    difference = test["difference"] or 0
-    size = f"{plain(difference, 3, '+')} s, {100 * difference / max(seconds, 1e-9):+.1f} %"
-    return claim("time", names, test, size, ("faster", "slower"), level)
+    held = ["yes" if side.rule["holds"] else "not shown" for side in (a, b)]
+    return f"Mean below {target:g} at p < {ALPHA}: {names[0]} {held[0]}, {names[1]} {held[1]}."
 
 def claim(what, names, test, size, words, level=ALPHA):
     """One sentence about a difference A - B, as strong as its p- or e-value and no stronger."""
@@ -338,27 +319,17 @@ def as_json(thing):
     """The fields of a Side or a Run, for json.dumps."""
     if isinstance(thing, Side):
         return vars(thing) | {"used": [one.name for one in thing.used]}
-    source = thing.source and hashlib.sha256(thing.source.encode()).hexdigest()
-    fields = {key: value for key, value in vars(thing).items() if key != "lines"}
-    return fields | {"source": source or None}
+    digest = hashlib.sha256(thing.source.encode()).hexdigest() if thing.source else None
+    return {key: value for key, value in vars(thing).items() if key != "lines"} | {"source": digest}
 
 # ---- The command ---------------------------------------------------------------------------------
 
-def finite(text):
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError
-    return value
-
 def parse(arguments):
-    parser = argparse.ArgumentParser(description=__doc__, prog="./run.sh compare",
-                                     allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = load.ArgumentParser(description=__doc__, prog="./run.sh compare")
     parser.add_argument("logs", nargs="+", metavar="A", help="logs, or folders of logs")
     parser.add_argument("--vs", nargs="+", metavar="B", default=[], action="extend",
                         help="the baseline's")
-    parser.add_argument("--target", type=finite, help="validation loss to reach")
-    parser.add_argument("--at", type=int, metavar="STEP", help="what runs had reached at it")
+    parser.add_argument("--target", type=float, help="validation loss to reach")
     parser.add_argument("--until_decided", type=float, metavar="LEVEL", help="by e-values")
     parser.add_argument("--plot", metavar="FILE", help="draw the losses into a .png or .svg")
     parser.add_argument("--html", metavar="FILE", help="a page for a browser")
@@ -367,6 +338,8 @@ def parse(arguments):
     options = parser.parse_args(arguments)
     if options.until_decided is not None and not 0 < options.until_decided < 1:
         parser.error("--until_decided takes a level between 0 and 1, 0.01 say")
+    if options.target is not None and not math.isfinite(options.target):
+        parser.error("--target takes a loss, 3.28 say")
     if options.plot and not options.plot.endswith((".png", ".svg")):
         parser.error("--plot takes a .png or an .svg")
     return options
@@ -394,7 +367,7 @@ def read_sides(options):
         target = TARGET
     count = len(sides) - bool(options.vs)
     labels = [f"A{i + 1}" if count > 1 else "A" for i in range(count)] + ["B"]
-    sides = [Side(label, runs, target, options.at) for label, runs in zip(labels, sides)]
+    sides = [Side(label, runs, target) for label, runs in zip(labels, sides)]
     baseline = sides[count:]
     comparisons = []
     if baseline:
@@ -428,12 +401,11 @@ def main(arguments=None):
     for line in unread:
         say(line, sys.stderr)
     sides = candidates + baseline
-    only = comparisons[0] if len(comparisons) == 1 else None
+    pairs = pairs_of(*sides) if len(comparisons) == 1 else ()
     if options.plot:
         from records.tools import plot  # which takes a second to import
 
-        plot.save(options.plot, sides, target, pairs_of(*sides) if only else (),
-                  options.until_decided)
+        plot.save(options.plot, sides, target, pairs, options.until_decided)
     if options.html:
         from records.tools import page
 
@@ -444,9 +416,9 @@ def main(arguments=None):
         path = submission.write(candidates, baseline, comparisons, target)
         say(f"{path} is written", sys.stderr)
     if options.json:
-        print(json.dumps({"version": 10, "target": target, "sides": sides,
-                          "comparison": only, "comparisons": [] if only else comparisons,
-                          "unread": unread}, indent=1, default=as_json, allow_nan=False))
+        found = {"version": 10, "target": target, "sides": sides, "comparisons": comparisons,
+                 "unread": unread}
+        print(json.dumps(found, indent=1, default=as_json, allow_nan=False))
     else:
         report(candidates, baseline, comparisons, target)
     apart = [side for side in candidates if baseline and not comparable_losses(side, *baseline)]

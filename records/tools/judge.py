@@ -32,12 +32,6 @@ def spread(values):
         found["interval"] = (mean - half, mean + half)
     return found
 
-def p_below(values, target):
-    """p of a one-sided t-test that the mean is below the target."""
-    if len(set(values)) < 2:
-        return None
-    return float(stats.ttest_1samp(values, target, alternative="less").pvalue)
-
 def sd_of(values):
     return float(np.std(values, ddof=1)) if len(values) > 1 else None
 
@@ -126,9 +120,9 @@ def e_value(differences):
 
 def e_of_signs(differences):
     """An e-value of differences [..., n] that are symmetric around 0: each sign is a fair coin
-    then, whatever the sizes, and what bets on coins have won is a martingale. The bets are shares of the
-    money on the next sign, the larger, the larger the pair's difference is beside those so far; see
-    records/2026-11-26_evalue. Eight pairs of one sign win 100, and nothing wins it sooner."""
+    then, whatever the sizes, and what bets on coins have won is a martingale. The bets are shares
+    of the money on the next sign, the larger, the larger the pair's difference is beside those so
+    far; see records/2026-11-26_evalue. Eight pairs of one sign win 100, nothing wins it sooner."""
     square = np.cumsum(np.square(differences), -1) / np.arange(1, 1 + np.shape(differences)[-1])
     size = differences / np.sqrt(np.where(square > 0, square, 1))
     return sum(share / 2 * np.prod(1 + np.tanh(strength * size), -1)
@@ -189,39 +183,34 @@ TESTS = {False: {"paired": paired, "welch": welch},
 def speedrun_rule(losses, target):
     """The speedrun's: a mean below the target at p < 0.01, by a one-sided t-test; and how many runs
     of this mean and spread that takes."""
-    p = p_below(losses, target)
-    needed = None
-    if p is not None and np.mean(losses) < target:
-        n = np.arange(2, 10_001)
-        t = (target - np.mean(losses)) / sd_of(losses) * np.sqrt(n)
-        passes = t > stats.t.ppf(1 - ALPHA, n - 1)
-        needed = int(n[np.argmax(passes)]) if passes.any() else None
-    return {"p": p, "holds": p is not None and p < ALPHA, "runs_needed": needed}
+    if len(set(losses)) < 2:
+        return {"p": None, "holds": False, "runs_needed": None}
+    p = float(stats.ttest_1samp(losses, target, alternative="less").pvalue)
+    n = np.arange(2, 10_001)
+    t = (target - np.mean(losses)) / sd_of(losses) * np.sqrt(n)
+    passes = t > stats.t.ppf(1 - ALPHA, n - 1)
+    needed = int(n[np.argmax(passes)]) if passes.any() else None
+    return {"p": p, "holds": p < ALPHA, "runs_needed": needed}
 
 RUN_ITSELF = {"seed", "name", "records", "command", "resumed"}  # differ from run to run
 NOT_GIVEN = "(not given)"
 
 class Side:
-    """The runs of one setting: which of them count, their statistics, and what is odd about them.
-    at: take what they had reached at that step."""
+    """The runs of one setting: which of them count, their statistics, what is odd about them."""
 
-    def __init__(self, label, runs, target, at=None):
+    def __init__(self, label, runs, target):
         self.label = label
         self.runs = runs
         self.copies = copies_among(runs)  # {name: the name of the run that it is a copy of}
         kept = [run for run in runs if run.name not in self.copies]
         for run in runs:
-            if at is not None:
-                run.end_at(at)
-            if target is not None:
-                run.find_target(target)
+            run.find_target(target)
         whole = [run for run in kept if run.finished and not run.diverged]
         self.used = [run for run in whole if not of_two_methods(run)] or whole
         losses = [run.loss for run in self.used]
         self.loss = spread(losses)
         self.seconds = spread([run.seconds for run in self.used])
-        self.at = at
-        self.rule = speedrun_rule(losses, target) if losses and target is not None else None
+        self.rule = None if target is None else speedrun_rule(losses, target)
         seeds = Counter(run.seed for run in self.used if run.seed)
         self.shared_seeds = [seed for seed, n in seeds.items() if n > 1]
         others = [run for run in kept if run not in self.used]
@@ -234,16 +223,13 @@ class Side:
         self.mixed += ["validation data"] * (not one_validation(self.used))
 
 def copies_among(runs):
-    """{name: that of another run} of runs whose losses and times another one has too, of which the
-    longest counts. Two that continue one log share a part and are no copies."""
+    """{name: that of another run} of runs whose losses and times another one has too, digit for
+    digit, of which the longest counts: a log, and what a console has of it."""
     kept = []
     copies = {}
     for run in sorted(runs, key=lambda run: (-len(run.validations), not run.source)):
-        # Digit for digit; the tokens and rates that stand in a log may be missing in a console.
         marks = {(line.step, line.loss, line.seconds) for line in run.validations if line.step > 0}
-        originals = [other.name for other, known in kept if marks and marks <= known
-                     and (len(run.logs + other.logs) == 2
-                          or set(run.logs).isdisjoint(other.logs))]
+        originals = [other.name for other, known in kept if marks and marks <= known]
         if originals:
             copies[run.name] = originals[0]
         else:
@@ -326,7 +312,6 @@ def compare(a, b, target, level=None):
         "speaks": speaks,
         "level": level or ALPHA,
     }
-    found["to_target"] = time_to_target(a, b, speaks, tests[speaks], found["level"])
     for key in ("loss", "seconds"):
         found[key] = tests["welch"](*tested(a, b, "welch", key), found["level"])
         found["paired"][key] = tests["paired"](*tested(a, b, "paired", key), found["level"])
@@ -389,17 +374,6 @@ def unchanged_losses(pairs):
     if not pairs or any(one != other for one, other in logged):
         return None
     return sum(len(one) for one, _ in logged)
-
-def time_to_target(a, b, speaks, test, level):
-    """How many runs of A and of B reach the target. Where all do, for those that do are no fair
-    sample otherwise, the mean times and their test."""
-    reached = [[run.reached for run in side.used if run.reached] for side in (a, b)]
-    found = {"reached": [len(places) for places in reached], "means": None, "seconds": None}
-    if all(reached) and found["reached"] == [len(a.used), len(b.used)]:
-        found["means"] = [fmean(seconds for _, seconds in places) for places in reached]
-        values = tested(a, b, speaks, "reached")
-        found["seconds"] = test(*[[seconds for _, seconds in side] for side in values], level)
-    return found if any(reached) else None
 
 def differences_by_step(pairs, level=ALPHA, by_e=False):
     """Steps, rows [pairs, steps] of A - B in the validation loss, for pairs (run of A, run of B),

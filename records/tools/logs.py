@@ -8,22 +8,16 @@ the length of their source; in the others, the source ends where the log names i
 A resumed run has a log of its own, whose head says `resumed: CHECKPOINT at step N`. The checkpoint
 lies in a folder with the name of the log that the run continues, its parent. The logs of such a
 chain are read as one run, which is called by the newest of them.
-
-    python records/tools/logs.py --source LOG      prints the script that the log ran
 """
 
-import ast
 import codecs
 import copy
 import hashlib
 import math
 import os
 import re
-import sys
-import warnings
 from collections import namedtuple
 from fnmatch import fnmatch
-from itertools import pairwise
 from pathlib import Path
 
 
@@ -107,16 +101,6 @@ def published_sections(text):
         environment["gpus"] = f"{len(gpus)} x {gpus[0].rstrip()}"
     return Sections({}, environment, text[:running.start()].strip("=\n"), steps)
 
-def require_program(source):
-    """Where the text before "Running Python" is no whole program, that line stands in one of its
-    strings, and so may the steps after it."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise BadInput("no log (several runs, but the source does not end before them)") from None
-
 # ---- The steps -----------------------------------------------------------------------------------
 
 NUMBER = r"[+-]?(?:\d{1,99}(?:\.\d{0,99})?|\.\d{1,99})(?:e[+-]?\d{1,4})?"
@@ -132,7 +116,7 @@ ADDED = re.compile(r"(?:\s|\x1b\[[\d;?]*[A-Za-z]|\[[\w ]*\d\]:)+")
 WITHIN = re.compile(r"step:\d+/\d+\s.*(?:loss|train_time):")
 PARAMETERS = re.compile(r"(?ma)^model: (\d{1,15}) parameters")
 
-Line = namedtuple("Line", "step total kind loss seconds ms_per_step tokens lr window")
+Line = namedtuple("Line", "step total kind loss seconds ms_per_step tokens")
 
 def finite(text):
     """The number; None if it is not finite."""
@@ -155,12 +139,11 @@ def lines_of(text):
             values[key] = float(known[1]) / 1000
     if not {"train_time", "step_avg"} <= set(values) or finite(values["train_time"]) is None:
         return None
-    tokens, window = [int(values[key]) if key in values else None for key in ("tokens", "window")]
-    rate = finite(values["lr"]) if "lr" in values else None
+    tokens = int(values["tokens"]) if "tokens" in values else None
     losses = [(kind, finite(values[f"{kind}_loss"])) for kind in ("train", "val")
               if f"{kind}_loss" in values]
     return [Line(int(match[1]), int(match[2]), kind, loss, finite(values["train_time"]),
-                 finite(values["step_avg"]), tokens, rate, window)
+                 finite(values["step_avg"]), tokens)
             for kind, loss in losses or [(None, None)]]
 
 def step_lines(text, first, anywhere):
@@ -275,23 +258,17 @@ class Run:
         self.finished = self.finished and bool(own) and self.steps >= self.total
         self.logs = [*before.logs, (self.path, step)]
         self.missing = before.missing
-        old, new = (run.hyperparameters for run in (before, self))
-        changed = [name for name in dict.fromkeys([*old, *new])
-                   if old.get(name) != new.get(name) and name not in NO_SETTINGS]
-        self.changed = before.changed + [f"{name} was {old.get(name)} and is {new.get(name)}"
-                                         for name in changed]
+        old, new = before.hyperparameters, self.hyperparameters
+        self.changed = before.changed + [
+            f"{name} was {old.get(name)} and is {new.get(name)}" for name in old | new
+            if old.get(name) != new.get(name) and name not in NO_SETTINGS]
         old, new = place_of(before), place_of(self)
         differing = [name for name in old | new if old.get(name) != new.get(name)]
         self.mixed = list(dict.fromkeys([*before.mixed, *differing]))
-        for name in ("hardware", "torch", "ranks"):
-            value = getattr(self, name)
-            values = (getattr(before, name) or "").split(" then ")
-            values += [value] if value != values[-1] else []
-            setattr(self, name, " then ".join(filter(None, values)) or None)
 
     def take(self, lines):
         """Set what follows from the step lines."""
-        last = lines[-1] if lines else Line(0, 0, *[None] * 7)  # before the first step
+        last = lines[-1] if lines else Line(0, 0, *[None] * 5)  # before the first step
         self.lines = lines
         self.steps = last.step
         self.total = last.total  # the steps it set out to do
@@ -299,29 +276,20 @@ class Run:
         self.tokens = last.tokens
         self.ms_per_step = last.ms_per_step
         self.validations = [line for line in lines if line.kind == "val"]
-        self.loss = None
-        self.finished = False
-        if self.validations:
-            self.loss = self.validations[-1].loss
-            self.finished = self.validations[-1].step >= self.total
+        self.loss = self.validations[-1].loss if self.validations else None
+        self.finished = any(line.step >= self.total for line in self.validations[-1:])
         self.diverged = any(line.kind and line.loss is None for line in lines)
-
-    def end_at(self, step):
-        """Forget what came after a step, as if the run had set out to do so many."""
-        self.take([line._replace(total=step) for line in self.lines if line.step <= step])
 
     def free_steps(self):
         """10 or 0: until January 2025 the first ten steps were outside the clock and step_avg."""
-        if not self.ms_per_step:
-            return 0
-        timed = 1000 * self.seconds / self.ms_per_step
+        timed = 1000 * self.seconds / self.ms_per_step if self.ms_per_step else self.steps
         return 10 if abs(self.steps - timed - 10) < 2 else 0
 
     def find_target(self, target):
         """Set reached to the (step, seconds) where the validation loss first meets the target, on
         the straight line from the validation before."""
         before = None
-        for point in self.validations:
+        for point in self.validations if target is not None else ():
             if point.loss is None:
                 continue
             if point.loss <= target:
@@ -426,10 +394,9 @@ def runs_in(text, path):
     groups = split_runs(step_lines(sections.steps, first, anywhere=not own))
     if own and len(groups) > 1:
         raise BadInput("no log (its steps begin anew: two runs have written it)")
-    if len(groups) > 1 and sections.source:
-        require_program(sections.source)
-        if PYTHON_LINE.search(sections.steps, sections.steps.index("step:")):
-            raise BadInput("no log (several logs in one file: split it, one file for each)")
+    # Where the steps of a source's strings were taken for the first run, a second one has its head.
+    if len(groups) > 1 and PYTHON_LINE.search(sections.steps, sections.steps.index("step:")):
+        raise BadInput("no log (several logs in one file: split it, one file for each)")
     if own and not groups:
         groups = [[]]  # it is alive, before its first step
     if not groups:
@@ -442,15 +409,3 @@ def read_run(path, name):
     if len(runs) > 1:
         raise BadInput(f"{path}: holds {len(runs)} runs, expected one; name a file of one run")
     return runs[0]
-
-if __name__ == "__main__":
-    if len(sys.argv) != 3 or sys.argv[1] != "--source":
-        sys.exit("usage: python records/tools/logs.py --source LOG")
-    try:
-        run = read_run(sys.argv[2], sys.argv[2])
-        if not run.source:
-            raise BadInput(f"{run.path}: holds no source")
-        end = "" if run.hyperparameters else "\n"  # a published log's is read without its last one
-        sys.stdout.buffer.write(f"{run.source}{end}".encode())
-    except BadInput as error:
-        sys.exit(f"error: {printable(str(error))}")

@@ -1,11 +1,9 @@
 """A page for a browser, of what compare.py and race.py find: one file that opens from a disk or a
-mail, without a network. It has the verdict, curves that zoom, tables that sort, and the change of
-the source.
+mail, without a network, with curves that zoom.
 
 The figures are Plotly's, whose script is a part of the page (https://plotly.com/python). Text from
 logs may be hostile: it enters the page through `text`, and the figures as JSON in which Plotly
-escapes "<". The page's frame is page.html, with its style and a few lines of JavaScript; it forbids
-the browser to load anything.
+escapes "<". The page's frame, page.html, forbids the browser to load anything.
 """
 
 import html
@@ -17,13 +15,13 @@ from pathlib import Path
 from records.tools import judge, plot, tables
 from records.tools.load import installed
 from records.tools.logs import short
-from records.tools.tables import Number
 
 with installed():
     import plotly.io
     from plotly.offline import get_plotlyjs
 
 FRAME = Path(__file__).with_suffix(".html")
+NUMBER = re.compile(r"[+-]?\d[\d.,]*( s|[kMB])?$|-$")
 DASHES = ("solid", "dash", "dashdot", "dot")
 HOVER = "%{hovertext}<br>%{x:,}: %{y:,.4f}<extra></extra>"
 LOSS_WORDS = """<p>A thin line is a run. The bold one is their mean, or over seconds the run of
@@ -43,18 +41,12 @@ def label(value):
     """The same in a figure, where Plotly reads some tags, and names between %{ and }."""
     return text(value, 50).replace("%", "&#37;")
 
-def cell(value):
-    """A number has its value too, by which the table sorts."""
-    if not isinstance(value, Number):
-        return f"<td>{text(value)}</td>"
-    known = "" if value.value is None else repr(value.value)
-    return f'<td class="number" data-value="{known}">{text(value)}</td>'
-
 def table(name, rows):
-    """Rows of text and Numbers, the first the header. It sorts where one clicks a column's name."""
-    columns, *rows = rows
-    head = "".join(f'<th scope="col"><button>{text(column)}</button></th>' for column in columns)
-    body = "\n".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in rows)
+    """Rows of text, the first the header. What begins as a number stands to the right."""
+    columns, *rows = [[text(cell) for cell in row] for row in rows]
+    head = "".join(f'<th scope="col">{cell}</th>' for cell in columns)
+    body = "\n".join("<tr>" + "".join(f"<td{' class=number' * bool(NUMBER.match(cell))}>{cell}</td>"
+                                      for cell in row) + "</tr>" for row in rows)
     return (f'<div class="table" tabindex="0"><table id="{name}"><thead><tr>{head}</tr></thead>'
             f"<tbody>\n{body}\n</tbody></table></div>")
 

@@ -1,24 +1,16 @@
 """The tables of a comparison, which compare.py prints and page.py shows: rows of text, the first of
 them the header."""
 
-from records.tools import judge, logs
+from records.tools import judge
+from records.tools.logs import interval, number
 
 MEASURES = (("val loss", "loss", ".5f", ""), ("time", "seconds", ".3f", " s"))
 
-class Number(str):
-    """What is shown of a value, and the value itself, by which a table sorts."""
-
-def number(value, form, unit=""):
-    shown = Number(logs.number(value, form, unit))
-    shown.value = value
-    return shown
-
-def tokens(count):
-    units = ((1e9, "B"), (1e6, "M"), (1e3, "k"), (1, ""))
-    size, unit = next((row for row in units if count and count >= row[0]), (1, ""))
-    shown = number(count and count / size, ".4g", unit)
-    shown.value = count
-    return shown
+def tokens_text(count):
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count is not None and count >= size:
+            return f"{count / size:.4g}{unit}"
+    return number(count, "d")
 
 def plain(value, digits=3, sign=""):
     """Rounded to so many digits, without an exponent for what is large."""
@@ -47,7 +39,7 @@ def of_runs(side, target):
         step, seconds = run.reached or (None, None)
         of = "" if run.finished else f"/{run.total}"
         yield [run.name, number(run.loss, ".4f"), number(run.seconds, ".2f", " s"),
-               number(run.ms_per_step, ".2f"), number(run.steps, "d", of), tokens(run.tokens),
+               number(run.ms_per_step, ".2f"), f"{run.steps}{of}", tokens_text(run.tokens),
                number(step, ".0f"), number(seconds, ".2f", " s")]
 
 def of_spread(side):
@@ -55,7 +47,7 @@ def of_spread(side):
     for what, key, form, unit in MEASURES:
         found = getattr(side, key)
         yield [what, str(found["n"]), number(found["mean"], form, unit),
-               number(found["sd"], form, unit), logs.interval(found["interval"], form)]
+               number(found["sd"], form, unit), interval(found["interval"], form)]
 
 def of_tests(side, baseline, comparison):
     yield ["at the end", f"{side.label} - {baseline.label}", "interval", "p or 1 / E", "lower in"]
@@ -66,7 +58,7 @@ def of_tests(side, baseline, comparison):
         tests += [("Welch", comparison[key])] * (paired["E"] is None)
         for kind, test in tests:
             signs = f"{test['lower']} of {pairs}" if "lower" in test else "-"
-            between = logs.interval(test["interval"], form)
+            between = interval(test["interval"], form)
             between += f" ({percent(test['level'])})" if test["interval"] else ""
             yield [f"{what}, {kind}", number(test["difference"], f"+{form}", unit), between,
                    number(judge.p_value(test), ".2g"), signs]
@@ -79,6 +71,6 @@ def of_candidates(candidates, baseline, comparisons):
         run = (side.used or side.runs)[0]
         seconds = judge.test_that_speaks(found, "seconds")["difference"]
         yield [side.name, found["decision"], str(len(found["paired"]["seeds"])),
-               number(test["difference"], "+.4f"), logs.interval(test["interval"], "+.4f"),
+               number(test["difference"], "+.4f"), interval(test["interval"], "+.4f"),
                number(judge.p_value(test), ".2g"), number(test["adjusted"], ".2g"),
-               number(seconds, "+.1f", " s"), tokens(run.tokens), tokens(run.parameters)]
+               number(seconds, "+.1f", " s"), tokens_text(run.tokens), tokens_text(run.parameters)]
