@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from test_logs import HOSTILE, LOGS, STRANGE, log_text
 
-from records.tools import compare, logs
+from records.tools import compare, load, logs
 
 GOOD = [3.2770, 3.2781, 3.2776, 3.2783]
 SAME = [3.2772, 3.2779, 3.2778, 3.2784]
@@ -33,10 +33,10 @@ def write(folder, finals, ms=(100.0,), first_seed=1, before=(10.8258,), then=4.0
     return folder
 
 
-def side_of(label, folder, target=3.28, **more):
+def side_of(label, folder, target=3.28):
     runs, unread = logs.read([str(folder)])
     assert unread == []
-    return compare.Side(label, runs, target, **more)
+    return compare.Side(label, runs, target)
 
 
 def compared(a, b, target=3.28):
@@ -52,8 +52,17 @@ def run_main(capsys, *arguments):
         status = compare.main([str(a) for a in arguments])
     except SystemExit as e:
         status = e.code
+    except load.UserError as e:
+        status = str(e)
     out = capsys.readouterr()
     return status, out.out, out.err
+
+
+def json_of(capsys, *arguments):
+    """The object that a comparison prints for programs."""
+    status, out, _ = run_main(capsys, *arguments, "--json")
+    assert status == 0
+    return json.loads(out, parse_constant=pytest.fail)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -67,8 +76,7 @@ def test_stopped_and_diverged_runs_are_named_and_left_out(tmp_path):
     side = side_of("A", folder)
     assert side.loss["n"] == 4 and side.loss["mean"] == pytest.approx(np.mean(GOOD))
     assert side.warnings == ["2 runs of A had a loss that is not finite",
-                             "1 run of A stopped before a last loss (--at=STEP takes those at a "
-                             "step)"]
+                             "1 run of A stopped before a last loss"]
     said = verdict_of(folder, write(tmp_path / "b", SAME, first_seed=30))
     assert said.endswith("But mind the warnings about A.")
 
@@ -115,7 +123,7 @@ def test_a_copy_counts_once_under_whatever_name(tmp_path):
     (tmp_path / "other.log").write_text(log_text([*losses[:-1], 3.278], seed=2))
     side = side_of("A", tmp_path)
     assert sorted(side.copies) == ["console", "last"] and side.loss["n"] == 2
-    assert [run.name for run in side.used] == ["log", "other"] and side.independent
+    assert [run.name for run in side.used] == ["log", "other"]
     assert "run last of A has the losses of log: a copy, counted once" in side.warnings
 
 
@@ -133,27 +141,6 @@ def test_a_side_that_mixes_settings_is_said_to(tmp_path):
           env={"ranks": 4, "val_data": "other.bin 9 tokens abc"})
     assert side_of("A", folder).warnings == [
         "runs of A differ from each other in: muon_lr, source, hardware, validation data"]
-
-
-def test_losses_at_a_step_and_the_first_step_of_the_rules(tmp_path, capsys):
-    """At step 500 all are below, and so surely enough; at 375 one run has no validation."""
-    for i in range(4):
-        losses = (10.8, 4.0, 3.29, 3.2781 + i / 1e4, 3.277 + i / 1e4, 3.276)
-        text = log_text(losses, seed=i)
-        if i == 3:
-            text = "".join(line for line in text.splitlines(True) if "step:375/" not in line)
-        (tmp_path / f"{i}.log").write_text(text)
-    side = side_of("A", tmp_path, at=500, first=True)
-    assert (side.loss["n"], side.at) == (4, 500)
-    assert side.loss["mean"] == pytest.approx(3.27715)
-    assert [row["first"] for row in side.rules] == [500, 500] and side.warnings == []
-    side = side_of("A", tmp_path, at=375)
-    assert side.loss["n"] == 3 and side.warnings == ["1 run of A without a loss at step 375"]
-    assert [row["first"] for row in side.rules] == [None, None]
-    _, out, _ = run_main(capsys, tmp_path, "--at", "375", "--first")
-    assert "3.27820" in out and "first holds at step 500" in out
-    _, out, _ = run_main(capsys, tmp_path, "--vs", tmp_path, "--at=500,375", "--json")
-    assert [side["at"] for side in json.loads(out)["sides"]] == [500, 375]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -206,15 +193,13 @@ def test_claims_are_as_strong_as_their_p_value(p, words):
 
 
 def test_what_is_unequal_is_said_first(tmp_path):
-    """Half more tokens are not better, they are better at half more tokens."""
     a = write(tmp_path / "a", [loss - 0.1 for loss in GOOD], before=(10.8, 4.2), ms=(100.0, 101.0),
               notes=["model: 1100 parameters; 8 x 1024 tokens a step"])
     b = write(tmp_path / "b", SAME, notes=["model: 1000 parameters; 8 x 1024 tokens a step"])
     found = compared(a, b)
     assert found["unequal"] == ["50 % more tokens", "50 % more steps", "10 % more parameters"]
-    extent = "50 % more tokens, 50 % more steps, 10 % more parameters"
-    assert found["verdict"].startswith(f"Unequal: A has {extent}. A is better than B at {extent} "
-                                       "(A - B = -0.1001 nats a token, 99 % interval -0.10")
+    assert found["verdict"].startswith(
+        f"Unequal: A has {', '.join(found['unequal'])}. A is better than B (A - B = -0.1001 nats")
     same = write(tmp_path / "c", GOOD, notes=["model: 1000 parameters; 8 x 1024 tokens a step"])
     assert compared(same, b)["unequal"] == [] and "Unequal" not in verdict_of(same, b)
     elsewhere = write(tmp_path / "d", GOOD, hyper={"val_tokens": 99}, env={"ranks": 4})
@@ -233,10 +218,8 @@ def test_several_candidates_against_one_baseline(tmp_path, capsys):
     p = stats.ttest_1samp(noise - 0.011, 0).pvalue
     assert 0.005 < p < 0.01
     folders = [tmp_path / name for name in ("gain", "harm", "none")]
-    status, out, _ = run_main(capsys, *folders, "--vs", base, "--json")
-    found = json.loads(out)
-    assert status == 0 and [side["label"] for side in found["sides"]] == ["A1", "A2", "A3", "B"]
-    assert found["comparison"] is None
+    found = json_of(capsys, *folders, "--vs", base)
+    assert [side["label"] for side in found["sides"]] == ["A1", "A2", "A3", "B"]
     first, second, third = found["comparisons"]
     assert [one["decision"] for one in (first, second, third)] == [
         "undecided", "worse", "undecided"]
@@ -249,13 +232,12 @@ def test_several_candidates_against_one_baseline(tmp_path, capsys):
     rows = [line.split()[:4] for line in out.splitlines()]
     assert ["harm", "worse", "4", "+0.0110"] in rows
     assert (tmp_path / "x.png").stat().st_size > 10_000
-    alone = json.loads(run_main(capsys, folders[0], "--vs", base, "--json")[1])
-    assert alone["comparison"]["decision"] == "better" and alone["comparisons"] == []
+    (alone,) = json_of(capsys, folders[0], "--vs", base)["comparisons"]
+    assert alone["decision"] == "better"
     files = sorted(tmp_path.glob("gain/*.log"))  # together they are one candidate
-    _, out, _ = run_main(capsys, *files, folders[1], "--vs", base, "--json")
-    assert [len(side["runs"]) for side in json.loads(out)["sides"]] == [4, 4, 4]
-    _, out, _ = run_main(capsys, *folders, "--json")
-    assert [len(side["runs"]) for side in json.loads(out)["sides"]] == [12]
+    for arguments, counts in (([*files, folders[1], "--vs", base], [4, 4, 4]), (folders, [12])):
+        found = json_of(capsys, *arguments)
+        assert [len(side["runs"]) for side in found["sides"]] == counts
 
 
 def test_pairs_that_were_added_until_decided_have_an_e_value(tmp_path, capsys):
@@ -274,15 +256,20 @@ def test_pairs_that_were_added_until_decided_have_an_e_value(tmp_path, capsys):
     assert " p = " not in said.partition(" Mean below")[0]
     for run in range(4, 8):
         (a / f"run{run}.log").unlink()
-    found = json.loads(run_main(capsys, a, "--vs", base, "--until_decided=0.01", "--json")[1])
-    result = found["comparison"]
-    assert result["decision"] == "undecided" and result["paired"]["loss"]["p"] is None
-    assert result["paired"]["loss"]["needed"] == 8
-    assert "Some 8 pairs in all would likely decide it." in result["verdict"]
+    (found,) = json_of(capsys, a, "--vs", base, "--until_decided=0.01")["comparisons"]
+    assert found["decision"] == "undecided" and found["paired"]["loss"]["p"] is None
+    assert found["paired"]["loss"]["needed"] == 8
+    assert "Some 8 pairs in all would likely decide it." in found["verdict"]
+    for run in range(4):
+        (base / f"run{run}.log").unlink()
+    status, out, _ = run_main(capsys, a, "--vs", base, "--until_decided=0.01")
+    assert status == 0 and "the sides have no seed in common" in " ".join(out.split())
+    assert "Welch's t-test of 4 runs against 4" in " ".join(
+        run_main(capsys, a, "--vs", base)[1].split())
 
 
 @pytest.mark.parametrize("level", [None, 0.01, 0.2])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_the_word_and_the_intervals_agree(tmp_path, level, seed):
     """In nats, in steps and on the page: 0 is outside where a side is better or worse, and only
     there, also after the adjustment for the number of candidates."""
@@ -299,16 +286,6 @@ def test_the_word_and_the_intervals_agree(tmp_path, level, seed):
         ends = one["paired"]["steps"]["interval"]
         assert [np.sign(end) for end in ends] == [np.sign(low), np.sign(high)]
     assert len({one["decision"] for one in found}) > 1
-
-
-def test_an_e_value_takes_pairs(tmp_path, capsys):
-    a, base = write(tmp_path / "a", [3.2, 3.3]), write(tmp_path / "b", [3.25, 3.35, 3.3, 3.4])
-    (base / "run0.log").unlink()
-    (base / "run1.log").unlink()
-    status, out, _ = run_main(capsys, a, "--vs", base, "--until_decided=0.01")
-    assert status == 0 and "the sides have no seed in common" in " ".join(out.split())
-    assert "Welch's t-test of 2 runs against 2" in " ".join(
-        run_main(capsys, a, "--vs", base)[1].split())
 
 
 OLD = {"data": "d/t_train_1.bin 30 tokens 11; d/val_0.bin 9 tokens aa"}
@@ -340,7 +317,7 @@ def test_what_does_not_compare_is_not_compared(tmp_path, capsys, env, hyper, mor
         sides.append(write(tmp_path / name, finals, ms=ms, hyper=hyper | own.get("hyper", {}),
                            env={key: value for key, value in known.items() if value}))
     status, out, err = run_main(capsys, sides[0], "--vs", sides[1], "--json")
-    found = json.loads(out)["comparison"]
+    (found,) = json.loads(out)["comparisons"]
     said = found["verdict"].lower()
     losses_compare = not words or words.startswith("times")
     assert (words or "a is faster") in said and (words is None or "a is faster" not in said
@@ -397,19 +374,6 @@ def test_a_change_without_effect_is_called_so(tmp_path):
     assert "no effect" not in verdict_of(a, b)  # a single digit of a single step
 
 
-def test_the_time_to_the_target_is_tested_where_all_reach_it(tmp_path):
-    a = write(tmp_path / "a", GOOD, ms=(80.0, 81.0))
-    b = write(tmp_path / "b", GOOD[::-1], ms=(100.0, 103.0))
-    found = compared(a, b)["to_target"]
-    times = [[run.reached[1] for run in side_of("A", folder).used] for folder in (a, b)]
-    assert found["reached"] == [4, 4] and found["means"] == pytest.approx(np.mean(times, axis=1))
-    assert found["seconds"]["p"] == pytest.approx(stats.ttest_rel(*times).pvalue)
-    assert ("To 3.28 it takes A 20.1 s and B 25.3 s: A is faster than B (-5.24 s, -20.7 %, "
-            "p = 3.8e-05, lower in 4 of 4 pairs).") in verdict_of(a, b)
-    b = write(tmp_path / "b", [3.3, *GOOD[1:]], ms=(100.0, 103.0))
-    assert "3.28 is reached in 4 of 4 runs of A and 3 of 4 of B." in verdict_of(a, b)
-
-
 # --------------------------------------------------------------------------------------------------
 # What is printed
 
@@ -439,8 +403,7 @@ def test_a_long_diff_is_shortened_and_the_verdict_stands_at_the_end_too(tmp_path
     verdict, changes = out.split("\n\n")[0], out.partition("source, B -> A:\n")[2]
     assert verdict.startswith("verdict: ") and out.endswith(f"\n{verdict}\n\n")
     diff, _, end = changes.partition("... and ")
-    assert diff.count("\n") == compare.DIFF_LINES and end.startswith("143 more lines: diff -u ")
-    assert f"logs.py --source {sides[1] / 'run0.log'}) <(" in end.splitlines()[0]
+    assert diff.count("\n") == compare.DIFF_LINES and end.startswith("143 more lines, which --html")
 
 
 def test_the_table_of_runs(tmp_path, capsys):
@@ -481,23 +444,18 @@ def test_what_is_said_about_the_target(tmp_path, capsys):
 def test_nats_become_steps_by_the_curve_of_the_baseline(tmp_path):
     """The baseline falls from 4.00 at step 125 to 3.28 at step 250, and both sides change roles."""
     b = write(tmp_path / "b", [3.28] * 3)
-    gains = (0.35, 0.36, 0.37)
-    a = write(tmp_path / "a", [3.28 - gain for gain in gains])
-    found = compared(a, b)["paired"]
     slope = 125 / (4.002 - 3.28)  # steps a nat, of the mean curve
-    assert found["steps"]["difference"] == pytest.approx(-0.36 * slope, abs=0.01)
-    assert found["steps"]["interval"] == pytest.approx(
-        tuple(end * slope for end in found["loss"]["interval"]), abs=0.01)
-    assert ("would need 62.3 more steps for the same loss, 25 % of the run (99 % interval: 2"
-            in compared(a, b)["verdict"])
-    worse = write(tmp_path / "worse", [3.28 + gain for gain in gains])
-    steps = compared(worse, b)["paired"]["steps"]
-    assert steps["difference"] == pytest.approx(0.36 * slope, abs=0.01)
-
-
-def test_no_steps_where_the_curve_has_no_such_loss(tmp_path):
-    b = write(tmp_path / "b", [3.28] * 3)
-    far = write(tmp_path / "far", [3.28 - 8] * 3)
+    for name, sign, words in (
+            ("a", -1, "would need 62.3 more steps for the same loss, 25 % of the run (99 % interval"),
+            ("worse", 1, "would need 62.3 fewer steps for the same loss, 25 % of the run (99 % ")):
+        a = write(tmp_path / name, [3.28 + sign * gain for gain in (0.35, 0.36, 0.37)])
+        found = compared(a, b)
+        steps, loss = found["paired"]["steps"], found["paired"]["loss"]
+        assert steps["difference"] == pytest.approx(sign * 0.36 * slope, abs=0.01)
+        assert steps["interval"] == pytest.approx(
+            tuple(end * slope for end in loss["interval"]), abs=0.01)
+        assert words in found["verdict"]
+    far = write(tmp_path / "far", [3.28 - 8] * 3)  # no such loss stands on the curve
     longer = write(tmp_path / "longer", [3.27] * 3, every=150)
     for a in (far, longer):
         found = compared(a, b)
@@ -509,18 +467,16 @@ def test_json_holds_everything_that_is_documented_and_is_strict(tmp_path, capsys
     a = write(tmp_path / "a", GOOD)
     (a / "nan.log").write_text(log_text((10.8, 4.5, math.nan), seed=51))
     b = write(tmp_path / "b", SAME, hyper={"muon_lr": 0.06})
-    status, out, _ = run_main(capsys, a, "--vs", b, "--json")
-    found = json.loads(out, parse_constant=pytest.fail)
+    found = json_of(capsys, a, "--vs", b)
     side = found["sides"][0]
     run = side["runs"][1]
-    assert (status, found["version"], found["target"], found["unread"]) == (0, 9, 3.28, [])
+    assert (found["version"], found["target"], found["unread"]) == (10, 3.28, [])
     assert side["loss"]["mean"] == pytest.approx(np.mean(GOOD))
     assert [run["loss"] for run in side["runs"]] == [None, *GOOD]
     assert run["environment"]["ranks"] == "8" and run["hyperparameters"]["name"] == "'x'"
-    result = found["comparison"]
+    (result,) = found["comparisons"]
     assert result["hyperparameters"] == [["muon_lr", ["0.06"], ["0.05"]]]
-    assert {"sides", "comparison", "comparisons", "unread"} <= set(found)
-    assert {"warnings", "used", "loss", "rules"} <= set(side) and len(run["validations"][0]) == 9
+    assert {"warnings", "used", "loss", "rule"} <= set(side) and len(run["validations"][0]) == 7
     assert {"decision", "verdict", "source", "speaks", "level"} <= set(result)
 
 
@@ -539,13 +495,13 @@ def test_what_is_no_log_costs_one_line_and_the_rest_goes_on(tmp_path, capsys):
         "no log (no line of a step in it)", "cannot be read (No such file or directory)"]
 
 
-@pytest.mark.parametrize("arguments", [(), ("x.log", "--plot", "x.jpg"),
-                                       ("x.log", "--target", "nan"), ("x.log", "--nonsense"),
-                                       ("x.log", "--loss=a b"), ("x.log", "--at=1,2,3"),
-                                       ("x.log", "--until_decided=1")])
-def test_wrong_usage_is_status_2(arguments, capsys):
+@pytest.mark.parametrize("arguments, words", [
+    ((), "required"), (("x.log", "--plot", "x.jpg"), "takes a .png"),
+    (("x.log", "--target", "nan"), "takes a loss"), (("x.log", "--nonsense"), "unrecognized"),
+    (("x.log", "--until_decided=1"), "takes a level between 0 and 1")])
+def test_wrong_usage_is_one_line(arguments, words, capsys):
     status, out, err = run_main(capsys, *arguments)
-    assert status == 2 and out == "" and "error:" in err.splitlines()[-1]
+    assert words in status and "\n" not in status and out == err == ""
 
 
 def test_as_a_program(tmp_path):
@@ -555,16 +511,13 @@ def test_as_a_program(tmp_path):
     assert bad.returncode == 2 and bad.stdout == ""
     assert bad.stderr == ("error: no run in absent.log (absent.log: cannot be read (No such file "
                           "or directory))\n")
-    drawn = subprocess.run([*command, folder, "--vs", folder, "--plot", tmp_path / "x.png"],
-                           capture_output=True, text=True, check=False)
-    assert drawn.returncode == 0 and (tmp_path / "x.png").exists()
     piped = subprocess.run(f'"{sys.executable}" "{command[1]}" "{folder}" --json | head -1',
                            shell=True, capture_output=True, text=True, check=False)
     assert piped.stdout == "{\n" and piped.stderr == ""
 
 
 @pytest.mark.filterwarnings("error")
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from([*STRANGE, *HOSTILE]), max_size=8),
        st.lists(st.sampled_from([*STRANGE, *HOSTILE]), max_size=8))
 def test_strange_lines_are_no_traceback(tmp_path_factory, a, b):
