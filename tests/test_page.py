@@ -268,7 +268,9 @@ def test_it_fits_a_phone_and_a_laptop(sides, tmp_path, capsys, browse):
     tab = browse(tmp_path / "page.html")
     for width in (1200, 400):
         tab.set_viewport_size({"width": width, "height": 900})
-        tab.wait_for_function(f"document.documentElement.scrollWidth <= {width}")
+        tab.evaluate("""Promise.all([...document.querySelectorAll(".js-plotly-plot")]
+            .map(one => Plotly.Plots.resize(one))).then(() => {})""")
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width
         clipped = tab.evaluate("""[...document.querySelectorAll(".table")]
             .filter(one => one.scrollWidth > one.clientWidth).map(one => one.firstChild.id)""")
         assert width < 1200 or clipped == []
