@@ -19,12 +19,12 @@ FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
 
 @pytest.fixture
 def sides(tmp_path):
-    """Two folders of three runs with the same seeds."""
-    for name, finals, source in (("ours", [3.2, 3.3, 3.1], "def f():\n    return 2\n"),
-                                 ("theirs", [3.3, 3.5, 3.4], "def f():\n    return 1\n")):
+    """Three folders of three runs with the same seeds."""
+    for i, (name, finals) in enumerate((("ours", [3.2, 3.3, 3.1]), ("theirs", [3.3, 3.5, 3.4]),
+                                        ("other", [3.31, 3.52, 3.43]))):
         write(tmp_path / name, finals, before=LONG[:-1], then=3.4, ms=(90.0, 100.0, 130.0),
-              hyper={"name": f"'{name}'", "muon_lr": len(name)}, source=source)
-    return [tmp_path / "ours", tmp_path / "theirs"]
+              hyper={"name": f"'{name}'", "muon_lr": i}, source=f"def f():\n    return {i}\n")
+    return [tmp_path / "ours", tmp_path / "theirs", tmp_path / "other"]
 
 
 def tables_of(text):
@@ -50,8 +50,7 @@ def written(capsys, tmp_path, *arguments):
     return path.read_text(), json.loads(out)
 
 
-# --------------------------------------------------------------------------------------------------
-# Figures
+# ---- Figures -------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("level", [None, 0.5])
 def test_its_figures_are_those_of_json(sides, tmp_path, capsys, level):
@@ -66,7 +65,7 @@ def test_its_figures_are_those_of_json(sides, tmp_path, capsys, level):
         "val loss, 3 pairs", f"{loss['difference']:+.5f}",
         f"{low:.5f} .. {high:.5f} ({tables.percent(loss['level'])})",
         f"{evidence:.2g}", "3 of 3"]
-    assert ["muon_lr", "6", "4"] in shown["settings"]
+    assert ["muon_lr", "1", "0"] in shown["settings"]
     assert html.escape(comparison["verdict"]) in text
     assert (low < 0 < high) == (comparison["decision"] == "undecided")
 
@@ -94,13 +93,11 @@ def test_its_figures_are_those_of_json(sides, tmp_path, capsys, level):
 
 
 def test_several_candidates(sides, tmp_path, capsys):
-    other = write(tmp_path / "other", [3.31, 3.52, 3.43], before=LONG[:-1], then=3.4,
-                  hyper={"name": "'other'"})
-    text, found = written(capsys, tmp_path, sides[0], other, "--vs", sides[1],
+    text, found = written(capsys, tmp_path, sides[0], sides[2], "--vs", sides[1],
                           "--until_decided", 0.5)
-    decisions = [[found["sides"][i]["name"], one["decision"], "3"]
-                 for i, one in enumerate(found["comparisons"])]
-    assert [row[:3] for row in tables_of(text)["candidates"]] == decisions
+    decisions = [one["decision"] for one in found["comparisons"]]
+    assert [row[:3] for row in tables_of(text)["candidates"]] == [
+        ["ours", decisions[0], "3"], ["other", decisions[1], "3"]]
     names = [trace["name"] for trace in traces_of(text, "difference") if trace["showlegend"]]
     assert names == ["ours, mean of 3 pairs: -0.2000", "other, mean of 3 pairs: +0.0200"]
 
@@ -111,9 +108,8 @@ def test_several_candidates(sides, tmp_path, capsys):
     ({"env": {"val_data": "other.bin 9 tokens aa"}}, "Losses do not compare: ours validates")])
 def test_why_no_difference_is_drawn(sides, tmp_path, more, words):
     """Never that there are no pairs where the verdict is of pairs."""
-    other = write(tmp_path / "other", [3.31, 3.52, 3.43], before=LONG[:-1], then=3.4,
-                  hyper={"name": "'other'"}, **more)
-    both = [side_of("A", sides[0], None), side_of("B", other, None)]
+    write(sides[1], [3.31, 3.52, 3.43], before=LONG[:-1], then=3.4, **more)
+    both = [side_of("A", sides[0], None), side_of("B", sides[1], None)]
     found = compare.compare_all(both[:1], both[1], None)
     text = page.page(both, found, None)
     assert words in text and 'id="difference"' not in text
@@ -133,33 +129,30 @@ def test_a_run_that_is_alive(tmp_path, capsys, end, cells):
         "runs-A", "spread-A"]
 
 
-# --------------------------------------------------------------------------------------------------
-# Hostile logs, and errors
+# ---- Hostile logs, and errors --------------------------------------------------------------------
 
 EVIL = ("</script><script>window.hacked = 1</script><img src=x onerror=window.hacked=1>"
         "\x1b[2J'\"&{{body}}")
 
 
 @pytest.fixture
-def hostile(tmp_path):
-    """Two folders of logs with hostile names, settings and source, and lines of 10 MB."""
-    for side, value in (("a<b>\x1b", "1"), ("b%{x}", "2")):
+def hostile(tmp_path, capsys):
+    """The page of two folders of logs with hostile names, settings and source, with long lines."""
+    folders = [tmp_path / "a<b>\x1b", tmp_path / "b%{x}"]
+    for i, folder in enumerate(folders):
+        folder.mkdir()
         for seed in (1, 2):
-            long = "x" * 10_000_000 if seed == 1 and value == "1" else ""
-            text = log_text((*LONG[:-1], 3.2 + seed * int(value) / 100),
-                            seed=f"{seed}{EVIL}",
-                            hyper={"name": repr(EVIL + long), "muon_lr": EVIL + value + long},
-                            env={"gpus": EVIL + long, "host": EVIL + value, "torch": EVIL},
-                            source=f"def f{EVIL}():\n    '{EVIL}{value}{long}'\n")
-            (tmp_path / side).mkdir(exist_ok=True)
-            (tmp_path / side / f"<img src=x onerror=window.hacked=1>{seed}.log").write_text(text)
-    return [tmp_path / "a<b>\x1b", tmp_path / "b%{x}"]
+            long = "x" * 2_000_000 if seed > i else ""
+            text = log_text((*LONG[:-1], 3.2 + seed * (i + 1) / 100), seed=f"{seed}{EVIL}",
+                            hyper={"name": repr(EVIL + long), "muon_lr": f"{EVIL}{i}{long}"},
+                            env={"gpus": EVIL + long, "host": f"{EVIL}{i}", "torch": EVIL},
+                            source=f"def f{EVIL}():\n    '{EVIL}{i}{long}'\n")
+            (folder / f"<img src=x onerror=window.hacked=1>{seed}.log").write_text(text)
+    return written(capsys, tmp_path, folders[0], "--vs", folders[1])[0]
 
 
-def test_a_hostile_log_changes_nothing(hostile, tmp_path, capsys):
-    plain = page.get_plotlyjs()
-    text, _ = written(capsys, tmp_path, hostile[0], "--vs", hostile[1])
-    body = text.replace(plain, "")
+def test_a_hostile_log_changes_nothing(hostile):
+    body = hostile.replace(page.get_plotlyjs(), "")
     assert "\x1b" not in body and len(body) < 1_000_000
     scripts = re.findall(r"(?s)<script>.*?</script>", body)
     assert len(scripts) == 1 + 2 + 1  # Plotly, two figures, the frame's
@@ -172,12 +165,12 @@ def test_without_plotly_it_says_so_in_one_line(sides, tmp_path, capsys, monkeypa
     for name in ("plotly.io", "records.tools.page"):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr("records.tools.page")
-    status, _, err = run_main(capsys, sides[0], "--html", tmp_path / "x.html")
-    assert status == 2 and re.fullmatch(r"error: plotly\S* is not installed here: .*\n", err)
+    with pytest.raises(SystemExit, match="2"):
+        run_main(capsys, sides[0], "--html", tmp_path / "x.html")
+    assert re.fullmatch(r"error: plotly\S* is not installed here: .*\n", capsys.readouterr().err)
 
 
-# --------------------------------------------------------------------------------------------------
-# In a browser, which has no network
+# ---- In a browser, which has no network ----------------------------------------------------------
 
 @pytest.fixture(scope="module")
 def chromium():
@@ -192,28 +185,18 @@ def chromium():
 
 
 @pytest.fixture
-def browse(chromium):
-    """A function that opens a file; afterwards there must have been no error on the console, and no
-    request but for files."""
-    contexts, trouble = [], []
-
-    def open_page(path, clock=False):
-        context = chromium.new_context(viewport={"width": 1400, "height": 900}, offline=True)
-        contexts.append(context)
-        tab = context.new_page()
-        if clock:
-            tab.clock.install()
-        tab.on("console", lambda message: trouble.append(message.text))
-        tab.on("pageerror", lambda error: trouble.append(str(error)))
-        tab.on("dialog", lambda dialog: trouble.append(dialog.message))
-        tab.on("request", lambda request: request.url.startswith(("file:", "data:", "blob:"))
-               or trouble.append(request.url))
-        tab.goto(f"file://{path}")
-        return tab
-
-    yield open_page
-    for context in contexts:
-        context.close()
+def tab(chromium):
+    """A tab; afterwards there must have been no error on the console, and no request but for
+    files."""
+    trouble = []
+    context = chromium.new_context(viewport={"width": 1400, "height": 900}, offline=True)
+    tab = context.new_page()
+    for event in ("console", "pageerror", "dialog"):
+        tab.on(event, lambda message: trouble.append(str(message)))
+    tab.on("request", lambda request: request.url.startswith(("file:", "data:", "blob:"))
+           or trouble.append(request.url))
+    yield tab
+    context.close()
     assert trouble == []
 
 
@@ -231,9 +214,9 @@ def place_of(tab, x, y):
     }""", [x, y])
 
 
-def test_it_zooms_hovers_switches_and_downloads(sides, tmp_path, capsys, browse):
+def test_it_zooms_hovers_switches_and_downloads(sides, tmp_path, capsys, tab):
     written(capsys, tmp_path, sides[0], "--vs", sides[1])
-    tab = browse(tmp_path / "page.html")
+    tab.goto(f"file://{tmp_path}/page.html")
     tab.mouse.move(*place_of(tab, 1125, 3.1))  # our third run's end
     said = tab.locator("#loss .hovertext").text_content()  # waits for it
     for words in ("run2", "seed 3", "1,125: 3.1000"):
@@ -258,14 +241,12 @@ def test_it_zooms_hovers_switches_and_downloads(sides, tmp_path, capsys, browse)
         assert range_of(tab, "xaxis")[1] >= end >= range_of(tab, "xaxis")[1] * 0.9
 
 
-def test_it_fits_a_phone_and_a_laptop(sides, tmp_path, capsys, browse):
+def test_it_fits_a_phone_and_a_laptop(sides, tmp_path, capsys, tab):
     """On a screen of 1,200 pixels no table is clipped, be its names ever so long."""
-    long = tmp_path / ("my_record_" * 6)
-    sides[0].rename(long)
-    for i, log in enumerate(sorted(long.glob("*.log"))):
-        log.rename(long / f"2026-11-25T07-28-1{i}Z_{'my_record_' * 4}.log")
-    written(capsys, tmp_path, long, "--vs", sides[1], "--target", 3.35)
-    tab = browse(tmp_path / "page.html")
+    for log in sorted(sides[0].glob("*.log")):
+        log.rename(sides[0] / f"2026-11-25T07-28-11Z_{'my_record_' * 4}_{log.name}")
+    written(capsys, tmp_path, sides[0], "--vs", sides[1], "--target", 3.35)
+    tab.goto(f"file://{tmp_path}/page.html")
     for width in (1200, 400):
         tab.set_viewport_size({"width": width, "height": 900})
         tab.evaluate("""Promise.all([...document.querySelectorAll(".js-plotly-plot")]
@@ -276,20 +257,20 @@ def test_it_fits_a_phone_and_a_laptop(sides, tmp_path, capsys, browse):
         assert width < 1200 or clipped == []
 
 
-def test_a_hostile_log_in_a_browser(hostile, tmp_path, capsys, browse):
-    written(capsys, tmp_path, hostile[0], "--vs", hostile[1])
-    tab = browse(tmp_path / "page.html")
+def test_a_hostile_log_in_a_browser(hostile, tmp_path, tab):
+    tab.goto(f"file://{tmp_path}/page.html")
     tab.mouse.move(*place_of(tab, 1000, 3.2))
     assert tab.evaluate("window.hacked") is None and tab.locator("img").count() == 0
     assert tab.locator("h1").count() == tab.locator("footer").count() == 1
     assert tab.evaluate("document.documentElement.scrollWidth") <= 1400
 
 
-def test_it_reloads_while_a_run_trains(tmp_path, browse):
+def test_it_reloads_while_a_run_trains(tmp_path, tab):
     log = tmp_path / "x.log"
     log.write_text(log_text((10.8, 4.0), total=500))
     page.save(tmp_path / "page.html", [side_of("A", log)], [], None, alive=True)
-    tab = browse(tmp_path / "page.html", clock=True)
+    tab.clock.install()
+    tab.goto(f"file://{tmp_path}/page.html")
     assert tab.locator("#alive").is_visible()
     log.write_text(log_text((10.8, 4.0, 3.5, 3.4, 3.3), total=500))
     page.save(tmp_path / "page.html", [side_of("A", log)], [], None)
