@@ -73,8 +73,7 @@ def test_where_there_is_no_spread_there_is_no_p_value(a, b, difference):
     assert judge.paired([1.0, 2.0], [2.0, 3.0])["p"] is None  # pairs that all differ by as much
 
 
-# --------------------------------------------------------------------------------------------------
-# Until decided
+# ---- Until decided -------------------------------------------------------------------------------
 
 def some_differences(n, mean):
     values = np.random.RandomState(n).standard_normal(n)
@@ -113,14 +112,6 @@ def test_a_confidence_sequence_has_the_means_that_are_not_excluded(n):
     assert judge.confidence_sequence(found[:7], 0.01) is None
 
 
-def test_looking_after_each_pair_finds_effects():
-    """Of 2 and 1 spreads of a pair after 8 and 18 pairs in the median."""
-    for effect, medians in ((2, (7, 8, 9)), (1, range(15, 22))):
-        differences = np.random.RandomState(1).standard_normal((1000, 50)) + effect
-        decided = [judge.e_value(differences[:, :n]) >= 100 for n in range(1, 51)]
-        assert np.median(np.argmax(decided, axis=0) + 1) in medians
-
-
 def test_the_pairs_that_would_decide_it():
     """If they repeat those that are there."""
     found = some_differences(4, 0.012)
@@ -145,11 +136,14 @@ def test_p_values_adjusted_for_their_number_against_an_example():
     ("and bets on signs", [name for name in simulate.DISTRIBUTIONS
                            if "effect" not in name and "skewed" not in name])])
 def test_a_race_without_a_difference_is_seldom_decided(rule, names):
-    """In 2,000 races, three standard errors above the bound. E alone is too bold at two values."""
+    """In 2,000 races, three standard errors above the bound. E alone is too bold at two values. It
+    finds effects of 2 and 1 spreads of a pair after 8 and 18 pairs in the median."""
     for name in names:
         wrong = np.mean(simulate.decided_after(name, rule, 2000, 12) <= 12)
         assert wrong <= 0.01 + 3 * (0.01 / 2000) ** 0.5, name
     assert np.mean(simulate.decided_after("two-valued", "E", 2000, 12) <= 12) > 0.04
+    for name, medians in (("effect of 2", (7, 8, 9)), ("effect of 1", range(15, 22))):
+        assert np.median(simulate.decided_after(name, "E", 1000)) in medians
 
 
 def test_what_bets_on_signs_win():
