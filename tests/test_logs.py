@@ -269,23 +269,21 @@ STRANGE = [*HALF, "step:5/0 val_loss:3.0 train_time:1ms step_avg:1ms",
 
 # ---- Chains: a resumed run has a log of its own --------------------------------------------------
 
-A_LOSSES = (10.8, 4.0, 3.9)  # at steps 0, 125 and 250 of 375; then it was killed
-B_LOSSES = (4.0, 3.8)  # resumed from step 125, and killed
-C_LOSSES = (3.8, 3.2)  # resumed from step 250, and finished
+CHAIN = {  # name: losses, its parent, the step where it begins
+    "a": ((10.8, 4.0, 3.9), None, 0),  # killed behind step 250 of 375
+    "b": ((4.0, 3.8), "a", 125),  # resumed from step 125, and killed
+    "c": ((3.8, 3.2), "b", 250),  # resumed from step 250, and finished
+    "d": ((4.0, 3.7, 3.1), "a", 125),  # another one from step 125, which has finished
+}
 
 
-def write_log(path, losses, parent=None, **more):
-    """A log of a run of 375 steps; returns its path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(log_text(losses, parent=parent, total=more.pop("total", 375), **more))
-    return path
-
-
-def write_chain(folder, b=(), c=()):
-    """a.log, b.log that continues it, and c.log that continues b.log."""
-    write_log(folder / "a.log", A_LOSSES)
-    write_log(folder / "b.log", B_LOSSES, "gone/a", first=125, **dict(b))
-    write_log(folder / "c.log", C_LOSSES, "gone/b", first=250, **dict(c))
+def write_chain(folder, names="abc", **more):
+    """The logs of these names; `more` has what is special about one."""
+    for name in names:
+        losses, parent, first = CHAIN[name]
+        (folder / f"{name}.log").write_text(log_text(
+            losses, parent=parent and f"gone/{parent}", first=first, total=375,
+            **more.get(name, {})))
     return folder
 
 
@@ -300,20 +298,24 @@ def at_steps(run):
     return {line.step: line.loss for line in run.validations}
 
 
-def test_a_chain_is_one_run(tmp_path):
+A_TO_C = {0: 10.8, 125: 4.0, 250: 3.8, 375: 3.2}
+
+
+@pytest.mark.parametrize("names, argument, expected", [
+    ("abc", "", {"c": A_TO_C}), ("abc", "c.log", {"c": A_TO_C}),
+    ("abc", "b.log", {"b": {0: 10.8, 125: 4.0, 250: 3.8}}),
+    ("abc", "a.log", {"a": {0: 10.8, 125: 4.0, 250: 3.9}}),
+    ("abcd", "", {"c": A_TO_C, "d": {0: 10.8, 125: 4.0, 250: 3.7, 375: 3.1}}),
+    ("abd", "", {"b": {0: 10.8, 125: 4.0, 250: 3.8}, "d": {0: 10.8, 125: 4.0, 250: 3.7, 375: 3.1}})])
+def test_a_chain_is_one_run(tmp_path, names, argument, expected):
     """From a folder, and from its newest log. What came after a checkpoint is forgotten."""
-    write_chain(tmp_path)
-    for argument in (tmp_path, tmp_path / "c.log"):
-        (run,) = read(argument).values()
-        assert at_steps(run) == {0: 10.8, 125: 4.0, 250: 3.8, 375: 3.2} and run.finished
+    runs = read(write_chain(tmp_path, names) / argument)
+    assert {name: at_steps(run) for name, run in runs.items()} == expected
+    for name, run in runs.items():
+        assert run.finished == (name in "cd") and (run.changed, run.mixed) == ([], [])
         steps = [(line.step, line.kind) for line in run.lines]
-        assert steps == sorted(set(steps)) and len(steps) == 10
-        assert [(os.path.basename(path), step) for path, step in run.logs] == [
-            ("a.log", 0), ("b.log", 125), ("c.log", 250)]
-        assert (run.name, run.changed, run.mixed, run.missing) == ("c", [], [], None)
-        assert (run.ranks, run.torch, run.hardware) == ("8", "2.11.0", "8x H100")
-    assert at_steps(read(tmp_path / "b.log")["b"]) == {0: 10.8, 125: 4.0, 250: 3.8}
-    assert at_steps(read(tmp_path / "a.log")["a"]) == {0: 10.8, 125: 4.0, 250: 3.9}
+        assert steps == sorted(set(steps)) and run.missing is None
+        assert len(run.logs) == {"a": 1, "c": 3}.get(name, 2) and run.logs[-1][1] == CHAIN[name][2]
 
 
 @settings(max_examples=100, deadline=None)
@@ -345,39 +347,29 @@ def test_pieces_of_a_run_make_up_the_run(tmp_path_factory, data):
 
 def test_a_parent_is_found_where_folders_have_moved_to(tmp_path):
     """Beside the log; where the checkpoint's path says; in another folder that is named."""
-    parent = write_log(tmp_path / "old" / "2026_x.v1.log", A_LOSSES)
-    checkpoints = parent.with_suffix("")
-    child = write_log(tmp_path / "new" / "b.log", B_LOSSES, checkpoints, first=125)
+    old, older, new = (tmp_path / name for name in ("old", "older", "new"))
+    old.mkdir()
+    new.mkdir()
+    write_chain(old, "a").joinpath("a.log").rename(old / "2026_x.v1.log")
+    child = new / "b.log"
+    child.write_text(log_text((4.0, 3.8), parent=old / "2026_x.v1", first=125, total=375))
     assert len(read(child)["b"].logs) == 2
-    (tmp_path / "old").rename(tmp_path / "older")
-    runs, unread = logs.read([str(child)])
-    assert at_steps(runs[0]) == {125: 4.0, 250: 3.8} and unread == [
+    old.rename(older)
+    (run,), unread = logs.read([child])
+    assert at_steps(run) == {125: 4.0, 250: 3.8} and unread == [
         f"{child}: read without its beginning, 2026_x.v1.log is missing; put that log beside this "
         "one, or name its folder too"]
-    assert (runs[0].missing, runs[0].mixed) == ("2026_x.v1.log is missing", ["a missing log"])
-    (run,) = read(child, tmp_path / "older").values()
+    assert (run.missing, run.mixed) == ("2026_x.v1.log is missing", ["a missing log"])
+    (run,) = read(child, older).values()
     assert len(run.logs) == 2 and run.mixed == []
-    (tmp_path / "older" / parent.name).rename(tmp_path / "new" / parent.name)
-    assert len(read(tmp_path / "new")["b"].logs) == 2
-
-
-def test_two_branches_share_their_ancestors(tmp_path):
-    """A run was resumed twice: one of the two was killed, the other has finished."""
-    write_chain(tmp_path)
-    write_log(tmp_path / "d.log", (4.0, 3.7, 3.1), "gone/a", first=125)
-    runs = read(tmp_path)
-    assert {name: run.finished for name, run in runs.items()} == {"c": True, "d": True}
-    assert at_steps(runs["d"]) == {0: 10.8, 125: 4.0, 250: 3.7, 375: 3.1}
-    (tmp_path / "c.log").unlink()
-    runs = read(tmp_path)
-    assert {name: run.finished for name, run in runs.items()} == {"b": False, "d": True}
-    assert at_steps(runs["b"]) == {0: 10.8, 125: 4.0, 250: 3.8}
+    (older / "2026_x.v1.log").rename(new / "2026_x.v1.log")
+    assert len(read(new)["b"].logs) == 2
 
 
 def test_a_finished_run_that_is_continued_is_a_run_too(tmp_path):
-    write_log(tmp_path / "a.log", (10.8, 4.0, 3.3), total=250, hyper={"num_iterations": 250})
-    more = {"parent": "gone/a", "first": 250, "total": 500, "hyper": {"num_iterations": 500}}
-    write_log(tmp_path / "b.log", (3.3, 3.2, 3.1), **more)
+    for name, more in (("a", {"total": 250}), ("b", {"parent": "gone/a", "first": 250})):
+        text = log_text((3.3, 3.2, 3.1), hyper={"num_iterations": more.get("total", 500)}, **more)
+        (tmp_path / f"{name}.log").write_text(text)
     runs = read(tmp_path)
     assert {name: (run.steps, run.finished) for name, run in runs.items()} == {
         "a": (250, True), "b": (500, True)}
@@ -398,7 +390,7 @@ HARMLESS = {"name": "'y'", "records": "'z'", "save_every": 9}
      ["muon_lr was 0.05 and is 0.06", "muon_lr was 0.06 and is 0.05", "new was None and is 1"])])
 def test_in_what_the_pieces_of_a_run_differ_is_told(tmp_path, b, c, mixed, changed):
     """Also if it went back to the first machine."""
-    write_chain(tmp_path, b, c)
+    write_chain(tmp_path, b=b, c=c)
     (run,) = read(tmp_path).values()
     assert (run.mixed, run.changed) == (mixed, changed)
 
@@ -426,5 +418,5 @@ def test_a_missing_package_is_one_line(package, program, arguments):
     done = subprocess.run([sys.executable, "-c", code, package, path, *arguments],
                           capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert re.search(rf"error: {package}\S* is not installed here: start the program by ./run.sh, or "
-                     r"install the packages of requirements.txt\n\Z", done.stderr)
+    assert re.search(rf"error: {package}\S* is not installed here: start the program by ./run.sh, "
+                     r"or install the packages of requirements.txt\n\Z", done.stderr)
