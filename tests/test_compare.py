@@ -21,7 +21,6 @@ from records.tools import compare, load, logs
 GOOD = [3.2770, 3.2781, 3.2776, 3.2783]
 SAME = [3.2772, 3.2779, 3.2778, 3.2784]
 
-
 def write(folder, finals, ms=(100.0,), first_seed=1, before=(10.8258,), then=4.0, **more):
     """A folder of logs that end in the given losses."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -31,20 +30,16 @@ def write(folder, finals, ms=(100.0,), first_seed=1, before=(10.8258,), then=4.0
         (folder / f"run{i}.log").write_text(text)
     return folder
 
-
 def side_of(label, folder, target=3.28):
     runs, unread = logs.read([folder])
     assert unread == []
     return compare.Side(label, runs, target)
 
-
 def compared(a, b):
     return compare.compare_all([side_of("A", a)], side_of("B", b), 3.28)[0]
 
-
 def verdict_of(a, b):
     return compared(a, b)["verdict"]
-
 
 def run_main(capsys, *arguments):
     try:
@@ -54,13 +49,11 @@ def run_main(capsys, *arguments):
     out = capsys.readouterr()
     return status, out.out, out.err
 
-
 def json_of(capsys, *arguments):
     """The object that a comparison prints for programs."""
     status, out, _ = run_main(capsys, *arguments, "--json")
     assert status == 0
     return json.loads(out, parse_constant=pytest.fail)
-
 
 # ---- Which runs count ----------------------------------------------------------------------------
 
@@ -68,7 +61,6 @@ def resumed(**more):
     """A run that was killed at step 125, and has finished from there, with what differs then."""
     text = log_text((4.09, 3.279), seed=90, first=125, parent="gone/killed", **more)
     return {"killed.log": log_text((10.8, 4.09), seed=90, total=250), "resumed.log": text}
-
 
 STEPS = log_text((10.8258, 4.001, GOOD[0])).partition("note: a remark\n")[2]  # of GOOD's first run
 RESUMED = "run resumed of A was resumed with differences"
@@ -97,7 +89,6 @@ COUNTED = {  # the files beside four good runs, how many runs count, and the war
                        [f"{RESUMED} (a missing log), left out"]),
 }
 
-
 @pytest.mark.parametrize("name", COUNTED)
 def test_which_runs_count_and_what_is_said_of_the_others(tmp_path, name):
     files, count, warnings = COUNTED[name]
@@ -112,7 +103,6 @@ def test_which_runs_count_and_what_is_said_of_the_others(tmp_path, name):
     assert ("not independent" in said) == (name == "a seed twice")
     assert ("mind the warnings about A" in said) == (bool(warnings) and name != "a seed twice")
     assert ("Times do not compare" in said) == (name in ("mixed", "resumed elsewhere"))
-
 
 # ---- The verdict ---------------------------------------------------------------------------------
 
@@ -134,7 +124,6 @@ def test_p_value_of_the_verdict_is_that_of_the_pairs_or_of_welchs_test(tmp_path)
     found = compared(a, write(tmp_path / "c", seeds, first_seed=4))
     assert (found["speaks"], found["decision"]) == ("welch", "undecided")
     assert found["paired"]["seeds"] == ["4"] and f", p = {p[1]:.2g}) by Welch" in found["verdict"]
-
 
 MODEL = {"notes": ["model: 1000 parameters; 8 x 1024 tokens a step"]}
 LARGER = {"notes": ["model: 1100 parameters; 8 x 1024 tokens a step"], "before": (10.8, 4.2)}
@@ -168,14 +157,12 @@ VERDICTS = {  # losses of A and more, losses of B and more, what is said, and wh
         "A is better", " by Welch's t-test of 4 runs against 4."], ["pairs"]),
 }
 
-
 @pytest.mark.parametrize("name", VERDICTS)
 def test_the_words_of_a_verdict(tmp_path, name):
     ours, more, theirs, others, words, never = VERDICTS[name]
     said = verdict_of(write(tmp_path / "a", ours, **more), write(tmp_path / "b", theirs, **others))
     assert said.startswith(words[0] if words else "") and all(one in said for one in words), said
     assert not any(one in said for one in never), said
-
 
 def test_several_candidates_against_one_baseline(tmp_path, capsys):
     """The best of many looks good by chance, so a gain needs more; a harm does not."""
@@ -204,7 +191,6 @@ def test_several_candidates_against_one_baseline(tmp_path, capsys):
         found = json_of(capsys, *arguments)
         assert [len(side["runs"]) for side in found["sides"]] == counts
 
-
 def test_pairs_that_were_added_until_decided_have_an_e_value(tmp_path, capsys):
     losses = [3.20, 3.25, 3.31, 3.28, 3.22, 3.30, 3.24, 3.26]
     ours = [x - 0.01 - i % 2 / 1000 for i, x in enumerate(losses)]
@@ -230,7 +216,6 @@ def test_pairs_that_were_added_until_decided_have_an_e_value(tmp_path, capsys):
     assert "Welch's t-test of 4 runs against 4" in " ".join(
         run_main(capsys, a, "--vs", base)[1].split())
 
-
 @pytest.mark.parametrize("level", [None, 0.01, 0.2])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_word_and_the_intervals_agree(tmp_path, level, seed):
@@ -250,11 +235,9 @@ def test_the_word_and_the_intervals_agree(tmp_path, level, seed):
         assert [np.sign(end) for end in ends] == [np.sign(low), np.sign(high)]
     assert len({one["decision"] for one in found}) > 1
 
-
 OLD = {"data": "d/t_train_1.bin 30 tokens 11; d/val_0.bin 9 tokens aa"}
 NEW = {"data": "d/t_train_1.bin 30 tokens 11", "val_data": "d/held.bin 9 tokens aa"}
 GLOB = {"val_files": "'d/val_*.bin'"}
-
 
 @pytest.mark.parametrize("env, hyper, more, words", [
     (OLD, {}, {"env": {"gpus": "8 x NVIDIA H200"}}, "times do not compare, the hardware"),
@@ -289,7 +272,6 @@ def test_what_does_not_compare_is_not_compared(tmp_path, capsys, env, hyper, mor
     assert status == (0 if losses_compare else 2)
     assert err.count("\n") == err.count("error: Losses do not compare") == 1 - losses_compare
 
-
 # ---- What is printed -----------------------------------------------------------------------------
 
 def test_two_sides_and_what_they_differ_in(tmp_path, capsys):
@@ -313,7 +295,6 @@ def test_two_sides_and_what_they_differ_in(tmp_path, capsys):
         assert f"\n{line}\n" in out
     assert "missing in a log" in run_main(capsys, a, "--vs", LOGS / "console_only.log")[1]
 
-
 @pytest.mark.parametrize("end, row", [
     (None, "3.2000 25.00 s 100.00 250 250k 238 23.75 s"),
     ("step:0/", "- - - 0/0 - - -"),
@@ -329,7 +310,6 @@ def test_the_table_of_runs(tmp_path, capsys, end, row):
     assert ("1 run of A stopped before a last loss" in out) == (end is not None)
     assert ("3.20000   -                          -\n" in out) == (end is None)
 
-
 def test_what_is_said_about_the_target(tmp_path, capsys):
     write(tmp_path / "a", [3.2777, 3.2803, 3.2790])
     write(tmp_path / "b", GOOD, hyper={"vocab_size": 257})
@@ -339,7 +319,6 @@ def test_what_is_said_about_the_target(tmp_path, capsys):
             ("a", ["--target=3.3"], "3.3 at p < 0.01 (one-sided t-test): p = 0.00064, holds"),
             ("b", [], "\nno target: "), ("b", ["--target=3.28"], "a mean below 3.28")):
         assert words in run_main(capsys, tmp_path / folder, *more)[1]
-
 
 def test_nats_become_steps_by_the_curve_of_the_baseline(tmp_path):
     """The baseline falls from 4.00 at step 125 to 3.28 at step 250, and both sides change roles."""
@@ -360,7 +339,6 @@ def test_nats_become_steps_by_the_curve_of_the_baseline(tmp_path):
         assert found["paired"]["steps"]["difference"] is None
         assert "slope of its curve" not in found["verdict"]
 
-
 def test_json_holds_what_is_documented_and_is_strict(tmp_path, capsys):
     a = write(tmp_path / "a", GOOD)
     (a / "nan.log").write_text(log_text((10.8, 4.5, math.nan), seed=51))
@@ -374,7 +352,6 @@ def test_json_holds_what_is_documented_and_is_strict(tmp_path, capsys):
     assert result["hyperparameters"] == [["muon_lr", ["0.06"], ["0.05"]]]
     assert {"decision", "verdict", "source", "speaks", "level"} <= set(result)
 
-
 # ---- The command ---------------------------------------------------------------------------------
 
 def test_what_is_no_log_costs_one_line_and_the_rest_goes_on(tmp_path, capsys):
@@ -387,7 +364,6 @@ def test_what_is_no_log_costs_one_line_and_the_rest_goes_on(tmp_path, capsys):
         "no .log or .txt file in this folder", "no log (no line of a step in it)",
         "no log (no line of a step in it)", "cannot be read (No such file or directory)"]
 
-
 @pytest.mark.parametrize("arguments, words", [
     ((), "required"), (("x.log", "--plot", "x.jpg"), "takes a .png"),
     (("x.log", "--target", "nan"), "takes a loss"), (("x.log", "--nonsense"), "unrecognized"),
@@ -395,7 +371,6 @@ def test_what_is_no_log_costs_one_line_and_the_rest_goes_on(tmp_path, capsys):
 def test_wrong_usage_is_one_line(arguments, words, capsys):
     status, out, err = run_main(capsys, *arguments)
     assert words in status and "\n" not in status and out == err == ""
-
 
 def test_as_a_program(tmp_path):
     command = [sys.executable, str(ROOT / "records" / "tools" / "compare.py")]
@@ -407,7 +382,6 @@ def test_as_a_program(tmp_path):
     piped = subprocess.run(f'"{sys.executable}" "{command[1]}" "{folder}" --json | head -1',
                            shell=True, capture_output=True, text=True, check=False)
     assert piped.stdout == "{\n" and piped.stderr == ""
-
 
 @pytest.mark.filterwarnings("error")
 @settings(max_examples=60, deadline=None)
@@ -429,7 +403,6 @@ def test_strange_lines_are_no_traceback(tmp_path_factory, a, b):
                 return
     json.loads(out.getvalue(), parse_constant=pytest.fail)
 
-
 # ---- statistics.md -------------------------------------------------------------------------------
 
 # Losses and milliseconds of two folders that the speedrun published in 2026, and every figure of
@@ -443,7 +416,6 @@ SIGN = """2763 84237 2806 84392 2789 84485 2785 84464 2780 84403 2790 84441 2794
     2802 84330 2785 84514 2801 84471 2803 84433"""
 SIGN_BASE = """2783 85415 2792 85452 2791 85180 2819 85454 2798 85395 2812 85421 2785 85435
     2773 85418 2790 85371 2794 85402"""
-
 
 @pytest.mark.parametrize("ours, theirs, published", [
     (FP8, FP8_BASE, """3.2783692308 0.0014156180 0.0006690604 79.684923 0.182767 79.653 79.532
@@ -469,7 +441,6 @@ def test_the_statistics_of_published_folders(tmp_path, capsys, ours, theirs, pub
         assert any(abs(value - abs(figure)) <= 0.5000001 * unit for figure in figures), one
     (losses,) = re.findall(r"(?m)^losses = (.*)$", text)[:1]
     assert json.loads(losses) == [float(f"3.{value}") for value in ours.split()[::2]]
-
 
 def test_statistics_replace_only_their_own(tmp_path, capsys):
     folder = write(tmp_path / "a", GOOD)

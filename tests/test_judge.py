@@ -14,7 +14,6 @@ from records.tools.load import load_script
 
 simulate = load_script(ROOT / "records" / "2026-11-26_evalue" / "simulate.py", "simulate")
 
-
 def test_the_speedruns_rule_against_closed_forms():
     """Student's t has closed distribution functions for 1 and 2 degrees of freedom."""
     for losses, cdf in (([3.277, 3.279], lambda t: 0.5 + math.atan(t) / math.pi),
@@ -32,7 +31,6 @@ def test_the_speedruns_rule_against_closed_forms():
     for few in ([], [3.2], [3.2, 3.2]):
         assert judge.speedrun_rule(few, 3.28)["p"] is None
 
-
 def test_spread_against_tables():
     out = judge.spread([2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0])
     # The first number is the 97.5 % point of t with 7 degrees of freedom, from tables.
@@ -41,7 +39,6 @@ def test_spread_against_tables():
     assert out["interval"] == pytest.approx((5 - half, 5 + half), abs=1e-5)
     assert judge.spread([3.28]) == {"n": 1, "mean": 3.28, "sd": None, "interval": None}
     assert judge.spread([]) == {"n": 0, "mean": None, "sd": None, "interval": None}
-
 
 @pytest.mark.filterwarnings("error")
 def test_p_value_of_two_sides_by_welch_and_in_pairs():
@@ -62,7 +59,6 @@ def test_p_value_of_two_sides_by_welch_and_in_pairs():
     assert paired["sd"] == pytest.approx(np.std([0.02, 0.01, 0.03, 0.01], ddof=1))
     assert paired["difference"] == welch["difference"] == pytest.approx(-0.0175)
 
-
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("a, b, difference", [
     ([], [], None), ([], [1.0], None), ([1.0], [2.0], -1), ([1.0, 1.0], [2.0, 2.0], -1)])
@@ -72,13 +68,11 @@ def test_where_there_is_no_spread_there_is_no_p_value(a, b, difference):
         assert (found["difference"], found["interval"], found["p"]) == (difference, None, None)
     assert judge.paired([1.0, 2.0], [2.0, 3.0])["p"] is None  # pairs that all differ by as much
 
-
 # ---- Until decided -------------------------------------------------------------------------------
 
 def some_differences(n, mean):
     values = np.random.RandomState(n).standard_normal(n)
     return (values - values.mean()) / values.std(ddof=1) * 0.01 + mean
-
 
 @pytest.mark.parametrize("n, mean", [(2, 0.02), (3, -0.007), (5, 0.03), (8, 0.0), (12, -0.011)])
 def test_an_e_value_is_the_bayes_factor_of_the_t_test(n, mean):
@@ -94,13 +88,11 @@ def test_an_e_value_is_the_bayes_factor_of_the_t_test(n, mean):
     assert judge.e_value(found) == pytest.approx(expected, rel=1e-6)
     assert judge.e_value([found, 7 * found]) == pytest.approx([expected] * 2)
 
-
 def test_the_ends_of_an_e_value():
     assert judge.e_value([0.3]) == pytest.approx(1) and judge.e_value([0.0] * 6) == 0.2
     width = 1 + 5 * judge.PRIOR
     assert judge.e_value([0.5] * 5) == pytest.approx(width**2)  # as surely as five pairs can say it
     assert judge.e_value([0.5] * 4) < 100
-
 
 @pytest.mark.parametrize("n", [8, 13, 30])
 def test_a_confidence_sequence_has_the_means_that_are_not_excluded(n):
@@ -111,7 +103,6 @@ def test_a_confidence_sequence_has_the_means_that_are_not_excluded(n):
         assert bound == pytest.approx(root)
     assert judge.confidence_sequence(found[:7], 0.01) is None
 
-
 def test_the_pairs_that_would_decide_it():
     """If they repeat those that are there."""
     found = some_differences(4, 0.012)
@@ -121,7 +112,6 @@ def test_the_pairs_that_would_decide_it():
     assert E[0] < 100 <= E[1]
     assert judge.until_decided([1.0, -1.0], [0.0, 0.0], 0.01)["needed"] is None
 
-
 def test_p_values_adjusted_for_their_number_against_an_example():
     """Of three, the smallest counts three times, the next twice, and none less than the next."""
     assert judge.adjusted([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
@@ -129,7 +119,6 @@ def test_p_values_adjusted_for_their_number_against_an_example():
     gain = {"difference": -1.0, "p": 0.006, "E": None, "adjusted": 0.018}
     assert not judge.is_sure(gain) and judge.is_sure(gain | {"difference": 1.0})
     assert judge.is_sure(gain | {"p": None, "E": 200.0, "adjusted": 0.01})
-
 
 @pytest.mark.parametrize("rule, names", [
     ("E", ["normal", "Cauchy"]),
@@ -144,7 +133,6 @@ def test_a_race_without_a_difference_is_seldom_decided(rule, names):
     assert np.mean(simulate.decided_after("two-valued", "E", 2000, 12) <= 12) > 0.04
     for name, medians in (("effect of 2", (7, 8, 9)), ("effect of 1", range(15, 22))):
         assert np.median(simulate.decided_after(name, "E", 1000)) in medians
-
 
 def test_what_bets_on_signs_win():
     """Over all signs of eight differences, whatever their sizes, they win 1 on average; and all of

@@ -13,7 +13,6 @@ from scipy import stats
 from records.tools import ledger
 from records.tools.judge import e_value
 
-
 def row(candidate="a", patch="1", **more):
     """A candidate's object in verdict.json."""
     usual = {"candidate": candidate, "patch": patch, "decision": "undecided", "keep": False,
@@ -21,11 +20,9 @@ def row(candidate="a", patch="1", **more):
              "seconds": 1.5, "baseline_seconds": 1.0, "tokens": 9, "baseline_tokens": 9, "why": ""}
     return usual | more
 
-
 def ideas_in(folder):
     return [(r["race"], r["candidate"], r["patch"], r["pairs"])
             for r in ledger.read(folder / "ideas.csv")]
-
 
 def test_an_idea_that_goes_on_is_still_one_idea(tmp_path):
     ledger.add(tmp_path, "race_x", [row("a"), row("b, \"c\"\n", interval=[-1.0, 2.5])])
@@ -37,12 +34,10 @@ def test_an_idea_that_goes_on_is_still_one_idea(tmp_path):
     assert (second["low"], second["high"], second["p"]) == ("-1.0", "2.5", None)
     assert [path.name for path in tmp_path.iterdir()] == ["ideas.csv"]
 
-
 def as_saved_by_a_spreadsheet(text):
     """With a byte order mark, semicolons, decimal commas and the line ends of Windows."""
     lines = [line.replace(",", ";").replace(".", ",") for line in text.split("\n")]
     return "\ufeff" + "\r\n".join(lines) + "\r\n"
-
 
 @pytest.mark.parametrize("change, warned", [
     (lambda text: "\ufeff" + text, 0), (as_saved_by_a_spreadsheet, 0),
@@ -61,13 +56,11 @@ def test_what_others_did_to_a_ledger(change, warned, tmp_path, capsys):
     err = capsys.readouterr().err
     assert err.count("\n") == 2 * warned and err.count("line 3: no line of a ledger") == 2 * warned
 
-
 def enter(folders, name, barrier):
     for folder in folders:
         barrier.wait()
         for i in range(3):
             ledger.add(folder, f"race_{name}", [row(f"{name}{i}")])
-
 
 def test_races_that_end_together_lose_nothing(tmp_path):
     """Also not where each finds no ledger: 40 times, each time three races at once."""
@@ -86,12 +79,10 @@ def test_races_that_end_together_lose_nothing(tmp_path):
     for folder in folders:
         assert sorted(candidate for _, candidate, _, _ in ideas_in(folder)) == expected
 
-
 def marked(rows):
     rows = [{"E": None, "p": None, "keep": "True", **one} for one in rows]
     ledger.mark_survivors(rows)
     return [one["kept"] == "yes" for one in rows]
-
 
 def test_what_survives():
     """Of ten ideas with e-values, the second best survives from 2 * 20 / 10 = 4 times less on."""
@@ -107,7 +98,6 @@ def test_what_survives():
     assert marked([{"p": 0.03}]) == [True] and marked([{"p": 0.03}, {"E": 1.0}])[0] is False
     assert marked([{"p": 0.024}, {"E": 1.0}]) == [True, False]
 
-
 def test_worthless_ideas_seldom_survive():
     """In 300 ledgers of 40 ideas without an effect, raced in six pairs and called better where they
     look so, 5 % may hold a false discovery."""
@@ -119,7 +109,6 @@ def test_worthless_ideas_seldom_survive():
         rows += [{"p": p} for p in stats.ttest_1samp(differences[20:], 0, axis=1).pvalue]
         found += any(marked(rows))
     assert found <= 0.08 * 300
-
 
 def test_the_table(tmp_path, monkeypatch, capsys):
     """Yours first, in the console's width, and nothing undecided has an E of 100 or more."""
@@ -144,7 +133,6 @@ def test_the_table(tmp_path, monkeypatch, capsys):
         ["broken", "undecided", "3"], ["old", "undecided", "+0.0100", "p", "0.5", "3"]]
     assert count == "5 ideas, 1 of them kept at a false discovery rate of 5%"
     assert last == "What failed, and why: records/negative.md"
-
 
 def test_git_takes_a_race_that_was_moved_and_ignores_one_that_was_not(tmp_path):
     shutil.copy(ROOT / ".gitignore", tmp_path)

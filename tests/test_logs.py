@@ -17,12 +17,10 @@ from records.tools import logs
 LOGS = Path(__file__).resolve().parent / "fixtures" / "logs"
 LINE = "=" * 100
 
-
 def script_line(source):
     """By which the source in a log is passed over exactly, as train_gpt.py writes it."""
     sha256 = hashlib.sha256(source.encode()).hexdigest()
     return f"script: sha256 {sha256} {source.count(chr(10))} lines"
-
 
 def log_text(losses=(10.8258, 4.0, 3.279), seed=1, ms=100.0, every=125, hyper=(), env=(),
              source="import torch\n", total=None, notes=(), parent=None, first=0,
@@ -47,20 +45,16 @@ def log_text(losses=(10.8258, 4.0, 3.279), seed=1, ms=100.0, every=125, hyper=()
                       source.removesuffix("\n"), LINE,
                       "note: a remark", *notes, *steps, *end]) + "\n"
 
-
 def read_text(folder, text, name="x.log"):
     """The run that a file of this text holds."""
     (folder / name).write_bytes(text.encode())
     return logs.read_run(folder / name, "x")
 
-
 def losses_of(run):
     return [line.loss for line in run.validations]
 
-
 def runs_in(path):
     return logs.Reader([]).runs(path, "x")
-
 
 # ---- Formats -------------------------------------------------------------------------------------
 
@@ -76,7 +70,6 @@ PUBLISHED = {  # file: steps, total, loss, seconds, ms a step, free steps, valid
     "quotes_a_log.txt": (20, 20, 3.2821, 1.2, 60.0, 0, 3, H100, "2.6.0.dev20241105+cu124"),
 }
 
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_log(name):
     run = logs.read_run(LOGS / name, name)
@@ -91,7 +84,6 @@ def test_a_published_log(name):
         assert run.source == listing.rstrip("\n") and run.hyperparameters == {}
         assert run.environment == {"python": "3.12.7", "torch": run.torch, "cuda": "12.4",
                                    "driver": "535.183.06", "gpus": "8 x NVIDIA H100 80GB HBM3"}
-
 
 def test_one_head_and_several_runs(tmp_path):
     """As the optimizer track has them: the source once, the steps one run after the other."""
@@ -109,7 +101,6 @@ def test_one_head_and_several_runs(tmp_path):
     with pytest.raises(logs.BadInput, match="x.txt: holds 2 runs, expected one"):
         logs.read_run(tmp_path / "x.txt", "x")
 
-
 @pytest.mark.parametrize("text, words", [
     ("step:100/300 val_loss:4.0 train_time:1ms step_avg:1ms\n"
      "step:200/300 val_loss:4.0 train_time:2ms step_avg:1ms\n"
@@ -117,11 +108,12 @@ def test_one_head_and_several_runs(tmp_path):
     (log_text() + log_text(seed=2), "one log a file"),
     (log_text().replace("import torch", "import numpy"), "its source is cut or changed"),
     ((LOGS / "quotes_a_log.txt").read_text() * 2, "several logs in one file: split it"),
+    ("x = \"\"\"\nRunning Python 3.9.9\nstep:9/9 val_loss:0.1 train_time:1ms step_avg:1ms\n\"\"\"\n"
+     + (LOGS / "quotes_a_log.txt").read_text(), "several logs in one file: split it"),
 ])
 def test_runs_that_cannot_be_told_apart_are_refused(text, words, tmp_path):
     with pytest.raises(logs.BadInput, match=words):
         read_text(tmp_path, text)
-
 
 def test_our_own_log(tmp_path):
     run = read_text(tmp_path, log_text(seed=7, env={"data": "a 1 tokens\ndata: b 2 tokens"}))
@@ -135,7 +127,6 @@ def test_our_own_log(tmp_path):
     assert read_text(tmp_path, text).hardware == "8x H100"
     assert read_text(tmp_path, text.replace("gpus: ", "other: ")).hardware == "2x AMD EPYC, AVX2"
 
-
 @pytest.mark.parametrize("setting, more, contents", [
     ("'a/h*.bin'", {}, ["5 tokens 0f"]), ("'gone/*.bin'", {}, ["5 tokens 0f", "6 tokens 1f"]),
     (None, {}, ["5 tokens 0f", "6 tokens 1f"]),
@@ -147,7 +138,6 @@ def test_the_validation_shards_of_new_and_former_logs(tmp_path, setting, more, c
     run = read_text(tmp_path, log_text(env=env, hyper={"val_files": setting} if setting else {}))
     assert run.validated_on == (None, "50257", *contents)
 
-
 def test_target_is_reached_on_the_line_between_validations(tmp_path):
     text = log_text((11.0, 4.0, 3.0, 2.0), every=100)
     for target, reached in ((3.25, (175, 17.5)), (4.0, (100, 10)), (2.0, (300, 30)),
@@ -155,7 +145,6 @@ def test_target_is_reached_on_the_line_between_validations(tmp_path):
         run = read_text(tmp_path, text)
         run.find_target(target)
         assert run.reached == (reached and pytest.approx(reached))
-
 
 def test_the_gpus_limits_count_and_their_temperatures_do_not(tmp_path):
     rows = ["driver_version, clocks.current.sm [MHz], power.limit [W], temperature.gpu",
@@ -167,7 +156,6 @@ def test_the_gpus_limits_count_and_their_temperatures_do_not(tmp_path):
     assert [key for key in runs[0].environment if key.startswith("gpu ")] == [
         "gpu driver_version", "gpu power.limit [W]"]
     assert runs[0].timed_on != runs[1].timed_on
-
 
 # ---- Hostile logs: no text that a user or a model wrote is a result ------------------------------
 
@@ -182,7 +170,6 @@ hostile_lines = st.lists(st.one_of(
     st.sampled_from([*HOSTILE, "\n".join(PASTED)]),
     st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), max_size=12)), max_size=12)
 losses_of_a_run = st.lists(st.floats(0.1, 20).map(lambda x: round(x, 4)), min_size=2, max_size=5)
-
 
 @settings(max_examples=80, deadline=None)
 @given(hostile_lines, st.sampled_from(["", "\n", "\n\n"]), losses_of_a_run, st.data())
@@ -201,14 +188,12 @@ def test_whatever_the_source_holds_is_no_result(tmp_path_factory, lines, ending,
         return  # cut before its first step line
     assert found == losses[:len(found)]
 
-
 WHOLE = "step:5/9 val_loss:3.0 train_time:1ms step_avg:1.00ms"
 HALF = [WHOLE.replace(*change) for change in (
     (" train", " val_loss:3.1 train"), ("s:3", "s: 3"), ("s:3", "s=3"), ("3.0", "3,0"),
     ("val_", ""), ("3.0", "1.2.3"), ("3.0", "tensor(3.0)"), ("1ms", "1.2.3ms"), ("1ms", "nanms"),
     ("1ms", "1min"), (" train_time:1ms step_avg:1.00ms", ""), ("5/", "9" * 5000 + "/"),
     ("1ms", "9" * 400 + "ms"), ("0ms", "0ms tokens:" + "9" * 5000), ("5/9", "\u0663/\u0669"))]
-
 
 @pytest.mark.parametrize("line", [*HALF, f"50%|##  | 5/9{WHOLE}"])
 def test_a_step_line_that_is_not_understood_refuses_the_file(tmp_path, line):
@@ -228,7 +213,6 @@ def test_a_step_line_that_is_not_understood_refuses_the_file(tmp_path, line):
     (tmp_path / "x.txt").write_text("\n".join([*lines, line]))  # alive or killed: half a line
     assert losses_of(runs_in(tmp_path / "x.txt")[0]) == [9.0, 3.0]
 
-
 @pytest.mark.parametrize("shown, loss", [
     ("3.277912378311157", 3.277912378311157), ("3.2779123783111572", 3.2779123783111572),
     ("3." + "1" * 60, 3.1111111111111112), ("9.9e-05", 9.9e-05), ("3.1E+00", 3.1), (".5", 0.5),
@@ -239,7 +223,6 @@ def test_losses_as_programs_write_them(tmp_path, shown, loss):
     run = read_text(tmp_path, text)
     assert losses_of(run) == [9.0, loss] and run.diverged == (loss is None) and run.finished
 
-
 ENDS = {  # how a console or an editor writes a log
     "crlf": ("\n", "\r\n"), "crcrlf": ("\n", "\r\r\n"), "mark": ("", ""), "utf-16": ("", ""),
     "bar": ("\nstep:", "\n 50%|##  | 1/2 [00:01<00:01]\rstep:"),
@@ -247,7 +230,6 @@ ENDS = {  # how a console or an editor writes a log
     "indent": ("\nstep:", "\n  step:"),
     "one line": ("step:125/250 train_loss:4.0000", "step:125/250 train_loss:4.0 val_loss:4.0"),
 }
-
 
 @pytest.mark.parametrize("name", ENDS)
 def test_a_log_as_consoles_and_editors_leave_it(tmp_path, name):
@@ -261,11 +243,9 @@ def test_a_log_as_consoles_and_editors_leave_it(tmp_path, name):
         lines = list(dict.fromkeys(run.lines)) if name == "one line" else run.lines
         assert lines == want and run.source == ("import torch\n" if own is text else "")
 
-
 STRANGE = [*HALF, "step:5/0 val_loss:3.0 train_time:1ms step_avg:1ms",
            WHOLE.replace("3.0", "inf"), "step:20/9 val_loss:2.0 train_time:5ms step_avg:0ms",
            "step:9/9 val_loss:-1.0 train_time:0ms step_avg:0ms tokens:0"]
-
 
 # ---- Chains: a resumed run has a log of its own --------------------------------------------------
 
@@ -276,7 +256,6 @@ CHAIN = {  # name: losses, its parent, the step where it begins
     "d": ((4.0, 3.7, 3.1), "a", 125),  # another one from step 125, which has finished
 }
 
-
 def write_chain(folder, names="abc", **more):
     """The logs of these names; `more` has what is special about one."""
     for name in names:
@@ -286,20 +265,16 @@ def write_chain(folder, names="abc", **more):
             **more.get(name, {})))
     return folder
 
-
 def read(*arguments):
     """{name: run}, where nothing is missing."""
     runs, unread = logs.read(map(str, arguments))
     assert unread == []
     return {run.name: run for run in runs}
 
-
 def at_steps(run):
     return {line.step: line.loss for line in run.validations}
 
-
 A_TO_C = {0: 10.8, 125: 4.0, 250: 3.8, 375: 3.2}
-
 
 @pytest.mark.parametrize("names, argument, expected", [
     ("abc", "", {"c": A_TO_C}), ("abc", "c.log", {"c": A_TO_C}),
@@ -316,7 +291,6 @@ def test_a_chain_is_one_run(tmp_path, names, argument, expected):
         steps = [(line.step, line.kind) for line in run.lines]
         assert steps == sorted(set(steps)) and run.missing is None
         assert len(run.logs) == {"a": 1, "c": 3}.get(name, 2) and run.logs[-1][1] == CHAIN[name][2]
-
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
@@ -344,7 +318,6 @@ def test_pieces_of_a_run_make_up_the_run(tmp_path_factory, data):
     (run,) = read(folder).values()
     assert run.lines == whole.lines and run.finished and len(run.logs) == number + 1
 
-
 def test_a_parent_is_found_where_folders_have_moved_to(tmp_path):
     """Beside the log; where the checkpoint's path says; in another folder that is named."""
     old, older, new = (tmp_path / name for name in ("old", "older", "new"))
@@ -365,7 +338,6 @@ def test_a_parent_is_found_where_folders_have_moved_to(tmp_path):
     (older / "2026_x.v1.log").rename(new / "2026_x.v1.log")
     assert len(read(new)["b"].logs) == 2
 
-
 def test_a_finished_run_that_is_continued_is_a_run_too(tmp_path):
     for name, more in (("a", {"total": 250}), ("b", {"parent": "gone/a", "first": 250})):
         text = log_text((3.3, 3.2, 3.1), hyper={"num_iterations": more.get("total", 500)}, **more)
@@ -375,9 +347,7 @@ def test_a_finished_run_that_is_continued_is_a_run_too(tmp_path):
         "a": (250, True), "b": (500, True)}
     assert runs["b"].changed == ["num_iterations was 250 and is 500"]
 
-
 HARMLESS = {"name": "'y'", "records": "'z'", "save_every": 9}
-
 
 @pytest.mark.parametrize("b, c, mixed, changed", [
     ({"source": "import torch as t\n"}, {}, ["script"], []),
@@ -394,7 +364,6 @@ def test_in_what_the_pieces_of_a_run_differ_is_told(tmp_path, b, c, mixed, chang
     (run,) = read(tmp_path).values()
     assert (run.mixed, run.changed) == (mixed, changed)
 
-
 def test_a_line_that_a_full_disk_has_cut_is_no_result(tmp_path):
     text = log_text((10.8, 4.0, 3.2))
     last = text.index("step:250/250 val")
@@ -404,7 +373,6 @@ def test_a_line_that_a_full_disk_has_cut_is_no_result(tmp_path):
         run = read_text(tmp_path, f"{text[:end]}...\nerror: no space\n")
         assert losses_of(run) == [10.8, 4.0] and not run.finished and run.lines[-1].step == 250
         assert losses_of(read_text(tmp_path, text[:end])) == [10.8, 4.0]  # killed there
-
 
 # ---- Without the packages ------------------------------------------------------------------------
 

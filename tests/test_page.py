@@ -15,7 +15,6 @@ from records.tools import compare, page, tables
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
          "--disable-background-networking", "--disable-component-update", "--disable-sync"]
 
-
 @pytest.fixture
 def sides(tmp_path):
     """Three folders of three runs with the same seeds."""
@@ -25,7 +24,6 @@ def sides(tmp_path):
               hyper={"name": f"'{name}'", "muon_lr": i}, source=f"def f():\n    return {i}\n")
     return [tmp_path / "ours", tmp_path / "theirs", tmp_path / "other"]
 
-
 def tables_of(text):
     """{id: rows of the cells' texts} of all tables, without their headers."""
     found = {}
@@ -34,12 +32,10 @@ def tables_of(text):
                        for row in body.strip().splitlines()]
     return found
 
-
 def traces_of(text, name):
     """The traces of a figure, as the page gives them to Plotly."""
     start = re.search(rf'Plotly\.newPlot\(\s*"{name}",\s*', text).end()
     return json.JSONDecoder().raw_decode(text, start)[0]
-
 
 def written(capsys, tmp_path, *arguments):
     """The page, and the object of --json."""
@@ -47,7 +43,6 @@ def written(capsys, tmp_path, *arguments):
     status, out, _ = run_main(capsys, *arguments, "--html", path, "--json")
     assert status == 0
     return path.read_text(), json.loads(out)
-
 
 # ---- Figures -------------------------------------------------------------------------------------
 
@@ -90,7 +85,6 @@ def test_its_figures_are_those_of_json(sides, tmp_path, capsys, level):
     assert at_end == pytest.approx(loss["interval"])
     assert pairs["y"][9] == pytest.approx(3.2 - 3.3) and pairs["y"][10] is None
 
-
 def test_several_candidates(sides, tmp_path, capsys):
     text, found = written(capsys, tmp_path, sides[0], sides[2], "--vs", sides[1],
                           "--until_decided", 0.5)
@@ -99,7 +93,6 @@ def test_several_candidates(sides, tmp_path, capsys):
         ["ours", decisions[0], "3"], ["other", decisions[1], "3"]]
     names = [trace["name"] for trace in traces_of(text, "difference") if trace["showlegend"]]
     assert names == ["ours, mean of 3 pairs: -0.2000", "other, mean of 3 pairs: +0.0200"]
-
 
 @pytest.mark.parametrize("more, words", [
     ({"first_seed": 7}, "No seed was run by both sides"),
@@ -114,7 +107,6 @@ def test_why_no_difference_is_drawn(sides, tmp_path, more, words):
     assert words in text and 'id="difference"' not in text
     assert ("No seed" in text) == (found[0]["paired"]["seeds"] == [])
 
-
 @pytest.mark.parametrize("end, cells", [("step:0", ["-", "-", "-", "0/0"]),
                                         (None, ["3.5000", "25.00 s", "100.00", "250/1000"])])
 def test_a_run_that_is_alive(tmp_path, capsys, end, cells):
@@ -127,12 +119,10 @@ def test_a_run_that_is_alive(tmp_path, capsys, end, cells):
     assert "difference" not in text.split("<body>")[1] and list(tables_of(text)) == [
         "runs-A", "spread-A"]
 
-
 # ---- Hostile logs, and errors --------------------------------------------------------------------
 
 EVIL = ("</script><script>window.hacked = 1</script><img src=x onerror=window.hacked=1>"
         "\x1b[2J'\"&{{body}}")
-
 
 @pytest.fixture
 def hostile(tmp_path, capsys):
@@ -149,7 +139,6 @@ def hostile(tmp_path, capsys):
             (folder / f"<img src=x onerror=window.hacked=1>{seed}.log").write_text(text)
     return written(capsys, tmp_path, folders[0], "--vs", folders[1])[0]
 
-
 def test_a_hostile_log_changes_nothing(hostile):
     body = hostile.replace(page.get_plotlyjs(), "")
     assert "\x1b" not in body and len(body) < 1_000_000
@@ -157,7 +146,6 @@ def test_a_hostile_log_changes_nothing(hostile):
     assert len(scripts) == 1 + 2 + 1  # Plotly, two figures, the frame's
     assert "<img" not in body and not any("window.hacked = 1<" in one for one in scripts)
     assert body.count("<footer>") == 1
-
 
 # ---- In a browser, which has no network ----------------------------------------------------------
 
@@ -171,7 +159,6 @@ def chromium():
         browser = program.chromium.launch(executable_path=path, args=FLAGS)
         yield browser
         browser.close()
-
 
 @pytest.fixture
 def tab(chromium):
@@ -188,7 +175,6 @@ def tab(chromium):
     context.close()
     assert trouble == []
 
-
 def place_of(tab, x, y):
     """The pixels of a point in the figure of losses."""
     return tab.evaluate("""([x, y]) => {
@@ -197,7 +183,6 @@ def place_of(tab, x, y):
         const box = figure.getBoundingClientRect(), {xaxis, yaxis} = figure._fullLayout;
         return [box.left + xaxis._offset + xaxis.l2p(x), box.top + yaxis._offset + yaxis.l2p(y)];
     }""", [x, y])
-
 
 def test_it_hovers_switches_and_offers_no_upload(sides, tmp_path, capsys, tab):
     written(capsys, tmp_path, sides[0], "--vs", sides[1])
@@ -218,7 +203,6 @@ def test_it_hovers_switches_and_offers_no_upload(sides, tmp_path, capsys, tab):
         shown = tab.evaluate("document.getElementById('loss')._fullLayout.xaxis.range[1]")
         assert shown >= end >= shown * 0.9
 
-
 def test_it_fits_a_phone_and_a_laptop(sides, tmp_path, capsys, tab):
     """On a screen of 1,200 pixels no table is clipped, be its names ever so long."""
     for log in sorted(sides[0].glob("*.log")):
@@ -234,14 +218,12 @@ def test_it_fits_a_phone_and_a_laptop(sides, tmp_path, capsys, tab):
             .filter(one => one.scrollWidth > one.clientWidth).map(one => one.firstChild.id)""")
         assert width < 1200 or clipped == []
 
-
 def test_a_hostile_log_in_a_browser(hostile, tmp_path, tab):
     tab.goto(f"file://{tmp_path}/page.html")
     tab.mouse.move(*place_of(tab, 1000, 3.2))
     assert tab.evaluate("window.hacked") is None and tab.locator("img").count() == 0
     assert tab.locator("h1").count() == tab.locator("footer").count() == 1
     assert tab.evaluate("document.documentElement.scrollWidth") <= 1400
-
 
 def test_it_reloads_while_a_run_trains(tmp_path, tab):
     log = tmp_path / "x.log"

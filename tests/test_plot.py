@@ -13,21 +13,17 @@ from records.tools import compare, logs, plot
 
 LONG = (10.8258, 4.0, 3.9, 3.8, 3.7, 3.6, 3.5, 3.4, 3.3)
 
-
 def long_side(label, folder, finals, **more):
     """Runs with enough validations for a picture of them alone."""
     return side_of(label, write(folder, finals, before=LONG[:-1], then=3.4, **more))
-
 
 def drawn(*sides, target=None):
     """The panels: seconds, tokens, and with pairs the difference."""
     pairs = compare.pairs_of(*sides) if len(sides) > 1 else ()
     return plot.draw(sides, target, pairs).axes
 
-
 def bold_lines(panel):
     return [line for line in panel.get_lines() if line.get_linewidth() > 2]
-
 
 def test_the_files(tmp_path):
     a = long_side("A", tmp_path / "a", GOOD, hyper={"name": "'a$_b'"})
@@ -44,7 +40,6 @@ def test_the_files(tmp_path):
         assert words in text, words
     shown = re.sub("<[^>]*>", "", text)  # without the tags, whose random names hold any digits
     assert "1e6" not in shown and "mean of" not in shown
-
 
 def test_a_thin_line_a_run_and_a_thick_one_their_mean(tmp_path):
     side = long_side("A", tmp_path / "a", [3.2, 3.3, 3.7], ms=(80.0, 100.0, 120.0))
@@ -63,7 +58,6 @@ def test_a_thin_line_a_run_and_a_thick_one_their_mean(tmp_path):
     for panel in drawn(side, side):  # steps differ: no mean
         assert [line.get_ydata()[-1] for line in bold_lines(panel)] == 2 * [3.3]
 
-
 def test_the_difference_is_drawn_by_step_in_pairs(tmp_path):
     a = long_side("A", tmp_path / "a", [3.2, 3.3, 3.1])
     b = long_side("B", tmp_path / "b", [3.3, 3.5, 3.4])
@@ -77,7 +71,6 @@ def test_the_difference_is_drawn_by_step_in_pairs(tmp_path):
     assert panel.get_ylim()[0] < -0.3 and panel.get_ylim()[1] > 0
     longer = long_side("B", tmp_path / "c", [3.3, 3.5, 3.4], every=150)
     assert len(drawn(a, longer)) == 2  # other schedules are no pairs by step
-
 
 def test_a_run_that_is_alive_and_one_without_tokens(tmp_path):
     (tmp_path / "x.log").write_text(log_text((10.8, 4.0, 3.5), total=1000))
