@@ -314,8 +314,8 @@ def test_what_is_said_about_the_target(tmp_path, capsys):
     write(tmp_path / "a", [3.2777, 3.2803, 3.2790])
     write(tmp_path / "b", GOOD, hyper={"vocab_size": 257})
     for folder, more, words in (
-            ("a", [], "speedrun's rule, a mean below 3.28 at p < 0.01 (one-sided t-test): p = 0.16"
-                      ", does not hold; it takes\n  13 runs of this mean\n"),
+            ("a", [], "below 3.28 at p < 0.01 (one-sided t-test): p = 0.16, does not hold; it "
+                      "takes\n  13 runs of this mean\n"),
             ("a", ["--target=3.3"], "3.3 at p < 0.01 (one-sided t-test): p = 0.00064, holds"),
             ("b", [], "\nno target: "), ("b", ["--target=3.28"], "a mean below 3.28")):
         assert words in run_main(capsys, tmp_path / folder, *more)[1]

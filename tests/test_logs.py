@@ -23,8 +23,7 @@ def script_line(source):
     return f"script: sha256 {sha256} {source.count(chr(10))} lines"
 
 def log_text(losses=(10.8258, 4.0, 3.279), seed=1, ms=100.0, every=125, hyper=(), env=(),
-             source="import torch\n", total=None, notes=(), parent=None, first=0,
-             end=("peak_memory: 100 MiB on rank 0",)):
+             source="import torch\n", total=None, notes=(), parent=None, first=0):
     """A log of this project that validates every `every` steps, with the given losses. With a
     parent, the path of its folder, it is resumed from the step `first`."""
     steps = []
@@ -43,7 +42,7 @@ def log_text(losses=(10.8258, 4.0, 3.279), seed=1, ms=100.0, every=125, hyper=()
                       *(f"{k}: {v}" for k, v in env.items()),
                       script_line(source), LINE,
                       source.removesuffix("\n"), LINE,
-                      "note: a remark", *notes, *steps, *end]) + "\n"
+                      "note: a remark", *notes, *steps, "peak_memory: 100 MiB on rank 0"]) + "\n"
 
 def read_text(folder, text, name="x.log"):
     """The run that a file of this text holds."""
@@ -119,10 +118,8 @@ def test_our_own_log(tmp_path):
     run = read_text(tmp_path, log_text(seed=7, env={"data": "a 1 tokens\ndata: b 2 tokens"}))
     assert (run.steps, run.total, run.loss, run.seconds, run.tokens) == (250, 250, 3.279, 25, 250e3)
     assert (run.hardware, run.torch, run.ranks, run.seed) == ("8x H100", "2.11.0", "8", "7")
-    assert run.hyperparameters == {"name": "'x'", "seed": "7", "vocab_size": "50257",
-                                   "muon_lr": "0.05"}
-    assert run.environment["data"] == "a 1 tokens; b 2 tokens"
-    assert run.source == "import torch\n" and run.finished and "script" not in run.environment
+    assert run.hyperparameters["name"] == "'x'" and run.source == "import torch\n" and run.finished
+    assert run.environment["data"] == "a 1 tokens; b 2 tokens" and "script" not in run.environment
     text = log_text(env={"cpu": "2 x AMD EPYC, AVX2"})
     assert read_text(tmp_path, text).hardware == "8x H100"
     assert read_text(tmp_path, text.replace("gpus: ", "other: ")).hardware == "2x AMD EPYC, AVX2"
@@ -147,14 +144,13 @@ def test_target_is_reached_on_the_line_between_validations(tmp_path):
         assert run.reached == (reached and pytest.approx(reached))
 
 def test_the_gpus_limits_count_and_their_temperatures_do_not(tmp_path):
-    rows = ["driver_version, clocks.current.sm [MHz], power.limit [W], temperature.gpu",
-            "570.1, 1200 MHz, 700.00 W, 34", "570.1, 1201 MHz, {} W, 35"]
-    runs = [read_text(tmp_path, log_text(env={"gpu": "\ngpu: ".join(rows).format(limit)}))
+    rows = ("driver_version, clocks.current.sm [MHz], power.limit [W], temperature.gpu\n"
+            "gpu: 570.1, 1200 MHz, 700.00 W, 34\ngpu: 570.1, 1201 MHz, {} W, 35")
+    runs = [read_text(tmp_path, log_text(env={"gpu": rows.format(limit)}))
             for limit in ("700.00", "650.00")]
-    assert runs[0].environment["gpu power.limit [W]"] == "700.00 W"
-    assert runs[1].environment["gpu power.limit [W]"] == "650.00 W; 700.00 W"
-    assert [key for key in runs[0].environment if key.startswith("gpu ")] == [
-        "gpu driver_version", "gpu power.limit [W]"]
+    assert [{key: value for key, value in run.environment.items() if key.startswith("gpu ")}
+            for run in runs] == [{"gpu driver_version": "570.1", "gpu power.limit [W]": limits}
+                                 for limits in ("700.00 W", "650.00 W; 700.00 W")]
     assert runs[0].timed_on != runs[1].timed_on
 
 # ---- Hostile logs: no text that a user or a model wrote is a result ------------------------------

@@ -169,7 +169,9 @@ def sentences_about(a, b, comparison, target):
     if comparison["unequal"]:
         sentences.insert(0, f"Unequal: {titles([a, b])[0]} has {', '.join(comparison['unequal'])}.")
     if target is not None:
-        sentences.append(about_target(a, b, target))
+        held = [f"{name} {'yes' if side.rule['holds'] else 'not shown'}"
+                for name, side in zip(titles([a, b]), (a, b))]
+        sentences.append(f"Mean below {target:g} at p < {ALPHA}: {', '.join(held)}.")
     if test_that_speaks(comparison, "loss")["E"] is not None:
         sentences.append("E assumes that differences of pairs are spread evenly to both sides.")
     sentences += [f"But mind the warnings about {side.label}." for side in (a, b) if side.warnings]
@@ -246,11 +248,6 @@ def about_time(a, b, comparison):
     size = f"{plain(test['difference'], 3, '+')} s, {share:+.1f} %"
     text = claim("time", titles([a, b]), test, size, ("faster", "slower"), comparison["level"])
     return f"{text} on {a.used[0].hardware or 'hardware that the logs do not name'}."
-
-def about_target(a, b, target):
-    names = titles([a, b])
-    held = ["yes" if side.rule["holds"] else "not shown" for side in (a, b)]
-    return f"Mean below {target:g} at p < {ALPHA}: {names[0]} {held[0]}, {names[1]} {held[1]}."
 
 def claim(what, names, test, size, words, level=ALPHA):
     """One sentence about a difference A - B, as strong as its p- or e-value and no stronger."""

@@ -130,7 +130,9 @@ def draw_panel(panel, place):
     if panel.level:
         place.axhline(panel.level[0], color="black", linewidth=1, linestyle="-.",
                       label=panel.level[1])
-    place.set(xlabel=AXES[panel.axis], ylabel=panel.what, ylim=panel.range)
+    several = panel.axis == "seconds" and any(len(group.lines) > 1 for group in panel.groups)
+    place.set(xlabel=AXES[panel.axis] + "\nbold: the run of median time" * several,
+              ylabel=panel.what, ylim=panel.range)
     place.grid(color="0.88", linewidth=0.7)
     place.set_axisbelow(True)
     place.ticklabel_format(style="plain", useOffset=False)
