@@ -63,20 +63,16 @@ def test_its_figures_are_those_of_json(sides, tmp_path, capsys, level):
     assert html.escape(comparison["verdict"]) in text
     assert (low < 0 < high) == (comparison["decision"] == "undecided")
 
-    for label, traces, side in zip("AB", (traces_of(text, "loss")[i:i + 2] for i in (0, 2)),
-                                   found["sides"]):
+    curves = traces_of(text, "loss")
+    for label, thin, bold, side in zip("AB", curves[::2], curves[1::2], found["sides"]):
         for row, run in zip(shown[f"runs-{label}"], side["runs"], strict=True):
-            assert row[:4] == [run["name"], f"{run['loss']:.4f}", f"{run['seconds']:.2f} s",
-                               f"{run['ms_per_step']:.2f}"]
             step = f"{run['reached'][0]:.0f}" if run["reached"] else "-"
-            assert row[4:7] == [str(run["steps"]), "1.125M", step]
+            assert row[:7] == [run["name"], f"{run['loss']:.4f}", f"{run['seconds']:.2f} s",
+                               f"{run['ms_per_step']:.2f}", str(run["steps"]), "1.125M", step]
         assert [row[2] for row in shown[f"spread-{label}"]] == [
             f"{side['loss']['mean']:.5f}", f"{side['seconds']['mean']:.3f} s"]
-        thin, bold = traces
-        expected = []
-        for run in side["runs"]:
-            expected += [(step, loss) for step, _, _, loss, *_ in run["validations"]]
-            expected.append((None, None))
+        expected = [point for run in side["runs"]
+                    for point in [*((one[0], one[3]) for one in run["validations"]), (None, None)]]
         assert list(zip(thin["x"], thin["y"])) == expected
         assert bold["y"][-1] == pytest.approx(side["loss"]["mean"])
     band, pairs, mean = traces_of(text, "difference")

@@ -39,7 +39,7 @@ def text(value, longest=400):
 
 def label(value):
     """The same in a figure, where Plotly reads some tags, and names between %{ and }."""
-    return text(value, 50).replace("%", "&#37;")
+    return text(value, 100).replace("%", "&#37;")
 
 def table(name, rows):
     """Rows of text, the first the header. What begins as a number stands to the right."""
