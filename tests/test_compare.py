@@ -104,6 +104,14 @@ def test_which_runs_count_and_what_is_said_of_the_others(tmp_path, name):
     assert ("mind the warnings about A" in said) == (bool(warnings) and name != "a seed twice")
     assert ("Times do not compare" in said) == (name in ("mixed", "resumed elsewhere"))
 
+def test_a_run_that_went_on_elsewhere_is_no_clock(tmp_path):
+    """Also where all runs of both sides did, in the same way."""
+    for env, same in (({"ranks": 4}, False), ({}, True)):
+        for file, text in resumed(env=env).items():
+            (tmp_path / file).write_text(text)
+        side = side_of("A", tmp_path)
+        assert compare.comparable_times(side, side) == same
+
 # ---- The verdict ---------------------------------------------------------------------------------
 
 def test_p_value_of_the_verdict_is_that_of_the_pairs_or_of_welchs_test(tmp_path):
