@@ -38,9 +38,6 @@ def side_of(label, folder, target=3.28):
 def compared(a, b):
     return compare.compare_all([side_of("A", a)], side_of("B", b), 3.28)[0]
 
-def verdict_of(a, b):
-    return compared(a, b)["verdict"]
-
 def run_main(capsys, *arguments):
     try:
         status = compare.main([str(a) for a in arguments])
@@ -168,7 +165,8 @@ VERDICTS = {  # losses of A and more, losses of B and more, what is said, and wh
 @pytest.mark.parametrize("name", VERDICTS)
 def test_the_words_of_a_verdict(tmp_path, name):
     ours, more, theirs, others, words, never = VERDICTS[name]
-    said = verdict_of(write(tmp_path / "a", ours, **more), write(tmp_path / "b", theirs, **others))
+    found = compared(write(tmp_path / "a", ours, **more), write(tmp_path / "b", theirs, **others))
+    said = found["verdict"]
     assert said.startswith(words[0] if words else "") and all(one in said for one in words), said
     assert not any(one in said for one in never), said
 
