@@ -2,16 +2,14 @@
 that git takes a race that was moved to a topic."""
 
 import multiprocessing
+import shutil
 import subprocess
 
-import numpy as np
 import pytest
 from conftest import ROOT
 from scipy import stats
 
 from records.tools import ledger
-from records.tools.judge import e_value
-
 
 def row(candidate="a", patch="1", **more):
     """A candidate's object in verdict.json."""
@@ -20,11 +18,9 @@ def row(candidate="a", patch="1", **more):
              "seconds": 1.5, "baseline_seconds": 1.0, "tokens": 9, "baseline_tokens": 9, "why": ""}
     return usual | more
 
-
 def ideas_in(folder):
     return [(r["race"], r["candidate"], r["patch"], r["pairs"])
             for r in ledger.read(folder / "ideas.csv")]
-
 
 def test_an_idea_that_goes_on_is_still_one_idea(tmp_path):
     ledger.add(tmp_path, "race_x", [row("a"), row("b, \"c\"\n", interval=[-1.0, 2.5])])
@@ -36,23 +32,19 @@ def test_an_idea_that_goes_on_is_still_one_idea(tmp_path):
     assert (second["low"], second["high"], second["p"]) == ("-1.0", "2.5", None)
     assert [path.name for path in tmp_path.iterdir()] == ["ideas.csv"]
 
-
 def as_saved_by_a_spreadsheet(text):
     """With a byte order mark, semicolons, decimal commas and the line ends of Windows."""
     lines = [line.replace(",", ";").replace(".", ",") for line in text.split("\n")]
     return "\ufeff" + "\r\n".join(lines) + "\r\n"
 
-
 @pytest.mark.parametrize("change, warned", [
     (lambda text: "\ufeff" + text, 0), (as_saved_by_a_spreadsheet, 0),
     (lambda text: text.rstrip("\n"), 0), (lambda text: text.replace(",", "\t"), 0),
     (lambda text: text + "2026-11-25,race_y,b,2,undeci", 1),  # a full disk
-    (lambda text: text + text.split("\n")[1].replace("race_x", "y").replace("2.5", "x"), 1),
-    (lambda text: text + text.split("\n")[1].replace("race_x", "y").replace("2.5", "nan"),
-     1)])
+    *((lambda text, wrong=wrong: text + text.split("\n")[1].replace("2.5", wrong), 1)
+      for wrong in ("x", "nan", "-1"))])
 def test_what_others_did_to_a_ledger(change, warned, tmp_path, capsys):
-    """It is read all the same, a line that is none is named, and what comes after it stays whole.
-    """
+    """It is read all the same, a line that is none is named, what comes after it stays whole."""
     ledger.add(tmp_path, "race_x", [row("a", E=2.5)])
     path = tmp_path / "ideas.csv"
     path.write_bytes(change(path.read_text()).encode())
@@ -62,35 +54,33 @@ def test_what_others_did_to_a_ledger(change, warned, tmp_path, capsys):
     err = capsys.readouterr().err
     assert err.count("\n") == 2 * warned and err.count("line 3: no line of a ledger") == 2 * warned
 
-
-def enter(folder, name, barrier):
-    barrier.wait()
-    for i in range(3):
-        ledger.add(folder, f"race_{name}", [row(f"{name}{i}")])
-
+def enter(folders, name, barrier):
+    for folder in folders:
+        barrier.wait()
+        for i in range(3):
+            ledger.add(folder, f"race_{name}", [row(f"{name}{i}")])
 
 def test_races_that_end_together_lose_nothing(tmp_path):
-    """Also not where each finds no ledger."""
-    context = multiprocessing.get_context("fork")
-    for trial in range(40):
-        folder = tmp_path / str(trial)
+    """Also not where each finds no ledger: 40 times, each time three races at once."""
+    folders = [tmp_path / str(trial) for trial in range(40)]
+    for folder in folders:
         folder.mkdir()
-        barrier = context.Barrier(3)
-        races = [context.Process(target=enter, args=(folder, name, barrier)) for name in "abc"]
-        for one in races:
-            one.start()
-        for one in races:
-            one.join()
-        assert [one.exitcode for one in races] == [0, 0, 0]
-        assert sorted(candidate for _, candidate, _, _ in ideas_in(folder)) == sorted(
-            f"{name}{i}" for name in "abc" for i in range(3))
-
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(3)
+    races = [context.Process(target=enter, args=(folders, name, barrier)) for name in "abc"]
+    for one in races:
+        one.start()
+    for one in races:
+        one.join()
+    assert [one.exitcode for one in races] == [0, 0, 0]
+    expected = sorted(f"{name}{i}" for name in "abc" for i in range(3))
+    for folder in folders:
+        assert sorted(candidate for _, candidate, _, _ in ideas_in(folder)) == expected
 
 def marked(rows):
     rows = [{"E": None, "p": None, "keep": "True", **one} for one in rows]
     ledger.mark_survivors(rows)
     return [one["kept"] == "yes" for one in rows]
-
 
 def test_what_survives():
     """Of ten ideas with e-values, the second best survives from 2 * 20 / 10 = 4 times less on."""
@@ -105,20 +95,6 @@ def test_what_survives():
     # Both kinds: half of the rate is left for each.
     assert marked([{"p": 0.03}]) == [True] and marked([{"p": 0.03}, {"E": 1.0}])[0] is False
     assert marked([{"p": 0.024}, {"E": 1.0}]) == [True, False]
-
-
-def test_worthless_ideas_seldom_survive():
-    """In 300 ledgers of 40 ideas without an effect, raced in six pairs and called better where they
-    look so, 5 % may hold a false discovery."""
-    random = np.random.RandomState(0)
-    found = 0
-    for _ in range(300):
-        differences = random.standard_normal((40, 6))
-        rows = [{"E": E} for E in e_value(differences[:20])]
-        rows += [{"p": p} for p in stats.ttest_1samp(differences[20:], 0, axis=1).pvalue]
-        found += any(marked(rows))
-    assert found <= 0.08 * 300
-
 
 def test_the_table(tmp_path, monkeypatch, capsys):
     """Yours first, in the console's width, and nothing undecided has an E of 100 or more."""
@@ -135,8 +111,7 @@ def test_the_table(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert all(len(line) <= 80 for line in out.splitlines())
     header, *rows, _, count, last = out.splitlines()
-    assert header.split() == ["date", "race", "candidate", "decision", "loss", "E", "or", "p",
-                              "pairs", "kept"]
+    assert header.split()[2:5] == ["candidate", "decision", "loss"]
     assert [line.split()[2:] for line in rows] == [
         ["good", "better", "+0.0100", "E", "5,000", "3", "yes"],
         [r"bad\x1b", "undecided", "+0.0100", "E", "0.25", "3"],
@@ -145,23 +120,18 @@ def test_the_table(tmp_path, monkeypatch, capsys):
     assert count == "5 ideas, 1 of them kept at a false discovery rate of 5%"
     assert last == "What failed, and why: records/negative.md"
 
-
 def test_git_takes_a_race_that_was_moved_and_ignores_one_that_was_not(tmp_path):
-    subprocess.run(["git", "init", "-q", tmp_path], check=True)
-    (tmp_path / ".gitignore").write_text((ROOT / ".gitignore").read_text())
+    shutil.copy(ROOT / ".gitignore", tmp_path)
     kept = ["verdict.txt", "verdict.json", "race.json", "race.png", "a.patch", "README.md",
             "a/1.log", "train_gpt/2.log"]
-    for folder in ("gelu", "race_gelu", "ablate_a"):
-        for name in [*kept, "a/1/step00000010.pt", "race.html"]:
-            path = tmp_path / "records" / folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
-    for name in ("ideas.csv", "2026-11-25_x/ideas.csv"):
-        (tmp_path / "records" / name).parent.mkdir(exist_ok=True)
-        (tmp_path / "records" / name).touch()
-    subprocess.run(["git", "-C", tmp_path, "add", "."], check=True)
-    added = subprocess.run(["git", "-C", tmp_path, "ls-files"], capture_output=True, text=True,
-                           check=True).stdout.split()
-    expected = [".gitignore", *[f"records/gelu/{name}" for name in kept],
-                "records/2026-11-25_x/ideas.csv"]
-    assert added == sorted(expected)
+    names = [f"{folder}/{name}" for folder in ("gelu", "race_gelu", "ablate_a")
+             for name in [*kept, "a/1/step00000010.pt", "race.html"]]
+    for name in [*names, "ideas.csv", "2026-11-25_x/ideas.csv"]:
+        path = tmp_path / "records" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    for command in ("init -q", "add .", "ls-files"):
+        done = subprocess.run(["git", "-C", tmp_path, *command.split()], capture_output=True,
+                              text=True, check=True)
+    assert done.stdout.split() == sorted([".gitignore", "records/2026-11-25_x/ideas.csv",
+                                          *(f"records/gelu/{name}" for name in kept)])

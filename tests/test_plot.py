@@ -13,20 +13,17 @@ from records.tools import compare, logs, plot
 
 LONG = (10.8258, 4.0, 3.9, 3.8, 3.7, 3.6, 3.5, 3.4, 3.3)
 
-
 def long_side(label, folder, finals, **more):
     """Runs with enough validations for a picture of them alone."""
     return side_of(label, write(folder, finals, before=LONG[:-1], then=3.4, **more))
 
-
 def drawn(*sides, target=None):
+    """The panels: seconds, tokens, and with pairs the difference."""
     pairs = compare.pairs_of(*sides) if len(sides) > 1 else ()
-    return plot.draw(sides, target, pairs)
-
+    return plot.draw(sides, target, pairs).axes
 
 def bold_lines(panel):
     return [line for line in panel.get_lines() if line.get_linewidth() > 2]
-
 
 def test_the_files(tmp_path):
     a = long_side("A", tmp_path / "a", GOOD, hyper={"name": "'a$_b'"})
@@ -42,29 +39,29 @@ def test_the_files(tmp_path):
                   "loss (nats a token)"):
         assert words in text, words
     shown = re.sub("<[^>]*>", "", text)  # without the tags, whose random names hold any digits
-    assert "1e6" not in shown and "mean difference" not in shown
-
+    assert "1e6" not in shown and "mean of" not in shown
 
 def test_a_thin_line_a_run_and_a_thick_one_their_mean(tmp_path):
     side = long_side("A", tmp_path / "a", [3.2, 3.3, 3.7], ms=(80.0, 100.0, 120.0))
-    left, right, below = drawn(side, side, target=3.28).axes
-    thick, _ = bold_lines(left)
-    ends = [(line.get_xdata()[-1], line.get_ydata()[-1]) for line in (thick, bold_lines(right)[0])]
+    left, right, below = drawn(side, side, target=3.28)
+    ends = [(line.get_xdata()[-1], line.get_ydata()[-1])
+            for line in (bold_lines(left)[0], bold_lines(right)[0])]
     # Over time it is a run: the mean of the times would end where no run did.
     assert ends == [pytest.approx((112.5, 3.3)), pytest.approx((1.125, 3.4))]
     thin = {line.get_xdata()[-1] for line in left.get_lines() if line.get_linewidth() == 0.8}
     assert thin == {90.0, 112.5, 135.0}
     assert [{*line.get_ydata()} for line in bold_lines(below)] == [{0.0}]
+    low, high = left.get_ylim()  # that of the later losses, though the whole run is drawn
+    assert left.get_xlim()[0] <= 0 and low < 3.2 and 4.0 < high < 10.8
     (tmp_path / "a" / "longer.log").write_text(log_text((*LONG, 3.2, 3.1), seed=9))
     side = side_of("A", tmp_path / "a")
-    for panel in drawn(side, side).axes:  # steps differ: no mean
+    for panel in drawn(side, side):  # steps differ: no mean
         assert [line.get_ydata()[-1] for line in bold_lines(panel)] == 2 * [3.3]
-
 
 def test_the_difference_is_drawn_by_step_in_pairs(tmp_path):
     a = long_side("A", tmp_path / "a", [3.2, 3.3, 3.1])
     b = long_side("B", tmp_path / "b", [3.3, 3.5, 3.4])
-    panel = drawn(a, b).axes[2]
+    panel = drawn(a, b)[2]
     (mean,) = bold_lines(panel)
     assert mean.get_ydata()[-1] == pytest.approx(-0.2) and mean.get_xdata()[-1] == 1125
     (band,) = panel.collections
@@ -73,40 +70,16 @@ def test_the_difference_is_drawn_by_step_in_pairs(tmp_path):
     assert min(at_end) == pytest.approx(-0.2 - half) and max(at_end) == pytest.approx(-0.2 + half)
     assert panel.get_ylim()[0] < -0.3 and panel.get_ylim()[1] > 0
     longer = long_side("B", tmp_path / "c", [3.3, 3.5, 3.4], every=150)
-    assert len(drawn(a, longer).axes) == 2  # other schedules are no pairs by step
+    assert len(drawn(a, longer)) == 2  # other schedules are no pairs by step
 
-
-def test_a_run_that_is_alive(tmp_path):
+def test_a_run_that_is_alive_and_one_without_tokens(tmp_path):
     (tmp_path / "x.log").write_text(log_text((10.8, 4.0, 3.5), total=1000))
-    for panel, end in zip(drawn(side_of("A", tmp_path, None)).axes, (25.0, 0.25)):
-        (line,) = (line for line in panel.get_lines() if line.get_marker() == "o")
+    for panel, end in zip(drawn(side_of("A", tmp_path, None)), (25.0, 0.25)):
+        (line,) = bold_lines(panel)
         assert list(line.get_ydata()) == [10.8, 4.0, 3.5] and line.get_xdata()[-1] == end
-
-
-def test_the_whole_run_is_drawn_in_the_range_of_its_later_losses(tmp_path):
-    for panel in drawn(long_side("A", tmp_path / "a", GOOD)).axes:
-        low, high = panel.get_ylim()
-        assert panel.get_xlim()[0] <= 0 and low < min(GOOD) and 4.0 < high < 10.8
-
-
-def test_runs_that_shared_a_cpu_have_no_panel_of_times(tmp_path):
-    """The second log begins before the first one's 100 seconds of training are over, or after."""
-    for second, panels in (("00-01-00", 1), ("00-02-00", 2)):
-        folder = tmp_path / second
-        folder.mkdir()
-        for i, time in enumerate(("00-00-00", second)):
-            text = log_text((*LONG[:-1], 3.3 + i), seed=i + 1, env={"gpus": "", "host": "vm"})
-            (folder / f"2026-11-25T{time}Z_x.log").write_text(text)
-        assert len(drawn(side_of("A", folder)).axes) == panels
-
-
-@pytest.mark.parametrize("name", ["console_only.log", "stopped_early.txt"])
-def test_without_tokens_the_steps_are_drawn(name):
-    sides = [compare.Side(label, [logs.read_run(LOGS / name, name)], 3.28) for label in "AB"]
-    assert drawn(*sides).axes[1].get_xlabel() == "training step"
-
-
-def test_no_loss_no_picture(tmp_path):
+    run = logs.read_run(LOGS / "stopped_early.txt", "x")
+    sides = [compare.Side(label, [run], 3.28) for label in "AB"]
+    assert drawn(*sides)[1].get_xlabel() == "training step"
     side = compare.Side("A", [read_text(tmp_path, log_text((math.nan,), total=9))], 3.28)
     with pytest.raises(logs.BadInput, match="hold no validation"):
         drawn(side)

@@ -6,22 +6,17 @@
     ./run.sh compare new/ --vs base/ --html new.html     a page for a browser, that zooms
     ./run.sh compare new/ --vs base/ --statistics        new/statistics.md, for a submission
     ./run.sh compare idea1/ idea2/ --vs base/            several candidates, a table
-    ./run.sh compare new/ --at 2690 --first              losses at a step; earliest step
 
 A log is this project's, or published by the speedrun since October 2024, or captured from a
 console; it may hold several runs, one after the other. A folder stands for every .log and .txt
-below it. A resumed run is read with the logs that it continues: beside its own, where its
-checkpoint lay, or in another folder that is named. The runs named first are A, those after --vs are
-B, the baseline: "B -> A" and A - B throughout. With --vs, each folder named first is a candidate of
-its own (A1, A2, ...), and p-values of "better" are adjusted for their number.
+below it. A resumed run is read with the logs that it continues. The runs named first are A, those
+after --vs are B, the baseline: "B -> A" and A - B throughout. With --vs, each folder named first is
+a candidate of its own (A1, A2, ...), and p-values of "better" are adjusted for their number.
 
 Only finished runs with finite losses enter the statistics, and none that was resumed with another
 script or other settings, or whose first log is missing, as long as there are others; what is left
 out is named. A copy of a run counts once. Losses on different validation text are not compared.
---at=STEP takes what runs had reached at a step (--at=2690,2720: A at the first, B at the second),
---loss=val_ema_loss another loss. --target=LOSS is the loss to reach, by default 3.28 where the
-vocabulary is GPT-2's; --first finds the earliest step, the same for all runs, at which the rules of
-the speedrun and of its optimizer track hold. --label, once a side, says what it is called.
+--target=LOSS is the loss to reach, by default 3.28 where the vocabulary is GPT-2's.
 
 Where the sides ran the same seeds, their differences are tested in pairs, beside Welch's test. If
 pairs were added until a difference was decided, no p-value holds: --until_decided=0.01 judges by
@@ -29,12 +24,10 @@ e-values (judge.py explains them), as ./run.sh race does. An interval of a diffe
 of the decision, 99 % unless said, so it holds 0 where nothing is decided.
 
 Exit status: 0 all read, 1 some log was none or missing (the rest is still reported), 2 wrong usage,
-or losses on different validation text. --json prints one object for programs: version, target,
-loss, unread (a line for each input that was no log), sides, and comparison or, of several
-candidates, comparisons, with the fields of judge.py's Side and compare_all and logs.py's Run.
+or losses on different validation text. --json prints one object for programs, with the fields of
+judge.py's Side and compare_all and logs.py's Run.
 """
 
-import argparse
 import difflib
 import hashlib
 import json
@@ -47,10 +40,11 @@ from pathlib import Path
 from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from records.tools import judge, load, logs
+from records.tools import judge, load, tables
 from records.tools.judge import (ALPHA, TARGET, comparable_losses, comparable_times, decide,
                                  pairs_of, test_that_speaks, unchanged_losses)
 from records.tools.logs import BadInput, interval, number, printable, read, short
+from records.tools.tables import percent, plain, runs_of
 
 WIDTH = 100
 DIFF_LINES = 60  # of a diff of sources that is printed
@@ -63,13 +57,11 @@ __all__ = ["Side", "compare_all", "decide", "pairs_of", "report", "test_that_spe
 class Side(judge.Side):
     """A side, with what is said of it."""
 
-    def __init__(self, label, runs, target, at=None, first=False, name=None):
-        super().__init__(label, runs, target, at, first, name or name_of(runs))
+    def __init__(self, label, runs, target):
+        super().__init__(label, runs, target)
+        self.name = name_of(runs)
         self.warnings = list(warnings_about(self))
-        self.rule_lines = [rule_line(row, target) for row in self.rules]
-        if target is None:
-            self.rule_lines = ["no target: these runs have a vocabulary of their own (--target "
-                               "sets one)"]
+        self.about_rule = rule_line(self.rule, target)
 
 def warnings_about(side):
     label = side.label
@@ -86,24 +78,20 @@ def warnings_about(side):
         yield f"runs of {label} share a seed: {', '.join(side.shared_seeds)}"
     if side.diverged:
         yield f"{runs_of(side.diverged)} of {label} had a loss that is not finite"
-    if side.stopped and side.asked is None:
-        yield (f"{runs_of(side.stopped)} of {label} stopped before a last loss (--at=STEP takes "
-               "those at a step)")
-    elif side.stopped:
-        yield f"{runs_of(side.stopped)} of {label} without a loss at step {side.asked}"
+    if side.stopped:
+        yield f"{runs_of(side.stopped)} of {label} stopped before a last loss"
     if side.mixed:
         yield f"runs of {label} differ from each other in: {', '.join(side.mixed)}"
 
-def rule_line(row, target):
-    """What a rule of the field says of a side."""
-    text = {"speedrun": "speedrun's rule, a mean below {:g} at p < 0.01 (one-sided t-test): p = {}",
-            "optimizer track": "optimizer track's rule, ({:g} - mean) * sqrt(n) >= 0.004, for an "
-                               "SD of 0.0013: {}"}[row["rule"]]
-    text = text.format(target, number(row["value"], ".2g"))
-    text += ", holds" if row["holds"] else ", does not hold"
-    if row["runs_needed"]:
-        text += f"; it takes {runs_of(row['runs_needed'])} of this mean"
-    return text if row["first"] is None else f"{text}; first holds at step {row['first']}"
+def rule_line(rule, target):
+    """What the speedrun's rule says of a side."""
+    if target is None:
+        return "no target: these runs have a vocabulary of their own (--target sets one)"
+    text = (f"speedrun's rule, a mean below {target:g} at p < {ALPHA} (one-sided t-test): "
+            f"p = {number(rule['p'], '.2g')}, {'holds' if rule['holds'] else 'does not hold'}")
+    if rule["runs_needed"]:
+        text += f"; it takes {runs_of(rule['runs_needed'])} of this mean"
+    return text
 
 def name_of(runs):
     """What the runs are called: by their own name, else by their folder, else by the first."""
@@ -143,9 +131,8 @@ def source_diff(old, new):
 
 def titles(sides):
     """What the sides are called: by their names, where these differ."""
-    if len({side.name for side in sides}) < len(sides):
-        return [side.label for side in sides]
-    return [side.name for side in sides]
+    names = [side.name for side in sides]
+    return names if len({*names}) == len(names) else [side.label for side in sides]
 
 def unequal(a, b):
     """What else than the method may make a difference."""
@@ -154,8 +141,8 @@ def unequal(a, b):
         means = [[getattr(run, what) or 0 for run in side.used] or [0] for side in (a, b)]
         ours, theirs = map(fmean, means)
         if ours and theirs and ours != theirs:
-            percent = f"{plain(100 * abs(ours / theirs - 1))} %"
-            found.append(f"{percent} {'more' if ours > theirs else 'fewer'} {what}")
+            word = "more" if ours > theirs else "fewer"
+            found.append(f"{plain(100 * abs(ours / theirs - 1))} % {word} {what}")
     if not comparable_losses(a, b):
         found.append("other validation data")
     if not comparable_times(a, b):
@@ -164,15 +151,14 @@ def unequal(a, b):
 
 def sentences_about(a, b, comparison, target):
     """The verdict: a few sentences, never more than the runs support."""
-    n_a = len(a.used)
-    n_b = len(b.used)
+    counts = [len(a.used), len(b.used)]
     both = {tuple(run.validations) for run in a.used} & {tuple(run.validations) for run in b.used}
     if both:  # the same losses and times, digit for digit
         return [f"Nothing is shown: {len(both)} of the runs stand on both sides."]
-    if not comparison["no_effect"] and min(n_a, n_b) < 2:
-        return [f"Nothing is shown: {runs_of(n_a, 'finished run')} of A against {n_b} of B, "
-                "and spread takes at least 2 a side."]
-    if not (a.independent and b.independent):
+    if not comparison["no_effect"] and min(counts) < 2:
+        return [f"Nothing is shown: {runs_of(counts[0], 'finished run')} of A against {counts[1]} "
+                "of B, and spread takes at least 2 a side."]
+    if a.shared_seeds + b.shared_seeds:
         return ["Nothing is shown: the runs of a side are not independent (see the warnings), so "
                 "no p-value holds."]
     if comparable_losses(a, b) and test_that_speaks(comparison, "loss")["difference"] is None:
@@ -181,10 +167,11 @@ def sentences_about(a, b, comparison, target):
     sentences = [about_loss(a, b, comparison), about_steps(a, b, comparison),
                  about_power(comparison), about_time(a, b, comparison)]
     if comparison["unequal"]:
-        text = f"Unequal: {titles([a, b])[0]} has {', '.join(comparison['unequal'])}."
-        sentences.insert(0, text)
+        sentences.insert(0, f"Unequal: {titles([a, b])[0]} has {', '.join(comparison['unequal'])}.")
     if target is not None:
-        sentences.append(about_target(a, b, comparison, target))
+        held = [f"{name} {'yes' if side.rule['holds'] else 'not shown'}"
+                for name, side in zip(titles([a, b]), (a, b))]
+        sentences.append(f"Mean below {target:g} at p < {ALPHA}: {', '.join(held)}.")
     if test_that_speaks(comparison, "loss")["E"] is not None:
         sentences.append("E assumes that differences of pairs are spread evenly to both sides.")
     sentences += [f"But mind the warnings about {side.label}." for side in (a, b) if side.warnings]
@@ -221,8 +208,7 @@ def about_loss(a, b, comparison):
     size = f"{names[0]} - {names[1]} = {test['difference']:+.4f} nats a token"
     if test["interval"]:
         size += f", {percent(test['level'])} interval {interval(test['interval'], '+.4f')}"
-    extent = ", ".join(text for text in comparison["unequal"] if "%" in text)
-    text = claim("loss", names, test, size, ("better", "worse"), comparison["level"], extent)
+    text = claim("loss", names, test, size, ("better", "worse"), comparison["level"])
     if comparison["speaks"] == "welch":
         text += f" by Welch's t-test of {len(a.used)} runs against {len(b.used)}"
     return f"{text}."
@@ -258,42 +244,22 @@ def about_time(a, b, comparison):
     test = test_that_speaks(comparison, "seconds")
     if test["difference"] is None:
         return None
-    text = claim_time(titles([a, b]), test, b.seconds["mean"], comparison["level"])
+    share = 100 * test["difference"] / max(b.seconds["mean"], 1e-9)
+    size = f"{plain(test['difference'], 3, '+')} s, {share:+.1f} %"
+    text = claim("time", titles([a, b]), test, size, ("faster", "slower"), comparison["level"])
     return f"{text} on {a.used[0].hardware or 'hardware that the logs do not name'}."
 
-def about_target(a, b, comparison, target):
-    """Loss and speed together: who gets below the target, and who is there first."""
-    names = titles([a, b])
-    held = ["yes" if side.rules and side.rules[0]["holds"] else "not shown" for side in (a, b)]
-    text = f"Mean below {target:g} at p < {ALPHA}: {names[0]} {held[0]}, {names[1]} {held[1]}."
-    found = comparison["to_target"]
-    if not found or not comparable_losses(a, b):
-        return text
-    if not found["means"]:
-        counts = [f"{n} of {len(side.used)}" for n, side in zip(found["reached"], (a, b))]
-        return f"{text} {target:g} is reached in {counts[0]} runs of A and {counts[1]} of B."
-    ours, theirs = found["means"]
-    text += f" To {target:g} it takes {names[0]} {ours:.1f} s and {names[1]} {theirs:.1f} s"
-    if not comparable_times(a, b):
-        return f"{text}, on hardware that differs."
-    return f"{text}: {claim_time(names, found['seconds'], theirs, comparison['level'])}."
-
-def claim_time(names, test, seconds, level):
-    difference = test["difference"] or 0
-    size = f"{plain(difference, 3, '+')} s, {100 * difference / max(seconds, 1e-9):+.1f} %"
-    return claim("time", names, test, size, ("faster", "slower"), level)
-
-def claim(what, names, test, size, words, level=ALPHA, extent=""):
+def claim(what, names, test, size, words, level=ALPHA):
     """One sentence about a difference A - B, as strong as its p- or e-value and no stronger."""
-    word = words[(test["difference"] or 0) > 0]
-    than = f"{word} than {names[1]}{' at ' * bool(extent)}{extent}"
     if test["adjusted"] is None:
         return f"No difference in {what} can be tested, the runs do not spread"
-    if judge.is_sure(test, level):
-        return f"{names[0]} is {than} ({size}, {strength(test)})"
+    than = f"{words[test['difference'] > 0]} than {names[1]}"
+    text = f"No difference in {what} is shown"
     if judge.is_sure(test, 0.05):
-        return f"{names[0]} may be {than}, not surely ({size}, {strength(test)})"
-    return f"No difference in {what} is shown ({size}, {strength(test)})"
+        text = f"{names[0]} may be {than}, not surely"
+    if judge.is_sure(test, level):
+        text = f"{names[0]} is {than}"
+    return f"{text} ({size}, {strength(test)})"
 
 def strength(test):
     """The p- or e-value in words, what the number of candidates leaves of it, and the signs."""
@@ -307,31 +273,12 @@ def strength(test):
 
 # ---- Text ----------------------------------------------------------------------------------------
 
-MEASURES = (("val loss", "loss", ".5f", ""), ("time", "seconds", ".3f", " s"))
-
-def plain(value, digits=3, sign=""):
-    """Rounded to so many digits, without an exponent for what is large."""
-    text = f"{value:{sign}.{digits}g}"
-    return f"{value:{sign},.0f}" if "e+" in text else text
-
-def percent(level):
-    return f"{100 * (1 - level):.4g} %"
-
-def runs_of(count, what="run"):
-    return f"{count} {what}{'s' * (count != 1)}"
-
 def say(text="", file=None):
     print(printable(text), file=file)
 
 def say_wrapped(text, indent="  "):
     together = printable(text).replace(" %", "\0%")  # no line begins with a percent sign
     say(textwrap.fill(together, WIDTH, subsequent_indent=indent).replace("\0", " "))
-
-def tokens_text(tokens):
-    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if tokens is not None and tokens >= size:
-            return f"{tokens / size:.4g}{unit}"
-    return number(tokens, "d")
 
 def print_table(rows):
     """Rows of text, the first of them the header; the first column stands to the left."""
@@ -341,130 +288,55 @@ def print_table(rows):
         say("  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]))
 
 def print_side(side, target):
-    runs = side.runs
-    title = f"{side.label}: {side.name}, {runs_of(len(runs))}"
-    for what in ("hardware", "ranks", "torch"):
-        values = {getattr(run, what) or "-" for run in runs}
-        if values != {"-"}:
-            title += f", {what} {' | '.join(sorted(values))}"
-    say_wrapped(title)
-    to_target = "to target" if target is None else f"to {target:g}"
-    rows = [["run", "val loss", "time", "ms/step", "steps", "tokens", "step", to_target]]
-    for run in runs:
-        step, seconds = run.reached or (None, None)
-        of = "" if run.finished else f"/{run.total}"
-        rows.append([run.name, number(run.loss, ".4f"), number(run.seconds, ".2f", " s"),
-                     number(run.ms_per_step, ".2f"), f"{run.steps}{of}", tokens_text(run.tokens),
-                     number(step, ".0f"), number(seconds, ".2f", " s")])
-    print_table(rows)
+    say_wrapped(tables.title_of(side))
+    print_table(tables.of_runs(side, target))
     say()
-    rows = [["over the runs", "n", "mean", "SD", "95 % interval of the mean"]]
-    for what, key, form, unit in MEASURES:
-        found = getattr(side, key)
-        rows.append([what, str(found["n"]), number(found["mean"], form, unit),
-                     number(found["sd"], form, unit), interval(found["interval"], form)])
-    print_table(rows)
-    for line in side.rule_lines:
+    print_table(tables.of_spread(side))
+    for line in [side.about_rule, *(f"warning: {text}" for text in side.warnings)]:
         say_wrapped(line)
-    for line in side.warnings:
-        say_wrapped(f"warning: {line}")
     say()
 
 def print_comparison(a, b, comparison):
-    rows = [["at the end", f"{a.label} - {b.label}", "interval", "p or 1 / E", "lower in"]]
-    pairs = len(comparison["paired"]["seeds"])
-    for what, key, form, unit in MEASURES:
-        paired = comparison["paired"][key]
-        tests = [(f"{pairs} pairs", paired)] * (pairs > 1)
-        tests += [("Welch", comparison[key])] * (paired["E"] is None)
-        for kind, test in tests:
-            signs = f"{test['lower']} of {pairs}" if "lower" in test else "-"
-            between = interval(test["interval"], form)
-            between += f" ({percent(test['level'])})" if test["interval"] else ""
-            rows.append([f"{what}, {kind}", number(test["difference"], f"+{form}", unit),
-                         between, number(judge.p_value(test), ".2g"), signs])
-    print_table(rows)
+    print_table(tables.of_tests(a, b, comparison))
     say()
-    print_changes(comparison)
-    say("source, B -> A:")
-    diff = ["missing in a log, no diff"] if comparison["source"] is None else comparison["source"]
-    say("\n".join([*(diff[:DIFF_LINES] or ["the same"])]))
-    if len(diff) > DIFF_LINES:
-        paths = [(side.used or side.runs)[0].path for side in (b, a)]
-        shown = " ".join(f"<(python3 records/tools/logs.py --source {path})" for path in paths)
-        say(f"... and {len(diff) - DIFF_LINES} more lines: diff -u {shown}")
-    say()
-
-def print_candidates(candidates, baseline, comparisons):
-    """The table of a race of several, with a row for each candidate."""
-    rows = [["candidate", "decision", "pairs", f"loss - {baseline.name}'s", "interval",
-             "p or 1 / E", "adjusted", "time", "tokens", "parameters"]]
-    for side, found in zip(candidates, comparisons):
-        test = test_that_speaks(found, "loss")
-        run = side.used[0] if side.used else side.runs[0]
-        seconds = test_that_speaks(found, "seconds")["difference"]
-        rows.append([side.name, found["decision"], str(len(found["paired"]["seeds"])),
-                     number(test["difference"], "+.4f"), interval(test["interval"], "+.4f"),
-                     number(judge.p_value(test), ".2g"), number(test["adjusted"], ".2g"),
-                     number(seconds, "+.1f", " s"), tokens_text(run.tokens),
-                     tokens_text(run.parameters)])
-    print_table(rows)
-    say()
-
-def print_changes(comparison):
     for kind in ("hyperparameters", "environment"):
         rows = comparison[kind]
         say(f"{kind}: {'B -> A' if rows else 'no difference in the logs'}")
         for key, before, after in rows:
             say_wrapped(f"  {key}: {' | '.join(before)} -> {' | '.join(after)}", " " * 6)
         say()
+    say("source, B -> A:")
+    diff = ["missing in a log, no diff"] if comparison["source"] is None else comparison["source"]
+    say("\n".join(diff[:DIFF_LINES] or ["the same"]))
+    if len(diff) > DIFF_LINES:
+        say(f"... and {len(diff) - DIFF_LINES} more lines, which --html shows")
+    say()
 
 def as_json(thing):
     """The fields of a Side or a Run, for json.dumps."""
     if isinstance(thing, Side):
         return vars(thing) | {"used": [one.name for one in thing.used]}
-    source = thing.source and hashlib.sha256(thing.source.encode()).hexdigest()
-    fields = {key: value for key, value in vars(thing).items() if key != "lines"}
-    return fields | {"source": source or None}
+    digest = hashlib.sha256(thing.source.encode()).hexdigest() if thing.source else None
+    return {key: value for key, value in vars(thing).items() if key != "lines"} | {"source": digest}
 
 # ---- The command ---------------------------------------------------------------------------------
 
-def parse_steps(text):
-    """The steps in --at=STEP or --at=STEP,STEP: of A and of B."""
-    if not re.fullmatch(r"\d{1,9}(,\d{1,9})?", text):
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected a step, or those of A and of B "
-                                         "as in 2690,2720")
-    steps = [int(step) for step in text.split(",")]
-    return steps * (3 - len(steps))
-
-def finite(text):
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError
-    return value
-
 def parse(arguments):
-    parser = argparse.ArgumentParser(description=__doc__, prog="./run.sh compare",
-                                     allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = load.ArgumentParser(description=__doc__, prog="./run.sh compare")
     parser.add_argument("logs", nargs="+", metavar="A", help="logs, or folders of logs")
     parser.add_argument("--vs", nargs="+", metavar="B", default=[], action="extend",
                         help="the baseline's")
-    parser.add_argument("--target", type=finite, help="validation loss to reach")
-    parser.add_argument("--at", type=parse_steps, metavar="STEP[,STEP]", default=[None, None])
-    parser.add_argument("--first", action="store_true", help="the earliest step of each rule")
-    parser.add_argument("--loss", metavar="NAME", default=logs.VAL_LOSS, help="another loss")
+    parser.add_argument("--target", type=float, help="validation loss to reach")
     parser.add_argument("--until_decided", type=float, metavar="LEVEL", help="by e-values")
     parser.add_argument("--plot", metavar="FILE", help="draw the losses into a .png or .svg")
     parser.add_argument("--html", metavar="FILE", help="a page for a browser")
     parser.add_argument("--statistics", action="store_true", help="write statistics.md beside A")
-    parser.add_argument("--label", action="append", metavar="NAME", help="of a side, in order")
     parser.add_argument("--json", action="store_true", help="everything, for programs")
     options = parser.parse_args(arguments)
     if options.until_decided is not None and not 0 < options.until_decided < 1:
         parser.error("--until_decided takes a level between 0 and 1, 0.01 say")
-    if not re.fullmatch(r"\w+", options.loss):
-        parser.error("--loss takes the name of a loss as it stands in a log, val_ema_loss say")
+    if options.target is not None and not math.isfinite(options.target):
+        parser.error("--target takes a loss, 3.28 say")
     if options.plot and not options.plot.endswith((".png", ".svg")):
         parser.error("--plot takes a .png or an .svg")
     return options
@@ -481,7 +353,7 @@ def read_sides(options):
     sides = []
     unread = []
     for paths in inputs:
-        runs, lines = read(paths, options.loss)
+        runs, lines = read(paths)
         if not runs:
             raise BadInput(f"no run in {', '.join(map(str, paths))} ({'; '.join(lines)})")
         sides.append(runs)
@@ -490,15 +362,9 @@ def read_sides(options):
     vocabularies = {run.hyperparameters.get("vocab_size") for runs in sides for run in runs}
     if target is None and vocabularies <= {None, "50257", "50304"}:  # GPT-2's
         target = TARGET
-    names = options.label or [None] * len(sides)
-    if len(names) != len(sides):
-        raise BadInput(f"--label: found {len(names)}, expected one for each of the {len(sides)} "
-                       "sides, the baseline last")
     count = len(sides) - bool(options.vs)
     labels = [f"A{i + 1}" if count > 1 else "A" for i in range(count)] + ["B"]
-    steps = [options.at[0]] * count + [options.at[1]]
-    sides = [Side(label, runs, target, at, options.first, name)
-             for label, runs, at, name in zip(labels, sides, steps, names)]
+    sides = [Side(label, runs, target) for label, runs in zip(labels, sides)]
     baseline = sides[count:]
     comparisons = []
     if baseline:
@@ -509,7 +375,8 @@ def report(candidates, baseline, comparisons, target):
     """Print everything about the sides."""
     print_verdicts(candidates, comparisons)
     if len(candidates) > 1 and comparisons:
-        print_candidates(candidates, *baseline, comparisons)
+        print_table(tables.of_candidates(candidates, *baseline, comparisons))
+        say()
     for side in candidates + baseline:
         print_side(side, target)
     for side, comparison in zip(candidates, comparisons):
@@ -531,12 +398,11 @@ def main(arguments=None):
     for line in unread:
         say(line, sys.stderr)
     sides = candidates + baseline
-    only = comparisons[0] if len(comparisons) == 1 else None
+    pairs = pairs_of(*sides) if len(comparisons) == 1 else ()
     if options.plot:
         from records.tools import plot  # which takes a second to import
 
-        plot.save(options.plot, sides, target, pairs_of(*sides) if only else (),
-                  options.until_decided)
+        plot.save(options.plot, sides, target, pairs, options.until_decided)
     if options.html:
         from records.tools import page
 
@@ -547,9 +413,9 @@ def main(arguments=None):
         path = submission.write(candidates, baseline, comparisons, target)
         say(f"{path} is written", sys.stderr)
     if options.json:
-        print(json.dumps({"version": 9, "target": target, "loss": options.loss, "sides": sides,
-                          "comparison": only, "comparisons": [] if only else comparisons,
-                          "unread": unread}, indent=1, default=as_json, allow_nan=False))
+        found = {"version": 10, "target": target, "sides": sides, "comparisons": comparisons,
+                 "unread": unread}
+        print(json.dumps(found, indent=1, default=as_json, allow_nan=False))
     else:
         report(candidates, baseline, comparisons, target)
     apart = [side for side in candidates if baseline and not comparable_losses(side, *baseline)]

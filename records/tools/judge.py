@@ -19,26 +19,18 @@ TARGET = 3.28                     # its loss, over GPT-2's vocabulary
 PRIOR = 4.0                       # see e_value
 BETS = ((4.0, 0.85), (1.0, 0.15))  # see e_of_signs: how strong, and its share of the money
 MOST_RUNS = 100_000
-TRACK_MARGIN = 0.004              # of the optimizer track: 3.09 SDs of 0.0013, for p < 0.001
 
 # ---- Tests ---------------------------------------------------------------------------------------
 
 def spread(values):
     """n, mean, SD and the 95 % interval of the mean (Student's t)."""
     n = len(values)
-    found = {"n": n, "mean": None, "sd": sd_of(values), "interval": None}
-    if n > 0:
-        found["mean"] = float(np.mean(values))
+    mean = float(np.mean(values)) if n else None
+    found = {"n": n, "mean": mean, "sd": sd_of(values), "interval": None}
     if n > 1:
         half = float(stats.t.ppf(0.975, n - 1)) * found["sd"] / math.sqrt(n)
-        found["interval"] = (found["mean"] - half, found["mean"] + half)
+        found["interval"] = (mean - half, mean + half)
     return found
-
-def p_below(values, target):
-    """p of a one-sided t-test that the mean is below the target."""
-    if target is None or len(set(values)) < 2:
-        return None
-    return float(stats.ttest_1samp(values, target, alternative="less").pvalue)
 
 def sd_of(values):
     return float(np.std(values, ddof=1)) if len(values) > 1 else None
@@ -66,14 +58,16 @@ def welch(a, b, level=ALPHA):
         return difference(a, b, level)
     return difference(a, b, level, stats.ttest_ind, equal_var=False)
 
-def paired(a, b, level=ALPHA):
-    """By the t-test of the differences of pairs, with their SD and how many are below 0."""
-    sd = sd_of(np.subtract(a, b))
-    test = stats.ttest_rel if sd and sd > 1e-12 else None
-    return difference(a, b, level, test) | {"sd": sd, "n": len(a), "lower": count_lower(a, b)}
+def of_pairs(a, b, level, test=None):
+    """The same of pairs, with the SD of their differences and how many are below 0."""
+    differences = np.subtract(a, b)
+    return difference(a, b, level, test) | {
+        "sd": sd_of(differences), "n": len(a), "lower": int(np.sum(differences < 0))}
 
-def count_lower(a, b):
-    return sum(ours < theirs for ours, theirs in zip(a, b))
+def paired(a, b, level=ALPHA):
+    """By the t-test of the differences of pairs, if these spread."""
+    sd = sd_of(np.subtract(a, b))
+    return of_pairs(a, b, level, stats.ttest_rel if sd and sd > 1e-12 else None)
 
 def adjusted(values):
     """p-values of several comparisons, adjusted for their number (Holm, 1979): with a probability
@@ -126,9 +120,9 @@ def e_value(differences):
 
 def e_of_signs(differences):
     """An e-value of differences [..., n] that are symmetric around 0: each sign is a fair coin
-    then, whatever the sizes, and what bets on coins have won is a martingale. The bets are shares of the
-    money on the next sign, the larger, the larger the pair's difference is beside those so far; see
-    records/2026-11-26_evalue. Eight pairs of one sign win 100, and nothing wins it sooner."""
+    then, whatever the sizes, and what bets on coins have won is a martingale. The bets are shares
+    of the money on the next sign, the larger, the larger the pair's difference is beside those so
+    far; see records/2026-11-26_evalue. Eight pairs of one sign win 100, nothing wins it sooner."""
     square = np.cumsum(np.square(differences), -1) / np.arange(1, 1 + np.shape(differences)[-1])
     size = differences / np.sqrt(np.where(square > 0, square, 1))
     return sum(share / 2 * np.prod(1 + np.tanh(strength * size), -1)
@@ -159,14 +153,12 @@ def confidence_sequence(differences, level):
     return tuple(ends)
 
 def until_decided(a, b, level):
-    """The test of pairs whose number was not fixed beforehand, with the SD of the differences and
-    how many are below 0."""
-    found = difference(a, b, level) | {
-        "sd": None, "needed": None, "n": len(a), "lower": count_lower(a, b)}
+    """The test of pairs whose number was not fixed beforehand."""
+    found = of_pairs(a, b, level) | {"needed": None}
     if a:
         differences = np.subtract(a, b)
         E = float(e_of_pairs(differences))
-        found |= {"E": E, "adjusted": min(1, 1 / E), "sd": sd_of(differences),
+        found |= {"E": E, "adjusted": min(1, 1 / E),
                   "interval": confidence_sequence(differences, level),
                   "needed": pairs_until_decided(differences, level)}
     return found
@@ -186,99 +178,63 @@ def pairs_until_decided(differences, level):
 TESTS = {False: {"paired": paired, "welch": welch},
          True: {"paired": until_decided, "welch": difference}}
 
-# ---- The rules of the field ----------------------------------------------------------------------
-
-def rules_for(target):
-    if target == TARGET:
-        return speedrun_rule, track_rule
-    return () if target is None else (speedrun_rule,)
+# ---- One side ------------------------------------------------------------------------------------
 
 def speedrun_rule(losses, target):
-    """The speedrun's: a mean below the target at p < 0.01, by a one-sided t-test."""
-    p = p_below(losses, target)
-    needed = None
-    margin = target - np.mean(losses)
-    if p is not None and margin > 0:
-        n = np.arange(2, 10_001)
-        passes = margin / np.std(losses, ddof=1) * np.sqrt(n) > stats.t.ppf(1 - ALPHA, n - 1)
-        needed = int(n[np.argmax(passes)]) if passes.any() else None
-    return {"rule": "speedrun", "value": p, "holds": p is not None and p < ALPHA,
-            "runs_needed": needed}
-
-def track_rule(losses, target):
-    """The optimizer track's: (target - mean) * sqrt(n) >= 0.004, which takes the SD for known."""
-    margin = target - float(np.mean(losses))
-    value = margin * math.sqrt(len(losses))
-    needed = math.ceil(round((TRACK_MARGIN / margin) ** 2, 9)) if margin > 0 else None
-    return {"rule": "optimizer track", "value": value, "holds": round(value, 12) >= TRACK_MARGIN,
-            "runs_needed": needed}
-
-# ---- One side ------------------------------------------------------------------------------------
+    """The speedrun's: a mean below the target at p < 0.01, by a one-sided t-test; and how many runs
+    of this mean and spread that takes."""
+    if len(set(losses)) < 2:
+        return {"p": None, "holds": False, "runs_needed": None}
+    p = float(stats.ttest_1samp(losses, target, alternative="less").pvalue)
+    n = np.arange(2, 10_001)
+    t = (target - np.mean(losses)) / sd_of(losses) * np.sqrt(n)
+    passes = t > stats.t.ppf(1 - ALPHA, n - 1)
+    needed = int(n[np.argmax(passes)]) if passes.any() else None
+    return {"p": p, "holds": p < ALPHA, "runs_needed": needed}
 
 RUN_ITSELF = {"seed", "name", "records", "command", "resumed"}  # differ from run to run
 NOT_GIVEN = "(not given)"
 
 class Side:
-    """The runs of one setting: which of them count, their statistics, and what is odd about them.
-    at: take what they had reached at that step; first: find the earliest step of each rule."""
+    """The runs of one setting: which of them count, their statistics, what is odd about them."""
 
-    def __init__(self, label, runs, target, at=None, first=False, name=None):
+    def __init__(self, label, runs, target):
         self.label = label
-        self.name = name or runs[0].name
         self.runs = runs
         self.copies = copies_among(runs)  # {name: the name of the run that it is a copy of}
         kept = [run for run in runs if run.name not in self.copies]
-        by_step = losses_by_step([run for run in kept if not run.diverged]) if first else {}
-        if at is not None:
-            for run in runs:
-                run.end_at(at)
+        for run in runs:
+            run.find_target(target)
         whole = [run for run in kept if run.finished and not run.diverged]
         self.used = [run for run in whole if not of_two_methods(run)] or whole
         losses = [run.loss for run in self.used]
-        self.loss = spread(losses) | {"p": p_below(losses, target)}
+        self.loss = spread(losses)
         self.seconds = spread([run.seconds for run in self.used])
-        ends = {run.validations[-1].step for run in self.used}
-        self.at = ends.pop() if len(ends) == 1 else None
-        self.asked = at
-        if target is not None:
-            for run in runs:
-                run.find_target(target)
-        self.rules = []
-        for rule in rules_for(target) if losses else ():
-            holding = (step for step in by_step if rule(by_step[step], target)["holds"])
-            self.rules.append(rule(losses, target) | {"first": next(holding, None)})
+        self.rule = None if target is None else speedrun_rule(losses, target)
         seeds = Counter(run.seed for run in self.used if run.seed)
         self.shared_seeds = [seed for seed, n in seeds.items() if n > 1]
-        self.independent = not self.shared_seeds
         others = [run for run in kept if run not in self.used]
         self.diverged = sum(run.diverged for run in others)
         self.stopped = sum(not run.finished and not run.diverged for run in others)
         settings = values_of(self.used, "hyperparameters")
         self.mixed = [key for key, values in settings.items() if len(values) > 1]
-        for what, values in (("source", {run.source for run in self.used if run.source}),
-                             ("hardware", {run.timed_on for run in self.used})):
-            self.mixed += [what] if len(values) > 1 else []
-        self.mixed += [] if one_validation(self.used) else ["validation data"]
+        self.mixed += ["source"] * (len({run.source for run in self.used if run.source}) > 1)
+        self.mixed += ["hardware"] * (len({run.timed_on for run in self.used}) > 1)
+        self.mixed += ["validation data"] * (not one_validation(self.used))
 
 def copies_among(runs):
-    """{name: that of another run} of runs whose losses and times another one has too, of which the
-    longest counts. Two that continue one log share a part and are no copies."""
+    """{name: that of another run} of runs whose losses and times another one has too, digit for
+    digit, of which the longest counts: a log, and what a console has of it."""
     kept = []
     copies = {}
     for run in sorted(runs, key=lambda run: (-len(run.validations), not run.source)):
-        marks = marks_of(run)
-        original = next((other for other in kept if marks and marks <= marks_of(other)
-                         and (len(run.logs + other.logs) == 2
-                              or set(run.logs).isdisjoint(other.logs))), None)
-        if original:
-            copies[run.name] = original.name
+        marks = {(line.step, line.loss, line.seconds) for line in run.validations if line.step > 0}
+        originals = [other.name for other, known in kept if marks and marks <= known]
+        if originals:
+            copies[run.name] = originals[0]
         else:
-            kept.append(run)
+            kept.append((run, marks))
     return copies
-
-def marks_of(run):
-    """By which a copy of a run is known, digit for digit."""
-    return {(line.step, line.loss, line.seconds) for line in run.validations if line.step > 0}
 
 def of_two_methods(run):
     """Whether its losses are those of more than one script or set of settings, or may be."""
@@ -356,7 +312,6 @@ def compare(a, b, target, level=None):
         "speaks": speaks,
         "level": level or ALPHA,
     }
-    found["to_target"] = time_to_target(a, b, speaks, tests[speaks], found["level"])
     for key in ("loss", "seconds"):
         found[key] = tests["welch"](*tested(a, b, "welch", key), found["level"])
         found["paired"][key] = tests["paired"](*tested(a, b, "paired", key), found["level"])
@@ -382,7 +337,7 @@ def compare_all(candidates, baseline, target, level=None, worth=None, more=0):
     for side, one in zip(candidates, found):
         one["paired"]["steps"] = steps_of(pairs_of(side, baseline), one["paired"]["loss"])
         one["decision"] = "undecided"
-        if comparable_losses(side, baseline) and side.independent and baseline.independent:
+        if comparable_losses(side, baseline) and not side.shared_seeds + baseline.shared_seeds:
             same = one["no_effect"] and len(one["paired"]["seeds"]) > 1
             test = test_that_speaks(one, "loss")
             one["decision"] = decide(test, same, one["level"], worth)
@@ -420,21 +375,11 @@ def unchanged_losses(pairs):
         return None
     return sum(len(one) for one, _ in logged)
 
-def time_to_target(a, b, speaks, test, level):
-    """How many runs of A and of B reach the target. Where all do, for those that do are no fair
-    sample otherwise, the mean times and their test."""
-    reached = [[run.reached for run in side.used if run.reached] for side in (a, b)]
-    found = {"reached": [len(places) for places in reached], "means": None, "seconds": None}
-    if all(reached) and found["reached"] == [len(a.used), len(b.used)]:
-        found["means"] = [fmean(seconds for _, seconds in places) for places in reached]
-        values = tested(a, b, speaks, "reached")
-        found["seconds"] = test(*[[seconds for _, seconds in side] for side in values], level)
-    return found if any(reached) else None
-
-def differences_by_step(pairs):
-    """Steps, and rows [pairs, steps] of A - B in the validation loss, for pairs (run of A, run of
-    B). None where they have no two steps or not the data in common, or do not run to the same step:
-    on the way, other schedules say little."""
+def differences_by_step(pairs, level=ALPHA, by_e=False):
+    """Steps, rows [pairs, steps] of A - B in the validation loss, for pairs (run of A, run of B),
+    and for each step the interval of the mean, None where the pairs are too few. None where they
+    have no two steps or not the data in common, or do not run to the same step: on the way, other
+    schedules say little."""
     runs = [run for pair in pairs for run in pair]
     if len({run.total for run in runs}) != 1 or not one_validation(runs):
         return None
@@ -442,11 +387,7 @@ def differences_by_step(pairs):
     steps = sorted(set(sides[0]) & set(sides[1]))
     if len(steps) < 2:
         return None
-    a, b = (np.array([side[step] for step in steps]).T for side in sides)
-    return steps, a - b
-
-def interval_of_pairs(differences, level=ALPHA, by_e=False):
-    """The interval of the mean of differences of pairs, by the t-test or by e-values. None where
-    the pairs are too few."""
-    test = until_decided if by_e else paired
-    return test(list(differences), [0.0] * len(differences), level)["interval"]
+    a, b = (np.array([side[step] for step in steps]) for side in sides)
+    test = TESTS[by_e]["paired"]
+    bands = [test(list(row), [0.0] * len(row), level)["interval"] for row in a - b]
+    return steps, (a - b).T, bands

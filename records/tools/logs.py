@@ -8,22 +8,16 @@ the length of their source; in the others, the source ends where the log names i
 A resumed run has a log of its own, whose head says `resumed: CHECKPOINT at step N`. The checkpoint
 lies in a folder with the name of the log that the run continues, its parent. The logs of such a
 chain are read as one run, which is called by the newest of them.
-
-    python records/tools/logs.py --source LOG      prints the script that the log ran
 """
 
-import ast
 import codecs
 import copy
 import hashlib
 import math
 import os
 import re
-import sys
-import warnings
 from collections import namedtuple
 from fnmatch import fnmatch
-from itertools import pairwise
 from pathlib import Path
 
 
@@ -62,10 +56,10 @@ def own_sections(text):
     head = OWN_HEAD.match(text)
     if not head:
         return None
-    hyperparameters = dict(re.findall(r"(\w+) = (.*)\n", head[1]))
     source, steps = source_and_steps(text[head.end():], SCRIPT.search(head[2]))
     if f"\n{SEPARATOR}\n" in steps:
         raise BadInput("no log (a line of 100 '=' stands among its steps: one log a file)")
+    hyperparameters = dict(re.findall(r"(\w+) = (.*)\n", head[1]))
     return Sections(hyperparameters, environment_of(head[2]), source, steps)
 
 def source_and_steps(text, script):
@@ -100,79 +94,59 @@ def published_sections(text):
         source, _, steps = text.rpartition(f"{SEPARATOR}\n")
         return Sections({}, {}, source.strip("=\n"), steps)
     steps = text[running.start():]
-    return Sections({}, versions_of(steps), text[:running.start()].strip("=\n"), steps)
-
-def versions_of(body):
-    top = body.partition("\nstep:")[0]
+    top = steps.partition("\nstep:")[0]
     environment = {key.lower(): value for key, value in VERSION.findall(top)}
     gpus = NVIDIA_SMI_ROW.findall(top)
     if gpus:
         environment["gpus"] = f"{len(gpus)} x {gpus[0].rstrip()}"
-    return environment
-
-def require_program(source):
-    """Where the text before "Running Python" is no whole program, that line stands in one of its
-    strings, and so may the steps after it."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise BadInput("no log (several runs, but the source does not end before them)") from None
+    return Sections({}, environment, text[:running.start()].strip("=\n"), steps)
 
 # ---- The steps -----------------------------------------------------------------------------------
 
 NUMBER = r"[+-]?(?:\d{1,99}(?:\.\d{0,99})?|\.\d{1,99})(?:e[+-]?\d{1,4})?"
 LOSS = re.compile(rf"(?ai)({NUMBER}|[+-]?(?:nan|inf(?:inity)?))(?:\(\w*\))?")  # also -nan(ind)
 TIME = re.compile(rf"(?ai)({NUMBER})(ms|s)")
-AVERAGE = re.compile(rf"(?ai)({NUMBER}|[+-]?nan|[+-]?inf)ms")
-COUNT = re.compile(r"(?a)\d{1,18}")
+COUNT = re.compile(r"(?a)(\d{1,18})")
+FIELDS = {"train_time": TIME, "tokens": COUNT, "window": COUNT, "lr": LOSS,
+          "step_avg": re.compile(rf"(?ai)({NUMBER}|[+-]?nan|[+-]?inf)ms")}
+ANYTHING = re.compile("(.*)")
 STEP = re.compile(r"(?a)step:(\d{1,15})/(\d{1,15})((?:\s+\S+)+)\s*")
 # What a console adds before a line: colours, and the rank that wrote it.
 ADDED = re.compile(r"(?:\s|\x1b\[[\d;?]*[A-Za-z]|\[[\w ]*\d\]:)+")
 WITHIN = re.compile(r"step:\d+/\d+\s.*(?:loss|train_time):")
 PARAMETERS = re.compile(r"(?ma)^model: (\d{1,15}) parameters")
-VAL_LOSS = "val_loss"
 
-Line = namedtuple("Line", "step total kind loss seconds ms_per_step tokens lr window")
+Line = namedtuple("Line", "step total kind loss seconds ms_per_step tokens")
 
 def finite(text):
     """The number; None if it is not finite."""
     value = float(text)
     return value if math.isfinite(value) else None
 
-def lines_of(text, loss_name):
+def lines_of(text):
     """The Lines of one step line: one, or two where it has the losses of training and validation.
-    Validations have the loss of this name. None where the line is not understood."""
+    None where the line is not understood."""
     match = STEP.fullmatch(text)
-    if not match:
-        return None
-    fields = {}
-    for word in match[3].split():
-        key, colon, value = word.partition(":")
-        if key in fields:
+    values = {}
+    for word in match[3].split() if match else ():
+        key, _, value = word.partition(":")
+        loss = re.search("loss(?!_)", key)
+        known = (LOSS if loss else FIELDS.get(key, ANYTHING)).fullmatch(value)
+        if key in values or not known or loss and not re.fullmatch(r"\w+_loss", key):
             return None
-        if re.search("loss(?!_)", key) and not (re.fullmatch(r"\w+_loss", key)
-                                                and LOSS.fullmatch(value)):
-            return None
-        if colon:
-            fields[key] = value
-    time, average = TIME.fullmatch(fields.get("train_time", "")), AVERAGE.fullmatch(
-        fields.get("step_avg", ""))
-    counts = [fields.get("tokens"), fields.get("window")]
-    lr = fields.get("lr")
-    known = all(COUNT.fullmatch(value) for value in filter(None, counts))
-    if not (time and average and known and LOSS.fullmatch(lr or "0")) or finite(time[1]) is None:
+        values[key] = known[1]
+        if key == "train_time" and known[2].lower() == "ms":
+            values[key] = float(known[1]) / 1000
+    if not {"train_time", "step_avg"} <= set(values) or finite(values["train_time"]) is None:
         return None
-    seconds = float(time[1]) / (1000 if time[2].lower() == "ms" else 1)
-    tokens, window = [value and int(value) for value in counts]
-    losses = [(kind, finite(LOSS.fullmatch(fields[name])[1]))
-              for kind, name in (("train", "train_loss"), ("val", loss_name)) if name in fields]
-    return [Line(int(match[1]), int(match[2]), kind, loss, seconds, finite(average[1]), tokens,
-                 lr and finite(LOSS.fullmatch(lr)[1]), window)
+    tokens = int(values["tokens"]) if "tokens" in values else None
+    losses = [(kind, finite(values[f"{kind}_loss"])) for kind in ("train", "val")
+              if f"{kind}_loss" in values]
+    return [Line(int(match[1]), int(match[2]), kind, loss, finite(values["train_time"]),
+                 finite(values["step_avg"]), tokens)
             for kind, loss in losses or [(None, None)]]
 
-def step_lines(text, first, loss_name, anywhere):
+def step_lines(text, first, anywhere):
     """The Lines in a text, whose first line has this number in the file. Raises BadInput for a line
     that begins as a step and is not understood, so that no loss is lost in silence; `anywhere`: or
     has a step behind other text. Left out are half lines: what a full disk cut ends with "...",
@@ -184,7 +158,7 @@ def step_lines(text, first, loss_name, anywhere):
             piece = ADDED.sub("", piece, count=1) if ADDED.match(piece) else piece
             if piece.endswith("..."):
                 continue
-            lines = lines_of(piece, loss_name) if piece.startswith("step:") else None
+            lines = lines_of(piece) if piece.startswith("step:") else None
             begins = re.match(r"step:\s*\d", piece) or anywhere and WITHIN.search(piece)
             if not lines and begins and i < len(rows) - 1:
                 raise BadInput(f"no log (line {first + i} begins as a step line and is not "
@@ -195,22 +169,16 @@ def step_lines(text, first, loss_name, anywhere):
 def split_runs(lines):
     """The lines of each run. A run begins where the steps go back to where the first one began;
     lines that are said again, as in a summary, are left out."""
-    if all(line.step >= before.step for before, line in pairwise(lines)):
-        return [lines] if lines else []
     runs = []
-    seen = set()
     for line in lines:
-        if not runs or runs[-1][-1].step > line.step <= runs[0][0].step:
+        last = runs[-1][-1].step if runs else math.inf
+        if line.step < last and (not runs or line.step <= runs[0][0].step):
             runs.append([line])
-            seen = set()
-        elif line in seen:
-            continue
-        elif line.step >= runs[-1][-1].step:
+        elif line.step >= last:
             runs[-1].append(line)
-        else:
-            raise BadInput(f"no log (its steps go back from {runs[-1][-1].step} to {line.step}, "
-                           "where no run begins: two runs have written it at once)")
-        seen.add(line)
+        elif line not in runs[-1]:
+            raise BadInput(f"no log (its steps go back from {last} to {line.step}, where no run "
+                           "begins: two runs have written it at once)")
     return runs
 
 # ---- Runs ----------------------------------------------------------------------------------------
@@ -218,11 +186,11 @@ def split_runs(lines):
 RESUMED = re.compile(r"(?a)(.+) at step (\d{1,15})")
 NO_SETTINGS = {"name", "records", "save_every"}  # whose change on resuming changes no result
 
-def place_of(environment):
-    """What a run trained on: values that must stay the same where it is resumed."""
+def place_of(run):
+    """What must stay the same where a run is resumed: its script, and what it trains on."""
     names = ["ranks", "threads", "host", "cpu", "gpus", "torch"]
-    names += [name for name in environment if name.startswith("gpu ")]
-    found = {name: environment.get(name, "") for name in names}
+    names += [name for name in run.environment if name.startswith("gpu ")]
+    found = {"script": run.source} | {name: run.environment.get(name, "") for name in names}
     for name in ("host", "torch"):  # without the platform, without Python
         found[name] = found[name].partition(",")[0]
     return found
@@ -243,12 +211,12 @@ def validation_shards(settings, environment):
 class Run:
     """One run, as its log tells it; `follow` adds the logs that it continues."""
 
-    def __init__(self, name, path, sections, lines):
+    def __init__(self, path, sections, lines):
         settings = sections.hyperparameters
         environment = sections.environment
         device = environment.get("gpus") or environment.get("cpu", "")
         parameters = PARAMETERS.search(sections.steps) if settings else None
-        self.name = name
+        self.name = ""
         self.path = path
         self.logs = [(path, 0)]  # of its chain, the oldest first, each with the step it begins at
         self.missing = None  # why the beginning of the chain is not among them
@@ -290,23 +258,17 @@ class Run:
         self.finished = self.finished and bool(own) and self.steps >= self.total
         self.logs = [*before.logs, (self.path, step)]
         self.missing = before.missing
-        old, new = (run.hyperparameters for run in (before, self))
-        changed = [name for name in dict.fromkeys([*old, *new])
-                   if old.get(name) != new.get(name) and name not in NO_SETTINGS]
-        self.changed = before.changed + [f"{name} was {old.get(name)} and is {new.get(name)}"
-                                         for name in changed]
-        old, new = ({"script": run.source} | place_of(run.environment) for run in (before, self))
+        old, new = before.hyperparameters, self.hyperparameters
+        self.changed = before.changed + [
+            f"{name} was {old.get(name)} and is {new.get(name)}" for name in old | new
+            if old.get(name) != new.get(name) and name not in NO_SETTINGS]
+        old, new = place_of(before), place_of(self)
         differing = [name for name in old | new if old.get(name) != new.get(name)]
         self.mixed = list(dict.fromkeys([*before.mixed, *differing]))
-        for name in ("hardware", "torch", "ranks"):
-            values = (getattr(before, name) or "").split(" then ")
-            if getattr(self, name) != values[-1]:
-                values.append(getattr(self, name))
-            setattr(self, name, " then ".join(filter(None, values)) or None)
 
     def take(self, lines):
         """Set what follows from the step lines."""
-        last = lines[-1] if lines else Line(0, 0, *[None] * 7)  # before the first step
+        last = lines[-1] if lines else Line(0, 0, *[None] * 5)  # before the first step
         self.lines = lines
         self.steps = last.step
         self.total = last.total  # the steps it set out to do
@@ -314,29 +276,20 @@ class Run:
         self.tokens = last.tokens
         self.ms_per_step = last.ms_per_step
         self.validations = [line for line in lines if line.kind == "val"]
-        self.loss = None
-        self.finished = False
-        if self.validations:
-            self.loss = self.validations[-1].loss
-            self.finished = self.validations[-1].step >= self.total
+        self.loss = self.validations[-1].loss if self.validations else None
+        self.finished = any(line.step >= self.total for line in self.validations[-1:])
         self.diverged = any(line.kind and line.loss is None for line in lines)
-
-    def end_at(self, step):
-        """Forget what came after a step, as if the run had set out to do so many."""
-        self.take([line._replace(total=step) for line in self.lines if line.step <= step])
 
     def free_steps(self):
         """10 or 0: until January 2025 the first ten steps were outside the clock and step_avg."""
-        if not self.ms_per_step:
-            return 0
-        timed = 1000 * self.seconds / self.ms_per_step
+        timed = 1000 * self.seconds / self.ms_per_step if self.ms_per_step else self.steps
         return 10 if abs(self.steps - timed - 10) < 2 else 0
 
     def find_target(self, target):
         """Set reached to the (step, seconds) where the validation loss first meets the target, on
         the straight line from the validation before."""
         before = None
-        for point in self.validations:
+        for point in self.validations if target is not None else ():
             if point.loss is None:
                 continue
             if point.loss <= target:
@@ -353,8 +306,7 @@ class Reader:
     """Reads logs, each file once, and joins those of resumed runs. A parent is looked for by its
     file name: beside the log, where the checkpoint's path says, and among the files in `paths`."""
 
-    def __init__(self, paths, loss_name=VAL_LOSS):
-        self.loss_name = loss_name
+    def __init__(self, paths):
         self.paths = {os.path.basename(path): str(path) for path in paths}
         self.found = {}  # real path -> the runs of a file, without the logs that they continue
 
@@ -365,12 +317,11 @@ class Reader:
                 data = Path(path).read_bytes()
                 wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))  # PowerShell's
                 text = data.decode("utf-16" if wide else "utf-8-sig", "replace")
-                runs = runs_in(re.sub("\r+\n", "\n", text), str(path), self.loss_name)
+                self.found[file] = runs_in(re.sub("\r+\n", "\n", text), str(path))
             except OSError as error:
                 raise BadInput(f"{path}: cannot be read ({error.strerror})") from None
             except BadInput as error:
                 raise BadInput(f"{path}: {error}") from None
-            self.found[file] = runs
         return self.found[file]
 
     def parent_of(self, piece):
@@ -408,7 +359,7 @@ class Reader:
                 run.mixed = ["a missing log"]
         return run
 
-def read(arguments, loss_name=VAL_LOSS):
+def read(arguments):
     """The runs of one side, each file once, and a line for each input that is no log and for each
     log that is missing. A log that another one continues is a part of that run, and a run of its
     own as well if it was finished."""
@@ -422,7 +373,7 @@ def read(arguments, loss_name=VAL_LOSS):
             unread.append(f"{argument}: no .log or .txt file in this folder")
         files |= {os.path.realpath(path): str(path) for path in paths}
     top = os.path.commonpath([os.path.dirname(file) for file in files]) if files else ""
-    reader = Reader(files.values(), loss_name)
+    reader = Reader(files.values())
     runs = []
     for file, path in files.items():
         name = os.path.splitext(os.path.relpath(file, top))[0]
@@ -436,38 +387,25 @@ def read(arguments, loss_name=VAL_LOSS):
                "one, or name its folder too" for run in runs if run.missing]
     return runs, unread
 
-def runs_in(text, path, loss_name):
+def runs_in(text, path):
     own = own_sections(text)
     sections = own or published_sections(text)
     first = text.count("\n") - sections.steps.count("\n") + 1
-    groups = split_runs(step_lines(sections.steps, first, loss_name, anywhere=not own))
+    groups = split_runs(step_lines(sections.steps, first, anywhere=not own))
     if own and len(groups) > 1:
         raise BadInput("no log (its steps begin anew: two runs have written it)")
-    if len(groups) > 1 and sections.source:
-        require_program(sections.source)
-        if PYTHON_LINE.search(sections.steps, sections.steps.index("step:")):
-            raise BadInput("no log (several logs in one file: split it, one file for each)")
+    # Where the steps of a source's strings were taken for the first run, a second one has its head.
+    if len(groups) > 1 and PYTHON_LINE.search(sections.steps, sections.steps.index("step:")):
+        raise BadInput("no log (several logs in one file: split it, one file for each)")
     if own and not groups:
         groups = [[]]  # it is alive, before its first step
     if not groups:
         raise BadInput("no log (no line of a step in it)")
-    return [Run("", path, sections, group) for group in groups]
+    return [Run(path, sections, group) for group in groups]
 
-def read_run(path, name, others=()):
-    """The run in a file that holds one; `others` are files among which its parents may be."""
-    runs = Reader(others).runs(path, name)
+def read_run(path, name):
+    """The run in a file that holds one."""
+    runs = Reader(()).runs(path, name)
     if len(runs) > 1:
         raise BadInput(f"{path}: holds {len(runs)} runs, expected one; name a file of one run")
     return runs[0]
-
-if __name__ == "__main__":
-    if len(sys.argv) != 3 or sys.argv[1] != "--source":
-        sys.exit("usage: python records/tools/logs.py --source LOG")
-    try:
-        run = read_run(sys.argv[2], sys.argv[2])
-        if not run.source:
-            raise BadInput(f"{run.path}: holds no source")
-        end = "" if run.hyperparameters else "\n"  # a published log's is read without its last one
-        sys.stdout.buffer.write(f"{run.source}{end}".encode())
-    except BadInput as error:
-        sys.exit(f"error: {printable(str(error))}")

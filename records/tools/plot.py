@@ -1,16 +1,14 @@
 """Pictures of runs, for compare.py: validation losses over training time and tokens, and where two
-sides ran the same seeds, their difference by step."""
+sides ran the same seeds, their difference by step. page.py draws the same panels for a browser."""
 
-import contextlib
-import os
-import re
 import textwrap
-from datetime import datetime
-from itertools import cycle, pairwise
+from collections import namedtuple
+from itertools import cycle
 
-from records.tools.judge import ALPHA, differences_by_step, interval_of_pairs
+from records.tools.judge import ALPHA, differences_by_step
 from records.tools.load import installed
 from records.tools.logs import BadInput, short
+from records.tools.tables import runs_of
 
 with installed():
     import matplotlib
@@ -20,24 +18,30 @@ with installed():
 # Told apart by the colour-blind, and in grey by the dashes.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
 DASHES = ("-", (0, (4, 1.5)), "-.", ":")
-DIFFERENCE = "#5B3A8C"
 FIRST = 0.1  # of the steps: losses before that are so high that they would set the scale
 AXES = {"seconds": "training time (seconds)", "tokens": "training tokens (millions)",
         "step": "training step"}
 STYLE = {"font.size": 11, "axes.titlesize": 11, "legend.fontsize": 10, "figure.titlesize": 13,
          "text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False}
 
-# ---- Curves --------------------------------------------------------------------------------------
+# ---- Panels --------------------------------------------------------------------------------------
 
-def place(line, axis):
-    """Where a Line stands on an axis of AXES."""
-    value = getattr(line, axis)
-    return value / 1e6 if axis == "tokens" and value is not None else value
+# The groups have a colour each; `range` of the losses or differences may be None; `level` is a
+# line across, with its name.
+Panel = namedtuple("Panel", "axis what groups range level")
+# Thin lines (name, x, y), a bold one (x, y) for all, and a band (x, low, high), which may be empty.
+Group = namedtuple("Group", "name lines bold band")
+
+def axes_of(sides):
+    """All that every validation has."""
+    lines = [line for side in sides for run in side.runs for line in run.validations]
+    return [axis for axis in AXES if all(getattr(line, axis) is not None for line in lines)]
 
 def validation_curve(run, axis):
     """Positions and losses, where these are finite."""
     points = [line for line in run.validations if line.loss is not None]
-    return [place(line, axis) for line in points], [line.loss for line in points]
+    size = 1e6 if axis == "tokens" else 1
+    return [getattr(line, axis) / size for line in points], [line.loss for line in points]
 
 def bold_curve(runs, axis):
     """The curve that stands for all runs: the mean, where all validated at the same steps. Over
@@ -45,8 +49,17 @@ def bold_curve(runs, axis):
     if axis == "seconds" or len({tuple(validation_curve(run, "step")[0]) for run in runs}) != 1:
         middle = sorted(runs, key=lambda run: run.seconds or 0)[(len(runs) - 1) // 2]
         return validation_curve(middle, axis)
-    positions, losses = np.mean([validation_curve(run, axis) for run in runs], axis=0).tolist()
-    return positions, losses
+    return np.mean([validation_curve(run, axis) for run in runs], axis=0).tolist()
+
+def loss_panel(sides, axis, target):
+    groups = []
+    for side in sides:
+        lines = [(name_of(run), *validation_curve(run, axis)) for run in side.runs]
+        groups.append(Group(label_of(side), lines, bold_curve(side.used or side.runs, axis), ()))
+    bounds = loss_range([run for side in sides for run in side.used or side.runs], target)
+    near = target is not None and bounds and bounds[0] < target < bounds[1]
+    return Panel(axis, "validation loss (nats a token)", groups, bounds,
+                 (target, f"target {target:g}") if near else None)
 
 def loss_range(runs, target):
     """Of the losses that set the scale, and of a target near them, with room; None where all are
@@ -61,104 +74,37 @@ def loss_range(runs, target):
     room = 0.05 * (high - low)
     return low - room, high + room
 
-def difference_range(steps, rows, bands):
-    """Of the differences in the second half of the steps, and of 0, with room. `bands` are
-    intervals of their mean, None where there is none."""
-    late = [i for i, step in enumerate(steps) if step >= steps[-1] / 2]
-    values = [0, *rows[:, late].ravel(), *(end for i in late for end in bands[i] or ())]
-    room = 0.1 * (max(values) - min(values)) or 0.01
-    return min(values) - room, max(values) + room
+def difference_panel(candidates):
+    """A - B by step, of (side, its pairs, level, whether by e-values) each. None where no pairs
+    compare."""
+    groups = []
+    late = [0]  # what the second half of the steps has sets the scale
+    for side, pairs, level, by_e in candidates:
+        found = differences_by_step(pairs, level, by_e)
+        if not found:
+            continue
+        steps, rows, bands = found
+        known = [(step, *band) for step, band in zip(steps, bands) if band]
+        lines = [(f"{short(side.name)}, seed {run.seed}", steps, row)
+                 for (run, _), row in zip(pairs, rows.tolist())]
+        means = rows.mean(axis=0).tolist()
+        name = f"{short(side.name)}, mean of {runs_of(len(pairs), 'pair')}: {means[-1]:+.4f}"
+        groups.append(Group(name, lines, (steps, means), known))
+        for i, step in enumerate(steps):
+            if step >= steps[-1] / 2:
+                late += [*rows[:, i].tolist(), *(bands[i] or ())]
+    room = 0.1 * (max(late) - min(late)) or 0.01
+    return Panel("step", "difference (nats a token)", groups, (min(late) - room, max(late) + room),
+                 (0, "below 0 the first is better")) if groups else None
 
-STARTED = re.compile(r"(?a)\d{4}-\d\d-\d\dT\d\d-\d\d-\d\dZ")  # in a log's name
+# ---- Names ---------------------------------------------------------------------------------------
 
-def overlapped(runs):
-    """Whether runs were at work at the same time on one CPU: then their times say little."""
-    spans = []
-    for run in runs:
-        started = STARTED.match(os.path.basename(run.path))
-        host = run.environment.get("host")
-        if started and host and not run.environment.get("gpus"):
-            with contextlib.suppress(ValueError):  # a date that there is not
-                first = datetime.strptime(started[0], "%Y-%m-%dT%H-%M-%SZ").timestamp()
-                spans.append((host, first, first + (run.seconds or 0)))
-    return any(before[0] == after[0] and after[1] < before[2]
-               for before, after in pairwise(sorted(spans)))
-
-# ---- Panels --------------------------------------------------------------------------------------
-
-def draw_losses(panel, side, axis, colour, dash):
-    """A thin line a run, and a bold one for all."""
-    runs = side.used or side.runs
-    for run in runs:
-        panel.plot(*validation_curve(run, axis), color=colour, linewidth=0.8, alpha=0.6)
-    panel.plot(*bold_curve(runs, axis), color=colour, linestyle=dash, marker="o", markersize=4,
-               linewidth=2.6 if len(runs) > 1 else 1.8, label=label_of(side))
+def name_of(run):
+    return short(run.name) + (f", seed {short(run.seed)}" if run.seed else "")
 
 def label_of(side):
     count = len(side.used or side.runs)
     return f"{short(side.name)}: {count} runs" if count > 1 else short(side.name)
-
-def finish_panel(panel, axis, ylabel):
-    panel.set_xlabel(AXES[axis])
-    panel.set_ylabel(ylabel)
-    panel.grid(color="0.88", linewidth=0.7)
-    panel.set_axisbelow(True)
-    panel.ticklabel_format(style="plain", useOffset=False)
-
-def draw_difference(panel, steps, rows, level):
-    """A - B by step: a thin line a pair, a bold one their mean, and its interval."""
-    bands = [interval_of_pairs(column, level or ALPHA, bool(level)) for column in rows.T]
-    known = [i for i, band in enumerate(bands) if band]
-    if known:
-        panel.fill_between([steps[i] for i in known], *zip(*(bands[i] for i in known)),
-                           color=DIFFERENCE, alpha=0.18, linewidth=0,
-                           label=f"{100 * (1 - (level or ALPHA)):g} % interval of the mean "
-                                 "difference")
-    panel.plot(steps, rows.T, color=DIFFERENCE, linewidth=0.8, alpha=0.6)
-    panel.plot(steps, rows.mean(axis=0), color=DIFFERENCE, linewidth=2.6, markersize=4,
-               marker="o" * (len(steps) < 30), label=f"mean difference of {len(rows)} pairs")
-    panel.axhline(0, color="black", linewidth=1)
-    panel.set_ylim(difference_range(steps, rows, bands))
-    panel.set_title("Difference in validation loss, in pairs of one seed: below 0 the first is "
-                    "better")
-    finish_panel(panel, "step", "difference (nats a token)")
-
-# ---- The picture ---------------------------------------------------------------------------------
-
-def draw(sides, target, pairs=(), level=None):
-    """The figure of one or two sides; pairs are those (run of A, run of B) that share a seed, and
-    a level means that they were added until decided at it."""
-    runs = [run for side in sides for run in side.used or side.runs]
-    if not any(validation_curve(run, "step")[0] for run in runs):
-        raise BadInput("no picture, for the logs hold no validation")
-    difference = differences_by_step(pairs) if len(pairs) > 1 else None
-    amount = "step" if any(line.tokens is None for run in runs for line in run.lines) else "tokens"
-    axes = [amount] if overlapped(runs) else ["seconds", amount]
-    figure = Figure(figsize=(9, 7.6 if difference else 4.8), layout="constrained")
-    panels = figure.subplot_mosaic([axes, *[["difference"] * len(axes)] * bool(difference)])
-    for axis in axes:
-        panel = panels[axis]
-        for side, colour, dash in zip(sides, cycle(COLOURS), cycle(DASHES)):
-            draw_losses(panel, side, axis, colour, dash)
-        bounds = loss_range(runs, target)
-        if bounds:
-            panel.set_ylim(bounds)
-        low, high = panel.get_ylim()
-        if target is not None and low < target < high:
-            panel.axhline(target, color="black", linewidth=1, linestyle="-.",
-                          label=f"target {target:g}")
-        finish_panel(panel, axis, "validation loss (nats a token)")
-    if "seconds" in axes and len(runs) > len(sides):
-        panels["seconds"].set_xlabel(f"{AXES['seconds']}\nbold: the run of median time")
-    if difference:
-        draw_difference(panels["difference"], *difference, level)
-    entries = {}
-    for panel in figure.axes:
-        handles, labels = panel.get_legend_handles_labels()
-        entries |= dict(zip(labels, handles))
-    figure.suptitle(textwrap.fill(f"Validation loss of {title(sides)}", 80))
-    figure.legend(entries.values(), entries, loc="outside lower center", ncols=2, frameon=False)
-    return figure
 
 def names(sides):
     """What is compared."""
@@ -170,6 +116,46 @@ def title(sides):
     counts = [len(side.used or side.runs) for side in sides]
     amount = f"{counts[0]}" if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
     return f"{names(sides)}, {amount} run{'s' * (amount != '1')}{' each' * (len(sides) > 1)}"
+
+# ---- The picture ---------------------------------------------------------------------------------
+
+def draw_panel(panel, place):
+    for group, colour, dash in zip(panel.groups, cycle(COLOURS), cycle(DASHES)):
+        if group.band:
+            place.fill_between(*zip(*group.band), color=colour, alpha=0.18, linewidth=0)
+        for _, x, y in group.lines:
+            place.plot(x, y, color=colour, linewidth=0.8, alpha=0.6)
+        place.plot(*group.bold, color=colour, linestyle=dash, linewidth=2.4, label=group.name,
+                   marker="o" * (len(group.bold[0]) < 30), markersize=4)
+    if panel.level:
+        place.axhline(panel.level[0], color="black", linewidth=1, linestyle="-.",
+                      label=panel.level[1])
+    several = panel.axis == "seconds" and any(len(group.lines) > 1 for group in panel.groups)
+    place.set(xlabel=AXES[panel.axis] + "\nbold: the run of median time" * several,
+              ylabel=panel.what, ylim=panel.range)
+    place.grid(color="0.88", linewidth=0.7)
+    place.set_axisbelow(True)
+    place.ticklabel_format(style="plain", useOffset=False)
+
+def draw(sides, target, pairs=(), level=None):
+    """The figure of some sides; pairs are those (run of A, run of B) that share a seed, and a level
+    means that they were added until decided at it."""
+    if not any(validation_curve(run, "step")[0] for side in sides for run in side.runs):
+        raise BadInput("no picture, for the logs hold no validation")
+    panels = [loss_panel(sides, axis, target) for axis in axes_of(sides)[:2]]
+    below = difference_panel([(sides[0], pairs, level or ALPHA, bool(level))] * (len(pairs) > 1))
+    figure = Figure(figsize=(9, 7.6 if below else 4.8), layout="constrained")
+    rows = [range(len(panels))] + [[len(panels)] * len(panels)] * bool(below)
+    places = figure.subplot_mosaic([list(row) for row in rows])
+    for i, panel in enumerate([*panels, below] if below else panels):
+        draw_panel(panel, places[i])
+    entries = {}
+    for place in figure.axes:
+        handles, labels = place.get_legend_handles_labels()
+        entries |= dict(zip(labels, handles))
+    figure.suptitle(textwrap.fill(f"Validation loss of {title(sides)}", 80))
+    figure.legend(entries.values(), entries, loc="outside lower center", ncols=2, frameon=False)
+    return figure
 
 def save(path, sides, target, pairs=(), level=None):
     with matplotlib.rc_context(STYLE):

@@ -27,7 +27,7 @@ def section(side, target):
         lines.append(f"| {what} | {' | '.join(number(one, form) for one in cells)} |")
     lines += ["", "```python", f"losses = {losses}", f"times = {times}", "```", ""]
     if target is not None:
-        lines += [f"p(mean val_loss < {target:g}) = **{number(side.loss['p'], '.10f')}**, by "
+        lines += [f"p(mean val_loss < {target:g}) = **{number(side.rule['p'], '.10f')}**, by "
                   f'`scipy.stats.ttest_1samp(losses, {target:g}, alternative="less").pvalue`.', ""]
     return lines
 

@@ -1,0 +1,76 @@
+"""The tables of a comparison, which compare.py prints and page.py shows: rows of text, the first of
+them the header."""
+
+from records.tools import judge
+from records.tools.logs import interval, number
+
+MEASURES = (("val loss", "loss", ".5f", ""), ("time", "seconds", ".3f", " s"))
+
+def tokens_text(count):
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count is not None and count >= size:
+            return f"{count / size:.4g}{unit}"
+    return number(count, "d")
+
+def plain(value, digits=3, sign=""):
+    """Rounded to so many digits, without an exponent for what is large."""
+    text = f"{value:{sign}.{digits}g}"
+    return f"{value:{sign},.0f}" if "e+" in text else text
+
+def percent(level):
+    return f"{100 * (1 - level):.4g} %"
+
+def runs_of(count, what="run"):
+    return f"{count} {what}{'s' * (count != 1)}"
+
+def title_of(side):
+    """A side, and what it ran on."""
+    text = f"{side.label}: {side.name}, {runs_of(len(side.runs))}"
+    for what in ("hardware", "ranks", "torch"):
+        values = {getattr(run, what) or "-" for run in side.runs}
+        if values != {"-"}:
+            text += f", {what} {' | '.join(sorted(values))}"
+    return text
+
+def of_runs(side, target):
+    to_target = "to target" if target is None else f"to {target:g}"
+    yield ["run", "val loss", "time", "ms/step", "steps", "tokens", "step", to_target]
+    for run in side.runs:
+        step, seconds = run.reached or (None, None)
+        of = "" if run.finished else f"/{run.total}"
+        yield [run.name, number(run.loss, ".4f"), number(run.seconds, ".2f", " s"),
+               number(run.ms_per_step, ".2f"), f"{run.steps}{of}", tokens_text(run.tokens),
+               number(step, ".0f"), number(seconds, ".2f", " s")]
+
+def of_spread(side):
+    yield ["over the runs", "n", "mean", "SD", "95 % interval of the mean"]
+    for what, key, form, unit in MEASURES:
+        found = getattr(side, key)
+        yield [what, str(found["n"]), number(found["mean"], form, unit),
+               number(found["sd"], form, unit), interval(found["interval"], form)]
+
+def of_tests(side, baseline, comparison):
+    yield ["at the end", f"{side.label} - {baseline.label}", "interval", "p or 1 / E", "lower in"]
+    pairs = len(comparison["paired"]["seeds"])
+    for what, key, form, unit in MEASURES:
+        paired = comparison["paired"][key]
+        tests = [(f"{pairs} pairs", paired)] * (pairs > 1)
+        tests += [("Welch", comparison[key])] * (paired["E"] is None)
+        for kind, test in tests:
+            signs = f"{test['lower']} of {pairs}" if "lower" in test else "-"
+            between = interval(test["interval"], form)
+            between += f" ({percent(test['level'])})" if test["interval"] else ""
+            yield [f"{what}, {kind}", number(test["difference"], f"+{form}", unit), between,
+                   number(judge.p_value(test), ".2g"), signs]
+
+def of_candidates(candidates, baseline, comparisons):
+    yield ["candidate", "decision", "pairs", f"loss - {baseline.name}'s", "interval", "p or 1 / E",
+           "adjusted", "time", "tokens", "parameters"]
+    for side, found in zip(candidates, comparisons):
+        test = judge.test_that_speaks(found, "loss")
+        run = (side.used or side.runs)[0]
+        seconds = judge.test_that_speaks(found, "seconds")["difference"]
+        yield [side.name, found["decision"], str(len(found["paired"]["seeds"])),
+               number(test["difference"], "+.4f"), interval(test["interval"], "+.4f"),
+               number(judge.p_value(test), ".2g"), number(test["adjusted"], ".2g"),
+               number(seconds, "+.1f", " s"), tokens_text(run.tokens), tokens_text(run.parameters)]
