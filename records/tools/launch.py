@@ -196,7 +196,8 @@ def show_sample(path: str, log: Path, hp, prompt: list[str]):
     """A sample of a demo, and what to do next."""
     try:
         checkpoint = checkpoint_of(log)
-    except UserError as e:  # the disk is full, say
+        str(checkpoint).encode()  # torch reads no file whose path is not UTF-8
+    except (UserError, UnicodeEncodeError) as e:  # the disk was full, say
         say(f"no sample: {e}")
         return
     say(f"what the model writes after step {int(checkpoint.stem[4:])} of {hp.num_iterations}:")
