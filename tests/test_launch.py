@@ -210,17 +210,19 @@ def test_a_text_is_tokenized_once_and_again_when_it_has_changed(tokenizing, caps
 
 # ---- The whole -----------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("saved, words", [
-    (10, "run.sh: what the model writes after step 10 of 550:"), (None, "run.sh: no sample: ")])
-def test_after_a_full_disk_the_sample_says_its_step(saved, words, started, tmp_path, capsys):
-    log = tmp_path / "run.log"
+@pytest.mark.parametrize("name, saved, words", [
+    (b"run", 10, "run.sh: what the model writes after step 10 of 550:"),
+    (b"run", None, "run.sh: no sample: "), (b"caf\xe9", 10, "run.sh: no sample: 'utf-8' codec ")])
+def test_after_a_full_disk_the_sample_says_its_step(name, saved, words, started, tmp_path, capsys):
+    """Where torch cannot read the checkpoint's path, there is none."""
+    log = tmp_path / os.fsdecode(name + b".log")
     log.with_suffix("").mkdir()
     if saved:
-        (tmp_path / "run" / f"step{saved:08}.pt").touch()
+        (log.with_suffix("") / f"step{saved:08}.pt").touch()
     launch.show_sample("mine.py", log, train_gpt.PRESETS["demo"], ["--prompt=def "])
     out = capsys.readouterr().out
-    assert out.startswith(words) and len(started) == bool(saved)
-    assert ("next, a race of a copy that you change: ./run.sh race mine.py" in out) == bool(saved)
+    assert out.startswith(words) and len(started) == ("no sample" not in words)
+    assert ("next, a race of a copy that you change: ./run.sh race mine.py" in out) == len(started)
 
 def test_a_copy_is_checked_trained_on_two_processes_and_sampled_from(tmp_path, shards):
     """By a link to run.sh, with spaces in the names, a tilde after `=`, and a console that cannot
@@ -260,6 +262,4 @@ def test_what_the_check_finds_is_one_line_and_nothing_is_trained(tmp_path, shard
     done = run_sh(*flags, "--num_iterations=99999", NPROC="2")
     assert done.returncode == 2 and "not 99999: add shards, raise --epochs" in done.stderr
     assert done.stderr.count("\n") == 2 and "preset speedrun, 2 rank(s)" in done.stdout
-    done = run_sh(*flags, "--check", NPROC="1")
-    assert done.returncode == 0 and done.stdout.count("checks passed") == 1, done.stderr
     assert not list(tmp_path.iterdir())

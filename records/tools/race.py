@@ -225,12 +225,9 @@ def check(race: Race):
             say(line)
     for racer in race.racers:
         racer.runs = trial.finished(racer, race.folder / racer.name, race.seeds)
-    say_done(race, "")
-
-def say_done(race: Race, more: str):
     done = sum(len(racer.runs) for racer in race.racers)
     if done:
-        say(f"{many(done, 'run')} are done{more}")
+        say(f"{many(done, 'run')} are done")
 
 def announce(race: Race):
     names = ", ".join(one.name for one in race.candidates)
@@ -384,7 +381,7 @@ def main(arguments=None) -> int:
                     run_pair(race, pair)
                     look(race, pair)
         except KeyboardInterrupt:
-            say_done(race, "; the same command goes on from there")
+            say("the same command goes on from the runs that are done")
             conclude(race, interrupted=True)
             raise
         status = conclude(race)
