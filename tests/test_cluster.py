@@ -17,6 +17,7 @@ from test_reliability import assert_same_state
 
 RUN = [*TINY, "--num_iterations=9", "--val_loss_every=3", "--save_every=3", "--micro_batches=2"]
 PAGE = (ROOT / "records" / "cluster.md").read_text()
+OTHER_HOSTS = {name: value for name, value in ENVIRONMENT.items() if name != "GLOO_SOCKET_IFNAME"}
 
 def ip(*words):
     return subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
@@ -67,13 +68,11 @@ class Hosts:
                              job.replace("nproc_per_node=8", "nproc_per_node=1"))
         assert count == 1
         (self.folder / "job.sh").write_text(job)
-        environment = {name: value for name, value in ENVIRONMENT.items()
-                       if name != "GLOO_SOCKET_IFNAME"}
         path = f"{self.folder}/.venv/bin:{os.environ['PATH']}"
         return subprocess.Popen(
             ["bash", "-eu", "job.sh"], cwd=self.folder, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True,
-            env=environment | {"PATH": path, "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2",
+            env=OTHER_HOSTS | {"PATH": path, "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2",
                                "SLURM_JOB_NODELIST": "speedrun[a-b]"})
 
     def processes(self, number: int) -> list[int]:
@@ -158,10 +157,9 @@ def on_a_nameless_host(*words) -> str:
         pytest.skip("namespaces need Linux and root")
     script = ("ip link set lo up && hostname no-such-name && echo 127.0.0.1 localhost > $0 && "
               "mount --bind $0 /etc/hosts && ! getent hosts no-such-name && exec \"$@\"")
-    environment = {name: value for name, value in ENVIRONMENT.items()
-                   if name != "GLOO_SOCKET_IFNAME"} | {"PYTHON": sys.executable, "NPROC": "2"}
     done = subprocess.run([*enter, "sh", "-c", script, *map(str, words)], cwd=ROOT, text=True,
-                          env=environment, capture_output=True, timeout=200, check=False)
+                          env=OTHER_HOSTS | {"PYTHON": sys.executable, "NPROC": "2"},
+                          capture_output=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -78,7 +78,7 @@ def bash(folder: Path, script: str) -> str:
     mine = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
             "NPROC": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(["bash", "-euxc", script], cwd=folder, env=os.environ | mine,
-                          capture_output=True, text=True, timeout=280, check=False)
+                          capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
