@@ -41,6 +41,12 @@ def bare(tmp_path):
     return folder, lambda *argv, **env: run_sh(*argv, run=folder / "run.sh", LC_ALL="C",
                                                **{"PYTHON": "", "PATH": path, **env})
 
+@pytest.fixture
+def quick(tmp_path):
+    """This Python, but that it does not import all packages to tell whether they are there."""
+    return program(tmp_path / "quick", f"""case "$3" in *fits.py) echo Python 3 ;;
+        *) exec {sys.executable} "$@" ;; esac""")
+
 def old(path):
     return stand_in(path, "sys.version_info = (3, 8, 18)")
 
@@ -134,8 +140,8 @@ def test_an_unknown_verb_names_the_nearest_and_all(word, nearest):
 
 @pytest.mark.parametrize("verb", ["race", "ablate", "honest", "compare", "sample", "hellaswag",
                                   "tokenize", "inspect", "fineweb", "ideas"])
-def test_each_verb_explains_itself(verb):
-    done = run_sh(verb, "--help")
+def test_each_verb_explains_itself(verb, quick):
+    done = run_sh(verb, "--help", PYTHON=quick)
     assert done.returncode == 0 and f"./run.sh {verb}" in done.stdout and done.stderr == ""
     assert verb != "race" or "--text=FILE_OR_FOLDER" in done.stdout and "--most" in done.stdout
 
@@ -163,13 +169,13 @@ def test_no_tool_imports_one_that_imports_it():
     assert {"load", "race"} <= imports["ablate"]  # so imports are found
     graphlib.TopologicalSorter(imports).prepare()  # raises CycleError
 
-def test_tests_run_on_a_copy(tmp_path):
+def test_tests_run_on_a_copy(tmp_path, quick):
     """The tests that pin the method are left out; what they are is in tests/conftest.py."""
     copy = tmp_path / "copy.py"
     copy.write_text((ROOT / "train_gpt.py").read_text().replace("hp.head_lr", "0.01"))
-    done = run_sh("test", "--script", str(copy), "--collect-only", "-n", "0")
+    done = run_sh("test", "--script", str(copy), "--collect-only", "-n", "0", PYTHON=quick)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "::test_the_script_is_honest" in done.stdout
     assert "golden" not in done.stdout and "test_model.py" not in done.stdout
-    done = run_sh("test", "--script", str(tmp_path / "none.py"))
+    done = run_sh("test", "--script", str(tmp_path / "none.py"), PYTHON=quick)
     assert done.returncode == 4 and "none.py is not a file" in done.stderr
