@@ -347,12 +347,12 @@ def test_a_race_that_goes_on_refuses_what_has_changed(change, words, place, caps
 ON_ALL_SIDES = "this flag takes effect on all sides or on none"
 
 @pytest.mark.parametrize("flags, words", [
-    (["--repeat=0"], "argument --repeat: 0 is no int above 0"),
+    (["--repeat=0"], "--repeat: invalid number value: 0, expected int above 0"),
     (["--resume=x.log"], "--resume=x.log: a race starts runs of its own"),
     (["--only_ours='"], "cannot be split into flags (No closing quotation); close its quotes"),
-    (["--target=x"], "argument --target: x is no float above 0"),
-    (["--level=2"], "argument --level: 2 is no float above 0 and below 1"),
-    (["--seed=-1"], "argument --seed: -1 is no int above -1"),
+    (["--target=x"], "--target: invalid number value: x, expected float above 0"),
+    (["--level=2"], "--level: invalid number value: 2, expected float above 0 and below 1"),
+    (["--seed=-1"], "--seed: invalid number value: -1, expected int above -1"),
     (["--level=0.1", "--repeat=3"], "--repeat judges at a level of 0.01"),
     (["gone.py"], "gone.py: cannot be read"),
     (["--only_ours=--val_files=x.bin"], f"--val_files=x.bin: losses compare only on one validation "

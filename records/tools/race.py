@@ -121,7 +121,8 @@ def number(text, kind=float, above=0, below=math.inf):
         value = math.nan
     if not above < value < below:
         limit = f" and below {below}" if below < math.inf else ""
-        raise ArgumentTypeError(f"{text} is no {kind.__name__} above {above}{limit}")
+        raise ArgumentTypeError(f"invalid number value: {text}, expected {kind.__name__} above "
+                                f"{above}{limit}")
     return value
 
 OPTIONS = [
