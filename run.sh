@@ -29,7 +29,6 @@ die() { echo "error: $*" >&2; exit 2; }
 note() { echo "run.sh: $*" >&2; }
 
 nearest() {  # the verb that has most letters of the word $1, and fewest others
-  local verb letters
   for verb in $verbs; do
     letters=$(tr -cd -- "$1 " <<< "$verb")
     echo "$((2 * ${#letters} - ${#verb})) $verb"

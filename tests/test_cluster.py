@@ -11,17 +11,16 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from conftest import (ENVIRONMENT, ROOT, SCRIPT, TINY, launch, load_checkpoint, log_of, losses,
-                      newest_checkpoint, planted)
+from conftest import (ENVIRONMENT, ROOT, SCRIPT, TINY, launch, log_of, losses, newest_checkpoint,
+                      planted)
+from test_reliability import assert_same_state
 
 RUN = [*TINY, "--num_iterations=9", "--val_loss_every=3", "--save_every=3", "--micro_batches=2"]
 PAGE = (ROOT / "records" / "cluster.md").read_text()
-
+OTHER_HOSTS = {name: value for name, value in ENVIRONMENT.items() if name != "GLOO_SOCKET_IFNAME"}
 
 def ip(*words):
     return subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
-
 
 class Hosts:
     """Two namespaces, and what a job script finds on a cluster: `srun`, which starts its command on
@@ -69,13 +68,11 @@ class Hosts:
                              job.replace("nproc_per_node=8", "nproc_per_node=1"))
         assert count == 1
         (self.folder / "job.sh").write_text(job)
-        environment = {name: value for name, value in ENVIRONMENT.items()
-                       if name != "GLOO_SOCKET_IFNAME"}
         path = f"{self.folder}/.venv/bin:{os.environ['PATH']}"
         return subprocess.Popen(
             ["bash", "-eu", "job.sh"], cwd=self.folder, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True,
-            env=environment | {"PATH": path, "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2",
+            env=OTHER_HOSTS | {"PATH": path, "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2",
                                "SLURM_JOB_NODELIST": "speedrun[a-b]"})
 
     def processes(self, number: int) -> list[int]:
@@ -97,7 +94,6 @@ class Hosts:
                 (etc / "hosts").unlink()
                 etc.rmdir()
 
-
 @pytest.fixture
 def hosts(tmp_path):
     if not Path("/proc/sys/user/max_net_namespaces").exists() or os.geteuid():
@@ -109,22 +105,12 @@ def hosts(tmp_path):
     yield found
     found.remove()
 
-
 @pytest.fixture(scope="module")
 def one_host(tmp_path_factory, shards) -> Path:
     """The records of a run on two processes of one host."""
     folder = tmp_path_factory.mktemp("one_host")
     launch(*RUN, *shards, f"--records={folder}", ranks=2)
     return folder
-
-
-def assert_same_end(folder: Path, other: Path):
-    assert losses(log_of(folder))[-1] == losses(log_of(other))[-1]
-    states = [load_checkpoint(each)["state"] for each in (folder, other)]
-    for kind, tensors in states[0].items():
-        for name, tensor in tensors.items():
-            assert torch.equal(tensor, states[1][kind][name]), (kind, name)
-
 
 def test_two_hosts_train_what_one_trains(hosts, one_host, shards):
     records = hosts.folder / "records"
@@ -133,8 +119,7 @@ def test_two_hosts_train_what_one_trains(hosts, one_host, shards):
     assert job.returncode == 0 and output.count("step:9/9 val_loss") == 1, output
     for kind in ("val_loss", "train_loss"):
         assert losses(log_of(records), kind) == losses(log_of(one_host), kind)
-    assert_same_end(records, one_host)
-
+    assert_same_state(records, one_host)
 
 def test_a_host_that_dies_ends_the_other_and_one_resumes(hosts, one_host, shards):
     """The second process stops before step 7, and then its host loses its power. The first one
@@ -161,8 +146,8 @@ def test_a_host_that_dies_ends_the_other_and_one_resumes(hosts, one_host, shards
 
     resumed = hosts.folder / "resumed"
     launch(f"--resume={newest_checkpoint(records)}", f"--records={resumed}", ranks=2)
-    assert_same_end(resumed, one_host)
-
+    assert_same_state(resumed, one_host)
+    assert losses(log_of(resumed))[-1] == losses(log_of(one_host))[-1]
 
 def on_a_nameless_host(*words) -> str:
     """Runs a command where no name but localhost can be looked up, as in a fresh container or on a
@@ -172,13 +157,11 @@ def on_a_nameless_host(*words) -> str:
         pytest.skip("namespaces need Linux and root")
     script = ("ip link set lo up && hostname no-such-name && echo 127.0.0.1 localhost > $0 && "
               "mount --bind $0 /etc/hosts && ! getent hosts no-such-name && exec \"$@\"")
-    environment = {name: value for name, value in ENVIRONMENT.items()
-                   if name != "GLOO_SOCKET_IFNAME"} | {"PYTHON": sys.executable, "NPROC": "2"}
     done = subprocess.run([*enter, "sh", "-c", script, *map(str, words)], cwd=ROOT, text=True,
-                          env=environment, capture_output=True, timeout=200, check=False)
+                          env=OTHER_HOSTS | {"PYTHON": sys.executable, "NPROC": "2"},
+                          capture_output=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
 
 @pytest.mark.parametrize("start", ["run.sh", "the script's own line"])
 def test_a_host_whose_own_name_leads_nowhere_trains(start, tmp_path, shards):

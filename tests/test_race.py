@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,6 @@ print(f"log: {path}", file=log)
 print(f"log: {path}", flush=True)
 '''
 
-
 LAUNCHER = "import os, sys\nos.execv(sys.executable, [sys.executable, *sys.argv[1:]])\n"
 
 # It takes the flags that the script takes.
@@ -77,14 +77,13 @@ if "--weights" in sys.argv:
     print("weights: head.weight 4x4_0")
     print(f"weights: own.weight {len(text)}_{'DRAWS' in text}")
     sys.exit()
-with open(__file__ + ".asked", "a") as file:
+with open(__file__ + ".asked", "a", errors="replace") as file:
     print(*sys.argv[1:], file=file)
 print("validation: fine")
-if "DISHONEST" in text or "--muon_lr=13" in sys.argv:
+if "DISHONEST" in text:
     print("not honest: the loss of token 7 changes by 0.5")
     sys.exit(3)
 """
-
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
@@ -99,7 +98,6 @@ def place(tmp_path, monkeypatch):
     monkeypatch.delenv("NPROC", raising=False)
     return tmp_path
 
-
 def run_race(place, *flags, script="record.py"):
     """The exit status of a race in this process."""
     argv = [str(place / script), f"--vs={place / 'base.py'}", f"--records={place / 'records'}",
@@ -109,18 +107,15 @@ def run_race(place, *flags, script="record.py"):
         patch.setattr(sys, "argv", ["race.py", *argv])
         return status_of(race.main, errors=(logs.BadInput,))
 
-
 def verdicts(place, name="record"):
     """candidate -> its object in verdict.json."""
     text = (place / "records" / f"race_{name}" / "verdict.json").read_text()
     return {row["candidate"]: row for row in json.loads(text)}
 
-
 def changed(place, old, new, script="record"):
     """The stand-in as a copy with a change."""
     assert STAND_IN.count(old) == 1
     (place / f"{script}.py").write_text(STAND_IN.replace(old, new))
-
 
 def starts(place):
     """(name, seed, num_iterations or None) of each run that was started."""
@@ -130,10 +125,8 @@ def starts(place):
         found.append((given["name"], int(given["seed"]), given.get("num_iterations")))
     return found
 
-
 def finished_logs(place, side):
     return sorted((place / "records" / "race_record" / side).glob("*.log"))
-
 
 @pytest.mark.parametrize("flags, judged", [(["--repeat=2"], False), (["--most=2"], True)])
 def test_its_page_is_fresh_after_every_run(place, monkeypatch, flags, judged):
@@ -144,7 +137,6 @@ def test_its_page_is_fresh_after_every_run(place, monkeypatch, flags, judged):
     run_race(place, *flags)
     assert pages == [(1, judged, [], True), (2, judged, [], True), (2, judged, [], True),
                      (2, 1, [], False)]
-
 
 def test_a_race_in_turn_with_the_same_seeds(place, capsys):
     assert run_race(place, "--repeat=3", "--target=4.0", "--muon_lr=2") == 0
@@ -174,16 +166,11 @@ def test_a_race_in_turn_with_the_same_seeds(place, capsys):
     before = out.partition("verdict: ")[0]
     assert " p = " not in before and " E = " not in before
     assert re.search(r"race: record: after 1 pair: lower by 0\.1\d* in all 1\n", before)
-    for name in ("record", "base"):  # before anything is slow, it says what is slow
-        script = rf"race: checking \S+{name}\.py: "
-        assert re.search(rf"{script}one step .*\n{script}a tiny model .*honest\n", before)
     assert re.search(r"race: a pair takes 00:\d\d; 2 more take 00:\d\d\n", before)
-    assert re.search(r"step 2: base - record = 0?\+0\.1\d*\n", before)
     assert "-OFFSET = 0.0\n+OFFSET = -0.1\n" in (folder / "record.patch").read_text()
     assert (folder / "race.png").read_bytes().startswith(b"\x89PNG")
     assert all("--muon_lr=2" in line and "--save_every=0" in line
                for line in (place / "starts").read_text().splitlines())
-
 
 def test_pairs_are_added_until_it_is_decided(place, capsys):
     """As few as can decide it; and a decided race starts nothing more, also if it may."""
@@ -200,31 +187,25 @@ def test_pairs_are_added_until_it_is_decided(place, capsys):
                      rf"{LEAST} pairs would do\n", out)
     before = starts(place)
     assert run_race(place, "demo", "--most=20") == 0 and starts(place) == before
-    assert verdicts(place)["record"] == row
-
 
 def test_an_undecided_race_goes_on_with_more_pairs_and_a_fixed_one_does_not(place, capsys):
     assert run_race(place, "--most=2") == 4
     out = capsys.readouterr().out
     highest = ledger.e_text(judge.e_of_pairs([1.0, 1.0]))
-    assert (f"--most=2 cannot show that a copy is better: E is {highest} at most by then, of 100, "
-            f"which takes {LEAST} pairs or more") in out
-    standing = (r"record: undecided after 2 pairs: lower by 0\.1\d* in all 2, E = \S+ of 100, "
-                rf"about {LEAST} pairs would do: the same command with `--most=12`")
-    assert re.search(rf"race: {standing}\n\Z", out)
-    row = verdicts(place)["record"]
-    assert row["decision"] == "undecided" and re.fullmatch(standing, row["why"])
+    words = f"--most=2 cannot show that a copy is better: E is {highest} at most by then, of 100\n"
+    assert words in out
+    why = verdicts(place)["record"]["why"]
+    assert out.endswith(f"race: {why}\n") and re.fullmatch(
+        r"record: undecided after 2 pairs: lower by 0\.1\d* in all 2, E = \S+ of 100, about "
+        rf"{LEAST} pairs would do: the same command with `--most=12`", why)
     before = starts(place)
     assert run_race(place, "--most=3") == 4
     (line,) = ledger.read(place / "records" / "ideas.csv")  # one idea, with its three pairs
     assert (line["race"], line["candidate"], line["pairs"]) == ("race_record", "record", "3")
     assert starts(place)[len(before):] == [("record", 3, None), ("base", 3, None)]
     assert "4 runs are done" in capsys.readouterr().out
-    assert run_race(place, "--name=fixed", "--repeat=2") in (0, 4)
-    for flags, words in ((["--repeat=3"], "repeat was None and is 3"),
-                         (["--name=fixed", "--repeat=3"], "repeat was 2 and is 3")):
-        assert run_race(place, *flags) == 2 and words in capsys.readouterr().err
-
+    assert run_race(place, "--repeat=3") == 2
+    assert "repeat was None and is 3" in capsys.readouterr().err
 
 def test_many_candidates_share_the_baseline_and_drop_out(place, capsys):
     """One is better, one worse, one the same, one does not run, and one is not honest."""
@@ -246,14 +227,12 @@ def test_many_candidates_share_the_baseline_and_drop_out(place, capsys):
     best = rows["record"]
     assert best["adjusted"] == pytest.approx(6 / best["E"]) and best["E"] > 600
     assert rows["worse"]["E"] >= 100
-    made = [name for name, _, steps in starts(place) if steps is None]
-    assert made.count("base") == max(best["pairs"], rows["worse"]["pairs"])
-    assert made.count("same") == 2 and made.count("broken") == made.count("liar") == 0
+    made = Counter(name for name, _, steps in starts(place) if steps is None)
+    assert made == {**{name: row["pairs"] for name, row in rows.items() if row["pairs"]},
+                    "base": max(best["pairs"], rows["worse"]["pairs"])}
     assert len({row["patch"] for row in rows.values()} - {rows["same"]["patch"]}) == 5
     out, err = capsys.readouterr()
     assert "NameError: name 'missing' is not defined" in err and " of 600, about " in out
-    table = next(line for line in out.splitlines() if line.startswith("worse  "))
-    assert table.split()[1:3] == ["worse", str(rows["worse"]["pairs"])]
     patch = place / "records" / "race_record" / "base_muon_lr_3.patch"
     assert patch.read_text() == "flags: --muon_lr=3\n"
     before = starts(place)  # the same command tries only what could not be raced
@@ -264,25 +243,18 @@ def test_many_candidates_share_the_baseline_and_drop_out(place, capsys):
     assert {name for name, _, steps in more if steps is None} == {"broken"}
     assert verdicts(place)["broken"]["decision"] == "worse"
 
-
 @pytest.mark.parametrize("old, new, flags, expected, why", [
-    ("OFFSET = 0.0", "OFFSET = 0.1", [], (3, "worse", False), "record is worse than base"),
     ("tokens:{step}", "tokens:{2 * step}", [], (3, "no difference", False), "Unequal: record has "
      "100 % more tokens. The change had no effect"),
     ("NOISE = 1.0", "NOISE = -22.0\nOFFSET = 0.01", ["--worth=0.2"], (3, "no difference", False),
      "No difference that matters: record - base lies between -0."),
-    ("OFFSET = 0.0", "OFFSET = -0.1", ["--worth=0.2"], (0, "better", True), "record is better"),
     ("OFFSET = 0.0", "OFFSET = -0.1  # DISHONEST", ["--dishonest"], (3, "better", False),
      "{place}/record.py: not honest: the loss of token 7 changes by 0.5"),
-    ("OFFSET = 0.0", "OFFSET = -0.1", ["--only_ours=--muon_lr=13", "--dishonest"],
-     (3, "better", False), "{place}/record.py: not honest: the loss of token 7 changes by 0.5"),
-    ("import argparse", "import missing, argparse", [], (2, "broken", False), "{place}/record.py"),
-    ("for key, value in vars(args)", "for key, value in (vars(args) | {{'val_tokens': 9}})", [],
-     (2, "broken", False), "{place}/record.py: no loss compares, for the validation data"),
-])
+    ("for key, value in vars(args)", "for key, value in (vars(args) | {'val_tokens': 9})", [],
+     (2, "broken", False), "{place}/record.py: no loss compares, for the validation data")])
 def test_the_status_and_the_json_of_a_race(place, capsys, old, new, flags, expected, why):
     """Programs read standard output, people the verdict, which begins with what is dishonest."""
-    changed(place, old, new.replace("{{", "{").replace("}}", "}"))
+    changed(place, old, new)
     status = run_race(place, "--json", *flags)
     out, err = capsys.readouterr()
     (row,) = json.loads(out)
@@ -296,7 +268,6 @@ def test_the_status_and_the_json_of_a_race(place, capsys, old, new, flags, expec
         assert run_race(place, *flags) == status  # the check is not made again
         assert len((place / "honesty.py.asked").read_text().splitlines()) == 2
 
-
 def test_two_settings_of_one_script(place):
     flags = [f"--records={place / 'records'}", "--repeat=2", "--seed=7", "--save_every=3"]
     assert run_race(place, "demo", *flags, "--only_ours=--muon_lr=0.5 --val_loss_every=2",
@@ -304,20 +275,16 @@ def test_two_settings_of_one_script(place):
     lines = (place / "starts").read_text().splitlines()[2:]
     assert [seed for _, seed, _ in starts(place)[2:]] == [7, 7, 8, 8]
     for line in lines:
-        assert line.startswith("demo ") and "--save_every=3" in line and "every=0" not in line
+        assert line.startswith("--save_every=0 demo --save_every=3 ")  # the last one holds
         assert ("--muon_lr=0.5 --val_loss_every=2" in line) == ("--name=base_ours " in line)
     assert (place / "records" / "race_x" / "base_ours").is_dir()
     asked = (place / "honesty.py.asked").read_text().splitlines()
     assert asked[1] == f"{place}/base.py demo --save_every=3"
 
-
 @pytest.mark.parametrize("old, new, flags, words", [
-    ("loss = 5", "loss = missing", [], "fails in a run of 1 step, whose output is above; mend it "
-     "and start the race again"),
-    ("OFFSET = 0.0", "OFFSET = 0.0  # DISHONEST", [], "not honest: the loss of token 7 changes by "
-     "0.5; it is not raced, unless you add --dishonest"),
-    ("\nsource =", "\nsys.argv.append('--seed=9')\nsource =", [], "its log says seed = 9 at "
-     "step 1, expected --seed=1 and a validation after the last step; a race needs both"),
+    ("loss = 5", "loss = missing", [], "whose output is above; mend it and start the race again"),
+    ("\nsource =", "\nsys.argv.append('--seed=9')\nsource =", [], "mend it and start the race "
+     "again"),
     ("muon_lr=1.0", "muon_lr=1.0, z_loss=0.1", ["--z_loss=0.2"], "base.py fails in a run of 1 "
      "step, whose output is above; flags that only the copies know go into --only_ours")])
 def test_a_mistake_shows_in_one_step_and_once_mended_it_is_raced(place, capsys, old, new, flags,
@@ -327,12 +294,12 @@ def test_a_mistake_shows_in_one_step_and_once_mended_it_is_raced(place, capsys, 
     err = capsys.readouterr().err
     assert err.splitlines()[-1].endswith(words)
     assert ("NameError: name 'missing' is not defined" in err) == ("missing" in new)
+    assert ("a race needs the seed, and a validation after" in err) == ("--seed=9" in new)
     assert all(steps == "1" for *_, steps in starts(place))
     assert all(line.endswith("NPROC=1") for line in (place / "starts").read_text().splitlines())
     if not flags:
         (place / "record.py").write_text(STAND_IN)
     assert run_race(place, "--repeat=1", *[f"--only_ours={flag}" for flag in flags]) == 4
-
 
 @pytest.mark.parametrize("draws", [True, False])
 def test_it_says_where_pairs_do_not_start_from_equal_weights(place, capsys, draws):
@@ -344,17 +311,6 @@ def test_it_says_where_pairs_do_not_start_from_equal_weights(place, capsys, draw
         assert ("race: record and base do not start from equal weights: of 2 parameters of the same"
                 " name and shape 1 differ, such as embed.weight; it takes" in out) == draws
         draws = False
-
-
-def test_a_script_that_takes_no_single_step_is_tried_with_two(place):
-    text = STAND_IN.replace("N = args", 'assert args.num_iterations % 2 == 0 or '
-                            'sys.exit("error: --num_iterations takes multiples of 2")\nN = args')
-    for name in ("record.py", "base.py"):
-        (place / name).write_text(text)
-    assert run_race(place, "--num_iterations=6", "--repeat=1") == 4
-    assert [steps for *_, steps in starts(place)][:4] == ["1", "2", "1", "2"]
-    assert "--num_iterations=6" in (place / "starts").read_text().splitlines()[-1]
-
 
 def test_a_run_that_fails_is_run_again_by_the_same_command(place, capsys):
     assert run_race(place, "--most=1") == 4
@@ -369,7 +325,6 @@ def test_a_run_that_fails_is_run_again_by_the_same_command(place, capsys):
     (place / "launch.py").write_text(LAUNCHER)
     assert run_race(place, "--most=2") == 4
     assert [len(finished_logs(place, side)) for side in ("record", "base")] == [2, 2]
-
 
 @pytest.mark.parametrize("change, words", [
     ("record", "record.sha256 was "),
@@ -389,17 +344,15 @@ def test_a_race_that_goes_on_refuses_what_has_changed(change, words, place, caps
     assert "Go back to them, or give this race a --name of its own" in err
     assert starts(place) == before
 
-
 ON_ALL_SIDES = "this flag takes effect on all sides or on none"
 
-
 @pytest.mark.parametrize("flags, words", [
-    (["--repeat=0"], "--repeat=0: takes a number above 0"),
+    (["--repeat=0"], "--repeat: invalid number value: 0, expected int above 0"),
     (["--resume=x.log"], "--resume=x.log: a race starts runs of its own"),
     (["--only_ours='"], "cannot be split into flags (No closing quotation); close its quotes"),
-    (["--target=nan"], "argument --target: invalid number value: 'nan'"),
-    (["--most=0"], "--most=0: takes a number above 0"),
-    (["--level=2"], "--level=2.0: takes a number below 1"),
+    (["--target=x"], "--target: invalid number value: x, expected float above 0"),
+    (["--level=2"], "--level: invalid number value: 2, expected float above 0 and below 1"),
+    (["--seed=-1"], "--seed: invalid number value: -1, expected int above -1"),
     (["--level=0.1", "--repeat=3"], "--repeat judges at a level of 0.01"),
     (["gone.py"], "gone.py: cannot be read"),
     (["--only_ours=--val_files=x.bin"], f"--val_files=x.bin: losses compare only on one validation "
@@ -414,32 +367,20 @@ def test_wrong_usage_starts_nothing(flags, words, place, capsys):
     out = capsys.readouterr()
     assert words in out.err and not (place / "starts").exists() and len(out.err.splitlines()) == 1
 
-
-def test_help_names_the_flags_of_run_sh(capsys):
-    with pytest.raises(SystemExit):
-        race.main(["x.py", "--help"])
-    out = capsys.readouterr().out
-    assert "--text=FILE_OR_FOLDER" in out and "speedrun, short or demo" in out and "--most" in out
-
-
-@pytest.mark.parametrize("number, status, says", [
-    (errno.ENOLCK, 4, "is on a file system without locks (No locks available)"),
-    (errno.ENOSYS, 4, "without locks"), (errno.EIO, 2, "Input/output error")])
-def test_a_file_system_without_locks(number, status, says, place, capsys, monkeypatch):
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
+def test_a_file_system_without_locks(number, place, capsys, monkeypatch):
     def flock(*_):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(race.trial.fcntl, "flock", flock)
-    assert run_race(place, "--repeat=1") == status
-    assert "".join(capsys.readouterr()).count(says) == 1
-
+    assert run_race(place, "--repeat=1") == 4
+    assert f"without locks ({os.strerror(number)})" in capsys.readouterr().out
 
 def test_a_ledger_that_cannot_be_written_is_a_warning_after_the_verdict(place, capsys):
     (place / "records" / "ideas.csv").mkdir(parents=True)
     assert run_race(place) == 0
     verdict, warning = capsys.readouterr().out.split("record is better than base", 1)
     assert "ideas.csv cannot be written (Is a directory)" in warning
-
 
 PROGRAM = """
 import sys
@@ -451,31 +392,28 @@ race.trial.HONESTY = race.trial.LAUNCH.with_name("honesty.py")
 sys.exit(common.run(race.main, errors=(logs.BadInput,)))
 """
 
-
-def begin(place, *flags):
+def begin(place, *flags, script="record.py", **env):
     """A race in a program of its own, as in a shell; its output goes to the file `out`."""
     code = PROGRAM.format(root=str(ROOT), launcher=str(place / "launch.py"))
-    command = [sys.executable, "-c", code, str(place / "record.py"), f"--vs={place / 'base.py'}",
+    command = [sys.executable, "-c", code, f"{place}/{script}", f"--vs={place / 'base.py'}",
                f"--records={place / 'records'}", "--repeat=2", *flags]
     with open(place / "out", "a") as out:
-        return subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+        return subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True,
+                                env=os.environ | env)
 
-
-def wait_for(path, words):
-    """Until a file holds the words; a hang is a failure, by a generous limit."""
+def wait_until(done):
+    """A hang is a failure, by a generous limit."""
     for _ in range(1200):
-        if path.exists() and words in path.read_text(errors="replace"):
+        if done():
             return
         time.sleep(0.05)
-    raise AssertionError(f"{words!r} never came: {path.read_text() if path.exists() else path}")
+    raise AssertionError(done)
 
-
-def alive(place):
-    """The stand-ins of this race that train."""
+def is_quiet(place):
+    """Whether no stand-in of this race trains."""
     shown = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
-    return [line for line in shown.stdout.splitlines()
-            if str(place) in line and "--records" in line and "--seed" in line]
-
+    return not [line for line in shown.stdout.splitlines()
+                if str(place) in line and "--records" in line and "--seed" in line]
 
 @pytest.mark.skipif(sys.platform != "linux", reason="signals and ps as on Linux")
 @pytest.mark.parametrize("number, group, status", [
@@ -486,19 +424,15 @@ def test_interrupted_it_goes_on_and_no_run_is_lost_or_counted_twice(number, grou
     hold = place / "starts.hold"
     hold.touch()
     program = begin(place)
-    wait_for(place / "starts.held", "")  # three steps into the third of four runs
+    wait_until((place / "starts.held").exists)  # three steps into the third of four runs
     assert run_race(place, "--repeat=2") == 2
     assert "race_record: this race is running already; wait for it" in capsys.readouterr().err
     (os.killpg if group else os.kill)(program.pid, number)
     assert program.wait() == status
-    for _ in range(100):
-        if not alive(place):
-            break
-        time.sleep(0.1)
-    assert not alive(place)
+    wait_until(lambda: is_quiet(place))
     text = (place / "out").read_text()
     if number != signal.SIGKILL:
-        assert "race: 2 runs are done; the same command goes on from there" in text
+        assert "race: the same command goes on from the runs that are done\n" in text
         assert text.endswith("interrupted\n") and "Traceback" not in text
     hold.unlink()
     assert begin(place).wait() in (0, 4)
@@ -510,6 +444,37 @@ def test_interrupted_it_goes_on_and_no_run_is_lost_or_counted_twice(number, grou
         assert sorted(run.seed for run in found if run.finished) == ["1", "2"]
     assert "2 pairs" in (place / "records" / "race_record" / "verdict.txt").read_text()
 
+@pytest.mark.skipif(sys.platform != "linux", reason="a Mac takes no name that is not UTF-8")
+@pytest.mark.parametrize("folder", [b"\xd0\xb4", b"caf\xe9"], ids=["Cyrillic", "no UTF-8"])
+def test_a_console_that_cannot_show_the_paths(folder, place):
+    """A script there has a space in its name too, and a flag of its own."""
+    folder = place / os.fsdecode(folder)
+    folder.mkdir()
+    for path, offset in ((folder / "my record.py", -0.1), (place / "base.py", 0.0)):
+        text = STAND_IN.replace("OFFSET = 0.0", f"OFFSET = {offset}")
+        path.write_text(text.replace('"a")', '"a", errors="replace")').replace(
+            "buffering=1", 'buffering=1, errors="replace"'))
+    script = f"{folder.name}/my record.py --muon_lr=2"
+    program = begin(place, f"--records={folder}", script=script, PYTHONIOENCODING="ascii")
+    assert program.wait() in (0, 4), (place / "out").read_text()
+    race_folder = folder / "race_my_record"
+    assert {"verdict.txt", "race.html"} < {path.name for path in race_folder.iterdir()}
+    assert "my record.py\n" in (race_folder / "my_record.patch").read_text()
+    assert "--muon_lr=2" in (place / "starts").read_text().splitlines()[2]
+
+@pytest.mark.parametrize("word, script, own", [
+    ("a.py --x=1 --y 2", "a.py", ["--x=1", "--y", "2"]), ("a b.py", "a b.py", []),
+    ("a b.py --x='1 2'", "a b.py", ["--x=1 2"]), ("'a b.py' --x=1", "a b.py", ["--x=1"]),
+    ("d e/a b.py --x=c.py", "d e/a b.py", ["--x=c.py"])])
+def test_a_word_may_hold_a_script_with_its_flags(word, script, own, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path(script).parent.mkdir(exist_ok=True)
+    for path in (script, "my base.py"):
+        Path(path).write_text(path)
+    found = race.parse([word, "--vs=my base.py", "--z=3"])
+    (one,) = found.candidates
+    assert (one.script, one.text, one.flags) == (script, script, ["--z=3", *own])
+    assert found.baseline.name == "my_base" and found.folder.name == f"race_{one.name}"
 
 @pytest.mark.parametrize("more, resumed, counts", [
     ({}, None, True), ({"seed": 3}, None, False), ({"source": "# another script\n"}, None, False),

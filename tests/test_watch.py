@@ -10,7 +10,6 @@ from conftest import ROOT, RUN_SH, TINY, log_path, newest_checkpoint, planted, r
 
 from records.tools import watch
 
-
 def test_on_a_terminal_a_training_step_is_shown_every_two_seconds(monkeypatch):
     steps = [f"step:{n}/9 train_loss:1" for n in range(9)]
     lines = ["log: a", *steps, "step:9/9 val_loss:1", "end"]
@@ -20,7 +19,6 @@ def test_on_a_terminal_a_training_step_is_shown_every_two_seconds(monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     kept = list(watch.thinned(lines))
     assert kept[:2] == lines[:2] and kept[-2:] == lines[-2:] and 4 <= len(kept) <= 7
-
 
 class Started:
     """A run.sh in the middle of its training, and in a session of its own, as in a terminal."""
@@ -36,7 +34,6 @@ class Started:
             if until in line:
                 return
         raise AssertionError("".join(output))
-
 
 @pytest.mark.parametrize("number, to_all, ranks, steps", [
     (signal.SIGINT, True, "1", 0), (signal.SIGINT, True, "2", 10), (signal.SIGTERM, False, "2", 0)])
@@ -55,7 +52,6 @@ def test_a_signal_leaves_nothing_behind_and_says_how_to_go_on(tmp_path, shards, 
         what = f"to go on: ./run.sh --resume={newest_checkpoint(tmp_path)}"
     assert output.endswith(f"interrupted\nrun.sh: {what}\n") and "Signal" not in output
 
-
 @pytest.mark.parametrize("code, status, words", [
     ("require(step < 4 or world.rank == 0, 'planted error')", 2, "planted error"),
     ("if step == 4 and world.rank == 1: os.kill(os.getpid(), 9)", 137,
@@ -72,7 +68,6 @@ def test_a_rank_that_fails_is_said_last_without_torchruns_report(tmp_path, shard
         f"error: {words}", f"run.sh: to go on: ./run.sh {copy} --resume={checkpoint}"], done.stderr
     assert "ChildFailedError" not in done.stderr
     assert ("AssertionError: a defect" in done.stderr) == (status == 1)
-
 
 def test_a_console_that_goes_away_does_not_end_the_run(tmp_path, shards):
     run = Started("demo", *TINY[1:], *shards, f"--records={tmp_path}", "--num_iterations=40",

@@ -14,17 +14,16 @@ import math
 import os
 import re
 import shlex
-import subprocess
 import sys
 import sysconfig
 from contextlib import suppress
 from dataclasses import asdict, replace
-from itertools import islice
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from records.tools import logs
-from records.tools.load import ArgumentParser, UserError, installed, load_script, require, run
+from records.tools.load import (ArgumentParser, UserError, child, installed, load_script, require,
+                                run)
 
 with installed():
     import torch
@@ -32,7 +31,7 @@ with installed():
     from data import tokenize_text
     from data.common import sha256
     from records.tools import sample
-    from records.tools.watch import checkpoint_of, end, say, train
+    from records.tools.watch import checkpoint_of, say, train
 
 # The standard library, without its tests and its tables of characters.
 DEMO_TEXT = ("--out data/demo --name demo --tokenizer bytes --shuffle --glob *.py "
@@ -41,20 +40,14 @@ DEMO_TEXT = ("--out data/demo --name demo --tokenizer bytes --shuffle --glob *.p
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
-
 def start(*command: str, **variables: str):
     """Runs a Python program with these environment variables added. If it fails, this process ends
     with its status."""
     say(shlex.join(["python", *command]))
-    program = subprocess.Popen([sys.executable, *command], env=os.environ | variables)
-    try:
+    with child(*command, env=os.environ | variables) as program:
         program.wait()
-    except KeyboardInterrupt:
-        end(program)
-        raise
     if program.returncode:
         sys.exit(program.returncode % 256)
-
 
 # ---- What to train -------------------------------------------------------------------------------
 
@@ -78,7 +71,6 @@ def split_words(words: list[str]) -> tuple[str | None, list[str]]:
         require(len(named) < 2, f"{' and '.join(named)}: name one script and one preset at most")
     return scripts[0] if scripts else None, [*map("--preset={}".format, presets), *flags]
 
-
 def find_resumed(path: str | None, flags: list[str]) -> tuple[str, list[str], dict]:
     """The script, the flags, and the settings of the run, where --resume names a checkpoint, a log,
     a folder or nothing. A script that is not named is the one in this folder that saved it."""
@@ -99,12 +91,10 @@ def find_resumed(path: str | None, flags: list[str]) -> tuple[str, list[str], di
     flags = [flag for flag in flags if not flag.startswith("--resume=")]
     return path, [*flags, f"--resume={checkpoint}"], settings
 
-
 def cores() -> int:
     """How many this process may use: by its affinity, and by the quotas of its control groups, as a
     container's --cpus sets them."""
-    has_affinity = hasattr(os, "sched_getaffinity")  # not on a Mac
-    count = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     quotas = []
     with suppress(OSError):
         group = re.search("(?m)^0::/(.*)", Path("/proc/self/cgroup").read_text())
@@ -119,7 +109,6 @@ def cores() -> int:
                 count = min(count, int(words[0]) // int(words[1]))
     return max(1, count)
 
-
 def number_of_ranks(micro_batches: int, gpus: int) -> int:
     """NPROC, or as many processes as there are GPUs, or else cores, and as divide the micro-batches
     of a step."""
@@ -128,7 +117,6 @@ def number_of_ranks(micro_batches: int, gpus: int) -> int:
         require(wanted.isdecimal() and int(wanted) > 0, f"NPROC={wanted} is not a number above 0")
         return int(wanted)
     return max(n for n in range(1, (gpus or cores()) + 1) if micro_batches % n == 0)
-
 
 def prepare_cpu(ranks: int):
     """On a machine without GPUs that torch sees, sets what makes training fast, and complains if
@@ -145,7 +133,6 @@ def prepare_cpu(ranks: int):
     if not (wanted.isdecimal() and 0 < int(wanted) <= most):
         os.environ["OMP_NUM_THREADS"] = str(most)
         say(f"OMP_NUM_THREADS={most} in place of {wanted}: {ranks} rank(s) share {cores()} core(s)")
-
 
 # ---- The data ------------------------------------------------------------------------------------
 
@@ -166,24 +153,21 @@ def make_shards(prefix: str, *words: str):
         path.unlink()
     start("data/tokenize_text.py", *words)
 
-
 def make_preset_data(script, hp):
     """Makes the demo's data, or fetches as much of FineWeb as the settings need."""
     if hp.train_files.startswith("data/fineweb10B/"):
-        steps = (0, max(0, hp.num_iterations - 1))
-        sizes = [script.tokens_seen(at + 1, hp) - script.tokens_seen(at, hp) for at in steps]
-        usable = 99_999_999 - max(sizes)  # tokens of a chunk, at least
+        usable = 99_999_999 - script.tokens_seen(1, hp)  # tokens of a chunk, at least
         tokens = script.tokens_seen(hp.num_iterations, hp)
         chunks = math.ceil(tokens / max(1, usable * hp.epochs))
         start("data/fineweb.py", f"--num_chunks={chunks}")
     elif hp.train_files.startswith("data/demo/"):
         make_shards("data/demo/demo", sysconfig.get_path("stdlib"), *DEMO_TEXT.split())
 
-
-def shards_of_text(text: str) -> str:
-    """The beginning of the paths of a text's shards, data/<name>/<name>_<hash>, which are made
-    unless they are there. Since the hash is that of the files' names, sizes and times, a changed
-    text gets shards of its own. Those from before stay, for runs that are resumed on them."""
+def flags_for_text(text: str, script, hp, named: dict) -> list[str]:
+    """The flags that have a run train on a text's shards: as many passes as it takes, and all of
+    the validation text. Flags that the user has named stay. The shards, data/<name>/<name>_<hash>*,
+    are made unless they are there. The hash is that of the files' names, sizes and times, so that a
+    changed text gets shards of its own, and those from before stay, for runs that are resumed."""
     files = tokenize_text.find_files([text], [], [])
     facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     digest = hashlib.sha256(repr(facts).encode("utf-8", "surrogateescape")).hexdigest()[:8]
@@ -193,29 +177,18 @@ def shards_of_text(text: str) -> str:
     prefix = f"data/{name}/{name}_{digest}"
     make_shards(prefix, text, "--out", f"data/{name}", "--name", f"{name}_{digest}", "--tokenizer",
                 "bytes", "--shuffle")
-    return prefix
-
-
-def flags_for_text(text: str, prefix: str, script, hp, named: dict) -> list[str]:
-    """The flags that have a run train on a text's shards: more passes if they are short, and all of
-    the validation text. Says in one line what was chosen. Flags that the user has named stay."""
     sidecar = json.loads(Path(f"{prefix}.json").read_text())
     train, val = (sidecar[side]["tokens"] for side in ("train", "val"))
-    flags = [f"--train_files={prefix}_train_*.bin", f"--val_files={prefix}_val_*.bin"]
-    if "val_tokens" not in named and hp.val_tokens >= val:
-        flags.append("--val_tokens=0")
-    if "epochs" not in named:
-        found = script.find_shards(f"{prefix}_train_*.bin")
-        epochs = 1
-        while hp.num_iterations > sum(1 for _ in islice(
-                script.step_starts(found, replace(hp, epochs=epochs)), hp.num_iterations)):
-            epochs *= 2
-            require(epochs < 10**5, f"--text={text}: {train} training tokens are too few for steps "
-                    f"of {script.tokens_seen(1, hp)}; take a longer text or fewer --micro_batches")
-        flags.append(f"--epochs={epochs}")
-    say(f"{train} training tokens, {val} validation tokens: {' '.join(flags[2:])}")
-    return flags
-
+    step = script.tokens_seen(1, hp)
+    require(train > step, f"--text={text}: {train} training tokens are too few for steps of "
+            f"{step}; take a longer text or fewer --micro_batches")
+    passes = script.tokens_seen(hp.num_iterations, hp) / train
+    say(f"{train} training tokens, {passes:.1f} passes over them; {val} validation tokens")
+    flags = {"train_files": f"{prefix}_train_*.bin", "val_files": f"{prefix}_val_*.bin",
+             "epochs": 100_000}  # at most
+    if hp.val_tokens >= val:
+        flags["val_tokens"] = 0
+    return [f"--{name}={value}" for name, value in flags.items() if name not in named]
 
 # ---- The whole -----------------------------------------------------------------------------------
 
@@ -223,7 +196,8 @@ def show_sample(path: str, log: Path, hp, prompt: list[str]):
     """A sample of a demo, and what to do next."""
     try:
         checkpoint = checkpoint_of(log)
-    except UserError as e:  # the disk is full, say
+        str(checkpoint).encode()  # torch reads no file whose path is not UTF-8
+    except (UserError, UnicodeEncodeError) as e:  # the disk was full, say
         say(f"no sample: {e}")
         return
     say(f"what the model writes after step {int(checkpoint.stem[4:])} of {hp.num_iterations}:")
@@ -235,7 +209,6 @@ def show_sample(path: str, log: Path, hp, prompt: list[str]):
     race = shlex.join(["./run.sh", "race", "my_record.py" if copy else path])
     say(f"next, a race of a copy that you change: {copy}{race}")
 
-
 def main(argv=None):
     parser = ArgumentParser(add_help=False)
     parser.add_argument("--repeat", type=int)
@@ -244,9 +217,7 @@ def main(argv=None):
     own, words = parser.parse_known_args(argv)
     path, flags = split_words(words)
     if own.help:
-        path = path or "train_gpt.py"
-        require(os.path.isfile(path), f"{path}: there is no such script")
-        start(path, "--help")
+        start(path or "train_gpt.py", "--help")
         return
     path, flags, saved = find_resumed(path, flags)
     if own.text is not None and "--preset=demo" not in flags:
@@ -278,8 +249,7 @@ def main(argv=None):
             "run demo, or insist by --num_iterations=N")
 
     if own.text is not None:
-        shards = shards_of_text(own.text)
-        flags += flags_for_text(own.text, shards, script, hp, command.named)
+        flags += flags_for_text(own.text, script, hp, command.named)
     elif not own_data:
         make_preset_data(script, hp)
     what = "the checkpoint's settings" if command.resume else f"preset {command.preset}"
@@ -292,7 +262,6 @@ def main(argv=None):
         start("records/tools/compare.py", *map(str, runs))
     elif command.preset == "demo" and hp.save_every and hp.num_iterations and not command.resume:
         show_sample(path, runs[0], hp, [] if own.text or own_data else ["--prompt=def "])
-
 
 if __name__ == "__main__":
     sys.exit(run(main, errors=(logs.BadInput,)))

@@ -1,8 +1,9 @@
-"""What the programs here share: a training script as a module, one line where a package is missing,
-and from data/common.py the errors and the arguments of a program."""
+"""What the programs here share: a training script as a module, programs that they start, one line
+where a package is missing, and from data/common.py the errors and the arguments of a program."""
 
 import contextlib
 import importlib.util
+import subprocess
 import sys
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -11,7 +12,6 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parents[2]
 # Starts several processes of this machine, also where its own name leads nowhere.
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local_addr=127.0.0.1"]
-
 
 @contextlib.contextmanager
 def installed():
@@ -23,13 +23,11 @@ def installed():
               "install the packages of requirements.txt", file=sys.stderr)
         sys.exit(2)
 
-
 with installed():
     from data.common import ArgumentParser, UserError, require, run
 
-__all__ = ["ROOT", "TORCHRUN", "ArgumentParser", "UserError", "installed", "load_script", "require",
-           "run"]
-
+__all__ = ["ROOT", "TORCHRUN", "ArgumentParser", "UserError", "child", "installed", "load_script",
+           "require", "run"]
 
 def load_script(path, name: str = "training_script") -> ModuleType:
     """A training script as a module of this name, whatever the file is called. A mistake in it
@@ -40,3 +38,18 @@ def load_script(path, name: str = "training_script") -> ModuleType:
     sys.modules[name] = script  # dataclasses look for their module there
     loader.exec_module(script)
     return script
+
+@contextlib.contextmanager
+def child(*words: str, **options):
+    """A Python program that ends with this one. Ctrl+C has reached it too, so that it may end by
+    itself; a signal to this process alone has not."""
+    program = subprocess.Popen([sys.executable, *words], **options)
+    try:
+        yield program
+        program.wait()
+    except BaseException:
+        with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+            program.wait(timeout=3)
+        program.terminate()
+        program.wait()
+        raise

@@ -10,22 +10,21 @@ begins with the same weights then, and the data come in the same order, so the d
 pairs spread far less than the runs do.
 
 Pairs are added until it is decided whether a candidate is better or worse than the baseline, or
---most of them are done (12). The e-value that decides, at 1 / --level (0.01), may be looked at
-after every pair (judge.py says why), so with a higher --most, the same command goes on. To be
-better among several candidates takes more, since the best of many looks good by chance. A candidate
-also drops out once its difference is surely within +-W (--worth=W), or its losses are the
-baseline's to the last digit in two pairs. With --repeat=N, every candidate gets N pairs instead,
-and there is no p-value before the end, and no further pair after it.
+--most of them are done. The e-value that decides, at 1 / --level, may be looked at after every pair
+(judge.py says why), so with a higher --most, the same command goes on. Among several candidates it
+takes more to be better, since the best of many looks good by chance. A candidate also drops out
+once its difference is surely within +-W (--worth=W), or its losses are the baseline's to the last
+digit in two pairs. With --repeat=N, every candidate gets N pairs, and a p-value at the end.
 
 Before its first run each script trains one step, which does not count but shows its mistakes, and
 ./run.sh honest checks that its validation loss is honest. A copy that fails is not raced, unless
 --dishonest says so; the verdict then begins with what the check saw.
 
 The race lies in records/race_NAME, a folder of logs for each script; NAME is the first copy's, or
---name. Interrupted, the same command goes on with it, unless a script or a flag has changed. A run
-that was cut short starts anew, unless you resume it yourself. race.html, a page for a browser, is
-written after every run. The race ends with a verdict (verdict.txt, and verdict.json for programs),
-a picture (race.png), what was changed (NAME.patch), and a line in records/ideas.csv.
+--name. Interrupted, the same command goes on with it, unless a script or a flag has changed.
+race.html, a page for a browser, is written after every run. The race ends with a verdict
+(verdict.txt, and verdict.json for programs), a picture (race.png), what was changed (NAME.patch),
+and a line in records/ideas.csv.
 
 The flags of run.sh go to all sides: a preset (speedrun, short or demo), --text=FILE_OR_FOLDER, and
 all that ./run.sh train --help lists. Those in --only_ours go to the candidates alone, those in one
@@ -52,20 +51,20 @@ import re
 import shlex
 import sys
 import time
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from dataclasses import dataclass, field
-from itertools import count
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from records.tools import compare, judge, ledger, load, logs, trial, verdict
+from records.tools import judge, ledger, load, logs, trial, verdict
 from records.tools.load import ROOT, ArgumentParser, UserError, installed, require
 from records.tools.trial import Entry, script_text
 
 with installed():
     from tqdm import tqdm
 
-STEP = re.compile(r"step:(\d+)/(\d+) (?:.*?val_loss:(\S+))?")
+STEP = re.compile(r"step:(\d+)/(\d+) ")
 VALIDATION = {"--val_files", "--val_tokens", "--val_seq_len", "--vocab_size", "--text"}
 
 @dataclass
@@ -114,26 +113,35 @@ def many(number: int, what: str) -> str:
 
 # ---- Plan ----------------------------------------------------------------------------------------
 
-def number(text):  # above 0, for argparse
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise ValueError
+def number(text, kind=float, above=0, below=math.inf):
+    """For argparse."""
+    try:
+        value = kind(text)
+    except ValueError:
+        value = math.nan
+    if not above < value < below:
+        limit = f" and below {below}" if below < math.inf else ""
+        raise ArgumentTypeError(f"invalid number value: {text}, expected {kind.__name__} above "
+                                f"{above}{limit}")
     return value
 
 OPTIONS = [
     ("--vs", "train_gpt.py", str, "the baseline"),
-    ("--most", 12, int, "pairs, unless it is decided before"),
-    ("--level", 0.01, number, "the chance of a wrong decision"),
+    ("--most", 12, partial(number, kind=int), "pairs, unless it is decided before"),
+    ("--level", 0.01, partial(number, below=1), "the chance of a wrong decision"),
     ("--worth", None, number, "a difference in nats that is not worth more pairs"),
-    ("--repeat", None, int, "a fixed number of pairs"),
+    ("--repeat", None, partial(number, kind=int), "a fixed number of pairs"),
     ("--only_ours", "", str, "flags for the copies"),
     ("--name", None, str, "of the race, by default the first copy's"),
     ("--records", "records", str, "where the race's folder lies"),
-    ("--seed", 1, int, "the first seed"),
+    ("--seed", 1, partial(number, kind=int, above=-1), "the first seed"),
     ("--target", None, number, "a validation loss to reach, which the verdict judges too"),
 ]
+# A script with flags of its own in one word. Both may hold spaces.
+SCRIPT = re.compile(r"(?s)(['\"]?)([^-'\"].*?\.py)\1(?:\s+(-.*))?")
 
-def options_of(arguments):
+def parse(arguments) -> Race:
+    """The plan of a race."""
     parser = ArgumentParser(description=__doc__, prog="./run.sh race",
                             usage="%(prog)s my_record.py [more.py ...] [options] [preset] [flags]")
     for name, default, kind, text in OPTIONS:
@@ -143,43 +151,33 @@ def options_of(arguments):
                         help="race a script that fails the check of its honesty all the same")
     parser.add_argument("--json", action="store_true", help="print verdict.json alone")
     options, words = parser.parse_known_args(arguments)
-    for name in ("repeat", "most"):
-        value = getattr(options, name)
-        require(value is None or value > 0, f"--{name}={value}: takes a number above 0")
-    require(options.level < 1, f"--level={options.level}: takes a number below 1")
     require(not options.repeat or options.level == 0.01, "--repeat judges at a level of 0.01: "
             "leave --level out, or --repeat")
-    require(options.seed >= 0, f"--seed={options.seed}: takes the first seed, 0 or more")
-    return options, words
-
-def parse(arguments) -> Race:
-    """The plan of a race."""
-    options, words = options_of(arguments)
-    scripts = [word for word in words if re.match(r"[^-]\S*\.py(\s|$)|[^-].*\.py$", word)]
+    scripts = {word: found for word in words if (found := SCRIPT.fullmatch(word))}
     require(scripts, "no word names a copy: ./run.sh race my_record.py [preset] [flags]")
     flags = [word for word in words if word not in scripts]
-    baseline = Racer(Path(options.vs).stem, options.vs, flags, script_text(options.vs))
-    candidates = []
-    for word in scripts:
-        script, *own = [word] if os.path.isfile(word) else split(word)
-        own += split(options.only_ours)
+    racers = [Racer(name_of(options.vs), options.vs, flags, script_text(options.vs))]
+    for found in scripts.values():
+        script, own = found[2], [*split(found[3] or ""), *split(options.only_ours)]
         for flag in own:
             require(flag.partition("=")[0] not in VALIDATION, f"{flag}: losses compare only on one "
                     "validation text, so this flag takes effect on all sides or on none: give it "
                     "as a word of its own, outside of --only_ours")
-        name = re.sub(r"[^\w.-]+", "_", Path(script).stem)
-        if name in [racer.name for racer in [baseline, *candidates]]:
+        name = name_of(script)
+        if name in [racer.name for racer in racers]:
             name += re.sub(r"[^\w.]+", "_", f" {' '.join(own)}" if len(scripts) > 1 else "_ours")
-        candidates.append(Racer(name, script, [*flags, *own], script_text(script)))
-    racers = [*candidates, baseline]
+        require(name not in [racer.name for racer in racers],
+                f"two candidates are called {name}: give their files other names")
+        racers.append(Racer(name, script, [*flags, *own], script_text(script)))
     for flag in [flag for racer in racers for flag in racer.flags]:
         require(flag.partition("=")[0] not in ("--resume", "--check"),
                 f"{flag}: a race starts runs of its own; leave it out")
-    names = [racer.name for racer in racers]
-    twice = [name for name in names if names.count(name) > 1]
-    require(not twice, f"two candidates are called {twice[:1]}: give their files other names")
-    folder = Path(options.records).expanduser() / f"race_{options.name or names[0]}"
+    baseline, *candidates = racers
+    folder = Path(options.records).expanduser() / f"race_{options.name or candidates[0].name}"
     return Race(folder, candidates, baseline, options)
+
+def name_of(script: str) -> str:
+    return re.sub(r"[^\w.-]+", "_", Path(script).stem)
 
 def split(text: str) -> list[str]:
     try:
@@ -211,14 +209,12 @@ def check(race: Race):
                         "anew") from None
     for racer in race.racers:
         racer.dishonest = before.get(f"{racer.name}.dishonest", "")
-    new = [racer for racer in race.racers if f"{racer.name}.sha256" not in before]
-    now = definition(race)
-    known = [key for key in now if not any(key.startswith(f"{racer.name}.") for racer in new)]
-    changed = [f"{key} was {before.get(key)} and is {now[key]}" for key in known
-               if before and before.get(key) != now[key]]
+    changed = [f"{key} was {before[key]} and is {value}" for key, value in definition(race).items()
+               if before.get(key, value) != value]
     require(not changed, f"{race.folder} was begun with other scripts or flags: "
             f"{'; '.join(changed)}. Go back to them, or give this race a --name of its own")
     announce(race)
+    new = [racer for racer in race.racers if f"{racer.name}.sha256" not in before]
     for racer in new:
         if race.racing:  # else the baseline need not be tried
             try_out(race, racer)
@@ -238,12 +234,10 @@ def announce(race: Race):
     names = ", ".join(one.name for one in race.candidates)
     say(f"{names} against {race.baseline.name}: {race.at_most}{many(race.pairs, 'pair')} of runs, "
         f"from seed {race.options.seed} on, in {race.folder}, where race.html shows it as it goes")
-    asked = needed_E(race, -1)
-    least = next(n for n in count(1) if judge.e_of_pairs([1.0] * n) >= asked)
-    if race.at_most and race.pairs < least:
-        highest = ledger.e_text(judge.e_of_pairs([1.0] * race.pairs))
-        say(f"--most={race.pairs} cannot show that a copy is better: E is {highest} at most by "
-            f"then, of {ledger.e_text(asked)}, which takes {least} pairs or more")
+    highest = judge.e_of_pairs([1.0] * race.pairs)
+    if race.at_most and highest < needed_E(race, -1):
+        say(f"--most={race.pairs} cannot show that a copy is better: E is {ledger.e_text(highest)} "
+            f"at most by then, of {ledger.e_text(needed_E(race, -1))}")
 
 def needed_E(race: Race, difference: float) -> float:
     """The E that decides. A gain is the best of several by chance more often."""
@@ -253,7 +247,14 @@ def try_out(race: Race, racer: Racer):
     """One step, and the check of honesty. A candidate that fails does not race."""
     try:
         say(f"checking {racer.script}: one step that does not count, to see whether it runs")
-        trial.one_step(racer, race.options.seed, race.folder / "one_step")
+        output = trial.one_step(racer, race.options.seed, race.folder / "one_step")
+        if output:
+            trial.show(output)
+        advice = "mend it and start the race again"
+        if "unrecognized arguments" in trial.last_line(output):
+            advice = "flags that only the copies know go into --only_ours"
+        require(not output, f"{racer.script} fails in a run of 1 step, whose output is above; "
+                f"{advice}")
         say(f"checking {racer.script}: a tiny model by its method, to see whether its validation "
             "loss is honest")
         racer.dishonest = trial.dishonesty(racer)
@@ -267,9 +268,9 @@ def try_out(race: Race, racer: Racer):
 
 # ---- Run -----------------------------------------------------------------------------------------
 
-def run_pair(race: Race, pair: int) -> bool:
-    """Train what a pair still lacks; whether that was anything. Who begins alternates, so that a
-    machine that grows slower favours no side. A candidate whose run fails drops out."""
+def run_pair(race: Race, pair: int):
+    """Train what a pair still lacks. Who begins alternates, so that a machine that grows slower
+    favours no side. A candidate whose run fails drops out."""
     seed = race.seeds[pair - 1]
     began = time.monotonic()
     order = [*race.racing, race.baseline]
@@ -282,92 +283,67 @@ def run_pair(race: Race, pair: int) -> bool:
     if len(missing) == len(order) and race.racing and left:
         times = [tqdm.format_interval(n * (time.monotonic() - began)) for n in (1, left)]
         say(f"a pair takes {times[0]}; {race.at_most}{left} more take {times[1]}")
-    return bool(missing)
 
 def train(race: Race, racer: Racer, seed: int, pair: int):
     what = f"pair {pair} of {race.at_most}{race.pairs}, {racer.name}, seed {seed}"
     say(what)
     folder = race.folder / racer.name
     with tqdm(desc=racer.name, unit="step", disable=None, leave=False) as bar:
-        path, _ = trial.run(racer, seed, folder, watcher(race, racer, seed, bar))
-    problem = f"{racer.script} failed with seed {seed}, see its output above"
-    if path:
-        racer.runs = trial.finished(racer, folder, race.seeds)
-        problem = f"{path}: the log is of no finished run of {racer.script} with seed {seed}"
-    one = racer.runs.get(seed)
+        one, output = trial.run(racer, seed, folder, watch=partial(move, bar))
     if one:
+        racer.runs[seed] = one
         say(f"{what}: val loss {one.loss:.4f} after {one.steps} steps, {one.seconds:.1f} s of "
             "training")
-    else:
-        racer.problem = f"{problem}; the same command goes on with this run"
-        require(racer is not race.baseline, racer.problem)
-        say(racer.problem)
+        return
+    trial.show(output)
+    racer.problem = (f"{racer.script} failed with seed {seed}, see its output above; the same "
+                     "command goes on with this run")
+    require(racer is not race.baseline, racer.problem)
+    say(racer.problem)
 
-def watcher(race: Race, racer: Racer, seed: int, bar: tqdm):
-    """A function that takes the lines of a run's output: it moves the progress bar, and says at
-    each validation how far the run is from the other one of its pair, if that is done."""
-    others = race.racing if racer is race.baseline else [race.baseline]
-    curves = {other.name: {line.step: line.loss for line in other.runs[seed].validations}
-              for other in others if seed in other.runs}
-
-    def watch(line: str):
-        found = STEP.match(line)
-        if not found:
-            return
-        step = int(found[1])
+def move(bar: tqdm, line: str):
+    """The progress bar, by a line of a run's output."""
+    if found := STEP.match(line):
         bar.total = int(found[2])
-        bar.update(step - bar.n)
-        for name, curve in curves.items() if found[3] and step else ():
-            if curve.get(step) is not None:
-                say(f"step {step}: {racer.name} - {name} = {float(found[3]) - curve[step]:+.4f}")
-
-    return watch
+        bar.update(int(found[1]) - bar.n)
 
 # ---- Look ----------------------------------------------------------------------------------------
 
-def pairs_of(race: Race, one: Racer, last: int | None = None):
+def pairs_of(race: Race, one: Racer, last: int | None):
     """The pairs (run of a candidate, run of the baseline) of the first `last` seeds, at most as
     many as decided it."""
     runs = [(one.runs.get(seed), race.baseline.runs.get(seed)) for seed in race.seeds]
     return [pair for pair in runs[:one.decided or last] if all(pair)]
 
-def look(race: Race, pair: int, quiet: bool):
+def outcome_of(race: Race, last: int | None = None) -> verdict.Outcome:
+    """What these pairs show."""
+    words = logs.printable
+    standings = [verdict.Standing(one, pairs_of(race, one, last), words(one.problem),
+                                  words(one.dishonest), race.options.dishonest, one.standing)
+                 for one in race.candidates]
+    notes = [words(racer.problem or racer.dishonest) for racer in race.racers]
+    level = None if race.options.repeat else race.options.level
+    return verdict.outcome_of(standings, race.baseline, list(race.baseline.runs.values()), notes,
+                              race.options.target, level, race.options.worth)
+
+def look(race: Race, pair: int):
     """After a pair: who is decided, and how the others stand."""
-    tests = {}
-    for one in race.candidates:
+    for one in race.racing:
         pairs = pairs_of(race, one, pair)
         if any(ours.validated_on != theirs.validated_on for ours, theirs in pairs):
             one.problem = (f"{one.script}: no loss compares, for the validation data or the "
                            "vocabulary are not the baseline's")
-        elif pairs:
-            losses = [[run.loss for run in runs] for runs in zip(*pairs)]
-            tests[one.name] = judge.until_decided(*losses, race.options.level)
-    absent = len(race.candidates) - len(tests)
-    values = judge.adjusted([test["adjusted"] for test in tests.values()] + [1] * absent)
-    for test, value in zip(tests.values(), values):
-        test["adjusted"] = value
+    rows = {row["candidate"]: row for row in outcome_of(race, pair).rows}
     for one in race.racing:
-        pairs = pairs_of(race, one, pair)
-        test = tests[one.name]
-        decision = None
-        if not race.options.repeat:
-            same = len(pairs) > 1 and compare.unchanged_losses(pairs)
-            decision = compare.decide(test, same, race.options.level, race.options.worth)
-            one.decided = None if decision == "undecided" else pair
-        asked = needed_E(race, test["difference"])
-        one.standing = verdict.in_words(pairs, decision, test["E"], asked, race.options.most)
-        if not quiet:
-            say(f"{one.name}: {one.standing}")
+        row = rows[one.name]
+        decision = None if race.options.repeat else row["decision"]
+        asked = needed_E(race, row["difference"])
+        one.standing = verdict.in_words(pairs_of(race, one, pair), decision, row["E"], asked,
+                                        race.options.most)
+        one.decided = None if decision in (None, "undecided") else pair
+        say(f"{one.name}: {one.standing}")
 
 # ---- Conclude ------------------------------------------------------------------------------------
-
-def outcome_of(race: Race) -> verdict.Outcome:
-    standings = [verdict.Standing(one, pairs_of(race, one), one.problem, one.dishonest,
-                                  race.options.dishonest, one.standing) for one in race.candidates]
-    notes = [racer.problem or racer.dishonest for racer in race.racers]
-    level = None if race.options.repeat else race.options.level
-    return verdict.outcome_of(standings, race.baseline, list(race.baseline.runs.values()), notes,
-                              race.options.target, level, race.options.worth)
 
 def conclude(race: Race, interrupted: bool = False) -> int:
     """Write the verdict, the pictures and the changes; returns the exit status."""
@@ -403,11 +379,10 @@ def main(arguments=None) -> int:
         try:
             for pair in range(1, race.pairs + 1):
                 if race.racing:
-                    trained = run_pair(race, pair)
-                    look(race, pair, quiet=not trained)
+                    run_pair(race, pair)
+                    look(race, pair)
         except KeyboardInterrupt:
-            done = sum(len(racer.runs) for racer in race.racers)
-            say(f"{many(done, 'run')} are done; the same command goes on from there")
+            say("the same command goes on from the runs that are done")
             conclude(race, interrupted=True)
             raise
         status = conclude(race)

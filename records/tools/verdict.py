@@ -97,7 +97,8 @@ def patch_of(entry: Entry, baseline: Entry) -> str:
     texts = [one.text.splitlines(True) for one in (baseline, entry)]
     diff = difflib.unified_diff(*texts, baseline.script, entry.script)
     own = [flag for flag in entry.flags if flag not in baseline.flags]
-    return "".join([f"flags: {shlex.join(own)}\n" * bool(own), *diff])
+    text = "".join([f"flags: {shlex.join(own)}\n" * bool(own), *diff])
+    return text.encode("utf-8", "backslashreplace").decode()  # a file's name need not be UTF-8
 
 def write_page(found: Outcome, folder: Path, alive: bool):
     """race.html, from the first pair on. A fixed number of pairs has no p-value before its end."""

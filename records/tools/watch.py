@@ -14,60 +14,39 @@ from contextlib import suppress
 from pathlib import Path
 
 from records.tools import logs, sample
-from records.tools.load import TORCHRUN, UserError, require
+from records.tools.load import TORCHRUN, UserError, child, require
 
 STEP_LINES = 2.0  # seconds from one line of a training step to the next, on a terminal
-
 
 def say(text: str, file=None):
     with suppress(OSError):  # a run outlives its console
         print(f"run.sh: {text}", file=file, flush=True)
-
-
-def end(program: subprocess.Popen):
-    """Ctrl+C has reached the program too, which then ends by itself. A signal to this process alone
-    has not."""
-    with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
-        program.wait(timeout=3)
-    program.terminate()
-    program.wait()
-
 
 def checkpoint_of(run: Path) -> Path:
     """A checkpoint itself; the newest one of a run, named by its log or its folder; or that of the
     newest run in a folder of logs."""
     return sample.find_checkpoint(max(run.glob("*.log"), default=run, key=lambda log: log.name))
 
-
 def pass_errors(pipe, ended: dict):
     """Passes on what the ranks write to stderr. Keeps their last error, and the exit code that
     torchrun reports."""
     held = ""  # the first line of a traceback, until the second one shows whose it is
+    is_report = False  # torchrun's own traceback has begun, which its report follows
+    codes = []
     for line in pipe:
-        if found := re.search(r"failed \(exitcode: (-?\d+)\)", line):
-            ended["status"] = int(found[1])
-        if held and "runpy" in line:
-            held = ""
-            break
-        if re.match(r"[EW]\d{4} .* torch/distributed/elastic/", line):
+        codes += map(int, re.findall(r"exitcode\s*: (-?\d+)", line))
+        is_report = is_report or held and "runpy" in line
+        if is_report or re.match(r"[EW]\d{4} .* torch/distributed/elastic/", line):
             continue
+        ended["last"] = held + line
+        held = line if line.startswith("Traceback (") else ""
         if line.startswith("error: "):
             ended["error"] = line.rstrip("\n")
-        ended["last"] = held + line
-        held = ""
-        if line.startswith("Traceback ("):
-            held = line
-            continue
         with suppress(OSError):
-            print(ended["last"], end="", file=sys.stderr, flush=True)
-    print(held, end="", file=sys.stderr)
-    # What torchrun says then is of no interest, but for a rank that a signal has killed: the others
-    # fail with it, at times before torchrun looks. It ends them by SIGTERM.
-    for line in pipe:
-        found = re.search(r"exitcode\s*: (-\d+)", line)
-        if found and int(found[1]) != -signal.SIGTERM:
-            ended["status"] = int(found[1])
-
+            print(ended["last"] if not held else "", end="", file=sys.stderr, flush=True)
+    # Where a signal has killed a rank, the others fail with it, or torchrun ends them by SIGTERM.
+    killed = [code for code in codes if code < 0 and code != -signal.SIGTERM]
+    ended["status"] = (killed + codes + [None])[0]
 
 def thinned(lines):
     """Most training steps are left out on a terminal. The log has every one."""
@@ -80,7 +59,6 @@ def thinned(lines):
             next_step = time.monotonic() + STEP_LINES
         yield line
 
-
 def train(path: str, flags: list[str], ranks: int) -> Path:
     """A run; its log. If it ends early, the last lines say why and how to go on, and this process
     ends with its status."""
@@ -88,31 +66,29 @@ def train(path: str, flags: list[str], ranks: int) -> Path:
     if ranks > 1:
         command = [*TORCHRUN, f"--nproc_per_node={ranks}", *command]
     say(shlex.join(["python", *command]))
-    # Whatever the console can show, the paths that a run prints arrive here as they are.
-    program = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, encoding="utf-8", errors="surrogateescape",
-                               env=os.environ | {"PYTHONIOENCODING": "utf-8:surrogateescape"})
     log = None
     ended = {}
-    errors = threading.Thread(target=pass_errors, args=(program.stderr, ended), daemon=True)
-    errors.start()
     try:
-        for line in thinned(program.stdout):
-            with suppress(OSError):
-                print(line, end="", flush=True)
-            if line.startswith("log: "):
-                log = Path(line.removeprefix("log: ").rstrip("\n"))
-            if line.startswith("model: "):
-                say("warming up; where there is a GPU, this compiles the model, for minutes")
-        status = program.wait()
-        errors.join()
-        status = 2 if "error" in ended else ended.get("status", status)
+        # Whatever the console can show, the paths that a run prints arrive here as they are.
+        with child(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8",
+                   errors="surrogateescape",
+                   env=os.environ | {"PYTHONIOENCODING": "utf-8:surrogateescape"}) as program:
+            errors = threading.Thread(target=pass_errors, args=(program.stderr, ended), daemon=True)
+            errors.start()
+            for line in thinned(program.stdout):
+                with suppress(OSError):
+                    print(line, end="", flush=True)
+                if line.startswith("log: "):
+                    log = Path(line.removeprefix("log: ").rstrip("\n"))
+                if line.startswith("model: "):
+                    say("warming up; where there is a GPU, this compiles the model, for minutes")
+            errors.join()
+        status = 2 if "error" in ended else ended.get("status") or program.returncode
         what = ended.get("error", f"error: the run has failed with status {status}, see above")
         if status < 0:
             what = f"error: a process was killed by {signal.Signals(-status).name}"
             what += ", as when memory runs out" * (status == -signal.SIGKILL)
     except KeyboardInterrupt as e:
-        end(program)
         status = 128 + (e.args[0] if e.args else signal.SIGINT)
         what = "interrupted"
     if status:
@@ -123,7 +99,6 @@ def train(path: str, flags: list[str], ranks: int) -> Path:
         sys.exit(status if status > 0 else 128 - status)
     require(log, f"{path} prints no line `log: PATH`, which ./run.sh reads; restore that")
     return log
-
 
 def how_to_go_on(path: str, log: Path | None) -> str:
     try:

@@ -9,6 +9,7 @@ step, saves every third, and has two micro-batches."""
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,10 +17,8 @@ from conftest import load_script, newest_checkpoint
 
 SCRIPT = load_script(Path(sys.argv[1]), "train_gpt")
 
-
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
-
 
 def at_call(owner, name: str, number: int, after: bool = False, do=lambda *args: None):
     """Replaces owner.name by a function that kills the process at its call of that number: before
@@ -39,14 +38,8 @@ def at_call(owner, name: str, number: int, after: bool = False, do=lambda *args:
 
     setattr(owner, name, deadly)
 
-
-# Kills in a step come in the fourth one of an attempt, after its first checkpoint; the warmup makes
-# one step more.
-STEP = 1 + 3 + 1
-
-
 def in_optimizer(index: int, phase: str):
-    """Kills in a step, when the optimizer of that index is about to begin this phase."""
+    """When the optimizer of that index is about to begin this phase."""
     build = SCRIPT.build_optimizers
 
     def deadly(*args):
@@ -56,14 +49,12 @@ def in_optimizer(index: int, phase: str):
 
     SCRIPT.build_optimizers = deadly
 
-
 def half_a_file(path: Path, data):
     with open(path, "wb") as file:
         file.write(data[:len(data) // 2])
 
-
 def in_line(begins: str, number: int = 1, share: float = 0.5):
-    """Kills when this share is written of the line of that number among those that begin so."""
+    """When this share is written of the line of that number among those that begin so."""
     original = SCRIPT.RunLog.write
     lines = [0]
 
@@ -77,45 +68,30 @@ def in_line(begins: str, number: int = 1, share: float = 0.5):
 
     SCRIPT.RunLog.write = deadly
 
-
+# Kills in a step come in the fourth one of an attempt, after its first checkpoint; the warmup makes
+# one step more.
+STEP = 1 + 3 + 1
 STEPS = 60  # of the run
-PLACES = {
-    "in a step, between forward and backward":
-        lambda: at_call(torch.Tensor, "backward", 2 * STEP),
-    "in a step, between two updates":
-        lambda: in_optimizer(1, "update"),
-    "in a step, between two finished optimizers":
-        lambda: in_optimizer(-1, "finish"),
-    "while the state is loaded":
-        lambda: at_call(SCRIPT, "load_training_state", 1),
-    "before the log is there":
-        lambda: at_call(SCRIPT, "RunLog", 1),
-    "half the source in the log":
-        lambda: in_line(Path(SCRIPT.__file__).read_text()[:20]),
-    "half the first line of a resumed run":
-        lambda: in_line("step:"),
-    "after a validation":
-        lambda: at_call(SCRIPT, "evaluate", 3, after=True),
-    "gathering a checkpoint":
-        lambda: at_call(SCRIPT, "gather_training_state", 5, after=True),
-    "a folder for checkpoints, and none in it":
-        lambda: at_call(Path, "mkdir", 1, after=True),
-    "half a checkpoint":
-        lambda: at_call(Path, "write_bytes", 2, do=half_a_file),
-    "before the rename":
-        lambda: at_call(os, "replace", 2),
-    "after the rename, before the oldest is deleted":
-        lambda: at_call(os, "replace", 3, after=True),
-    "between a checkpoint and its line in the log":
-        lambda: in_line("checkpoint: ", share=0),
-    "half the last validation's line":
-        lambda: in_line(f"step:{STEPS}/{STEPS} val_loss"),
-    "before the run's result":
-        lambda: in_line("final_val_loss: ", share=0),
-    "half the last line":
-        lambda: in_line("log: ", 2),
-}
-
+SOURCE = Path(SCRIPT.__file__).read_text()
+PLACES = [
+    partial(at_call, torch.Tensor, "backward", 2 * STEP),  # between forward and backward
+    partial(in_optimizer, 1, "update"),
+    partial(in_optimizer, -1, "finish"),
+    partial(at_call, SCRIPT, "load_training_state", 1),
+    partial(at_call, SCRIPT, "RunLog", 1),  # before the log is there
+    partial(in_line, SOURCE[:20]),  # half the source in the log
+    partial(in_line, "step:"),  # half the first line of a resumed run
+    partial(at_call, SCRIPT, "evaluate", 3, after=True),
+    partial(at_call, SCRIPT, "gather_training_state", 5, after=True),
+    partial(at_call, Path, "mkdir", 1, after=True),  # a folder for checkpoints, and none in it
+    partial(at_call, Path, "write_bytes", 2, do=half_a_file),  # half a checkpoint
+    partial(at_call, os, "replace", 2),  # before the rename
+    partial(at_call, os, "replace", 3, after=True),  # before the oldest checkpoint is deleted
+    partial(in_line, "checkpoint: ", share=0),  # between a checkpoint and its line in the log
+    partial(in_line, f"step:{STEPS}/{STEPS} val_loss"),
+    partial(in_line, "final_val_loss: ", share=0),
+    partial(in_line, "log: ", 2),  # half the last line
+]
 
 def attempt(flags: list[str], prepare=lambda: None) -> int:
     """Status of a child that trains."""
@@ -131,18 +107,16 @@ def attempt(flags: list[str], prepare=lambda: None) -> int:
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
-
 def main():
     records = Path(sys.argv[2])
     torch.set_num_threads(1)
     flags = [*sys.argv[3:], f"--records={records}", f"--num_iterations={STEPS}"]
-    for place, prepare in PLACES.items():
-        status = attempt(flags, prepare)
+    for place in PLACES:
+        status = attempt(flags, place)
         assert status == -signal.SIGKILL, f"{place}: ended with {status}"
         flags = [f"--resume={newest_checkpoint(records)}"]
     assert attempt(flags) == 0, "the last resumption"
     print(len(PLACES))
-
 
 if __name__ == "__main__":
     main()
