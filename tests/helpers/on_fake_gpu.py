@@ -138,8 +138,8 @@ def pretend_to_run():
     torch.distributed.init_process_group = lambda backend, **options: connect("gloo")
     torch.compile = compile_here
     torch.profiler.profile = Profile
-    plain = torch.utils.benchmark.Timer.timeit
-    torch.utils.benchmark.Timer.timeit = lambda self, number: plain(self, 1)
+    torch.utils.benchmark.Timer.blocked_autorange = (
+        lambda self: SimpleNamespace(median=self._timer.timeit(1)))
 
 
 if __name__ == "__main__":
