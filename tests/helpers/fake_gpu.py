@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import torch
 import triton
-from helpers.fake_mode import mode_of
 from torch._dynamo.device_interface import CudaInterface
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.runtime import triton_helpers
@@ -111,8 +110,7 @@ def compile_as_cuda(graph, inputs, **options):
                 node.meta = {name: tree_map(moved, value) if name in ("val", "example_value")
                              else value for name, value in node.meta.items()}
             module.recompile()
-    with mode_of(inputs):
-        compiled = compile_fx_inner(graph, [moved(x) for x in inputs], **options)
+    compiled = compile_fx_inner(graph, [moved(x) for x in inputs], **options)
     graphs.append(graph)
     sources.append(compiled.source_code)
     return compiled
@@ -130,7 +128,6 @@ def gpu_program(function, compile_inner=compile_as_cuda):
             if node.target in (torch.rms_norm, torch.nn.functional.rms_norm):
                 node.target = fused_rms_norm  # as on CUDA; on a CPU tracing would take it apart
         graph.recompile()
-        with mode_of(inputs):
-            return compile_fx(graph, inputs, inner_compile=compile_inner)
+        return compile_fx(graph, inputs, inner_compile=compile_inner)
 
     return torch.compile(function, backend=backend, dynamic=False, fullgraph=True)

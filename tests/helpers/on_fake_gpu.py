@@ -5,8 +5,9 @@
 
 Tensors that the program puts on the GPU stay on the CPU. What it compiles, Inductor generates for
 the GPU, as it would there; but where the kernels would be launched, the graph itself runs on the
-CPU. Events are the host's clock, the memory is made up, and the profiler sees the kernels that
-would have been launched, each of a millisecond.
+CPU. A graph that was compiled before, with the same TORCHINDUCTOR_CACHE_DIR, is not compiled again.
+Events are the host's clock, the memory is made up, and the profiler sees the kernels that would
+have been launched, each of a millisecond.
 
 It changes torch and triton for the whole process."""
 
@@ -16,6 +17,8 @@ import re
 import runpy
 import sys
 import time
+from hashlib import sha256
+from pathlib import Path
 from types import SimpleNamespace
 
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # whose keys cannot tell a relabelled graph
@@ -25,6 +28,7 @@ import torch.distributed
 import torch.utils.benchmark
 from functorch.compile import make_boxed_func
 from helpers.fake_gpu import compile_as_cuda, gpu_program, pretend, sources
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.overrides import (TorchFunctionMode, _get_current_function_mode,
                              _pop_mode_temporarily)
@@ -35,8 +39,14 @@ launched = []  # names of kernels, since a profiler was started
 def generate_and_run_plain(graph, inputs, **options):
     """Has Inductor generate the program. In its place the graph itself runs."""
     plain = copy.deepcopy(graph)
-    compile_as_cuda(graph, inputs, **options)
-    kernels = re.findall(r"\b(triton_\w+)\.run\(", sources[-1])
+    described = [(node.format_node(), str(node.meta.get("val"))) for module in graph.modules()
+                 if isinstance(module, torch.fx.GraphModule) for node in module.graph.nodes]
+    compiled = Path(cache_dir(), sha256(repr(described).encode()).hexdigest())
+    if not compiled.exists():
+        compile_as_cuda(graph, inputs, **options)
+        compiled.parent.mkdir(exist_ok=True)
+        compiled.write_text("\n".join(re.findall(r"\b(triton_\w+)\.run\(", sources[-1])))
+    kernels = compiled.read_text().split()
     assert kernels, "a program without kernels"
 
     def program(*args):
