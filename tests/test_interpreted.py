@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import launch
+from test_fp8 import relative_error
 
 from train_gpt import GPT, PRESETS, build_block_masks, draw_weights, newton_schulz
 
@@ -28,7 +29,6 @@ LAYOUTS = {  # where documents begin
     "after edges of blocks": [129, 385],
     "all of them": [0, 1, 60, 127, 128, 129, 300, 383, 384, 511],
 }
-MIXES = ("residual_mix", "value_mix", "skip_weights")  # how the names of such parameters end
 LISTS = ["kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
          "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"]
 
@@ -88,47 +88,18 @@ def results(model, batch, window, parameters=None):
     return {"loss": loss.detach()} | dict(zip(parameters, gradients, strict=True))
 
 
-def difference(got, want, scale=None):
-    """The largest difference, relative to the largest magnitude; infinite where got is not
-    finite."""
-    got, want = got.double(), want.double()
-    assert got.shape == want.shape and want.isfinite().all() and want.any()
-    if scale is None:
-        scale = want.abs().max()
-    return float(((got - want).abs().max() / scale).nan_to_num(torch.inf))
-
-
 def is_mix(name):
-    return name.endswith(MIXES)
+    return name.endswith(("residual_mix", "value_mix", "skip_weights"))
 
 
-def differences(got, want):
-    """For the loss and each gradient, how much they differ. The gradient of a mixing weight is a
-    sum over all tokens in which most cancels, and with it the leading digits. So its difference is
-    measured against a tenth of the largest of these gradients, where it is smaller than that."""
-    sizes = {name: float(want[name].abs().max()) for name in want}
+def errors(got, want):
+    """The relative error of the loss and of each gradient. The gradient of a mixing weight is a sum
+    over all tokens in which most cancels, and with it the leading digits. So its error is relative
+    to a tenth of the largest of these gradients, where it is smaller than that."""
+    sizes = {name: float(want[name].norm()) for name in want}
     least = max(sizes[name] for name in want if is_mix(name)) / 10
-    return {name: difference(got[name], want[name], max(sizes[name], least * is_mix(name)))
-            for name in want}
-
-
-def worst(found):
-    """(name, difference) of the gradient that differs most."""
-    return max(((name, d) for name, d in found.items() if name != "loss"), key=lambda x: x[1])
-
-
-def say(what, found):
-    name, gradient = worst(found)
-    print(f"{what}: loss {found['loss']:.1e}, gradient {gradient:.1e} ({name})")
-
-
-def tolerance(name):
-    """What rounding in float32 explains."""
-    return 1e-6 if name == "loss" else 2e-5 if is_mix(name) else 1e-5
-
-
-def equal(found):
-    return all(d < tolerance(name) for name, d in found.items())
+    return {name: float((got[name].float() - want[name].float()).norm())
+            / max(sizes[name], least * is_mix(name)) for name in want}
 
 
 # -------- The cases, which run in processes of their own
@@ -141,9 +112,12 @@ def case_float32():
     windows = (128, 256, 384, 512, 1000, 300)
     for (layout, borders), window in zip(LAYOUTS.items(), windows, strict=True):
         batch = sequence(512, borders)
-        found = differences(results(program, batch, window, model), results(plain, batch, window))
-        say(f"window {window}, documents begin {layout}", found)
-        assert equal(found), found
+        found = errors(results(program, batch, window, model), results(plain, batch, window))
+        name = max(found, key=found.get)
+        print(f"window {window}, documents begin {layout}: loss {found['loss']:.1e}, most "
+              f"{found[name]:.1e} ({name})")
+        for name, error in found.items():  # what rounding in float32 explains
+            assert error < (1e-6 if name == "loss" else 2e-5 if is_mix(name) else 1e-5), name
         torch.compiler.set_stance("fail_on_recompile")
     torch.compiler.set_stance("default")
     assert len(graphs) == 2  # forward, backward
@@ -154,9 +128,7 @@ def case_float32():
     for window in (256, 640):
         batch = *sequence(640, [0, 255, 300]), as_window(window)
         with torch.no_grad():
-            found = difference(program(*batch), plain(*batch))
-        print(f"validation, window {window}: loss {found:.1e}")
-        assert found < 1e-6
+            assert relative_error(program(*batch), plain(*batch)) < 1e-6
     assert len(graphs) == 3
 
 
@@ -171,14 +143,6 @@ def case_bfloat16_and_fp8():
     exact, _ = models(hp)
     exact.load_state_dict(plain.state_dict())
     program = gpu_program(model)
-
-    def errors(got, want):
-        """The relative error of each, where that of a mixing weight is measured as differences()
-        measures it."""
-        sizes = {name: float(want[name].norm()) for name in want}
-        least = max(sizes[name] for name in want if is_mix(name)) / 10
-        return {name: float((got[name].float() - want[name]).norm())
-                / max(sizes[name], least * is_mix(name)) for name in want}
 
     for window, borders in ((384, [0, 200, 430]), (1000, LAYOUTS["all of them"])):
         batch = sequence(512, borders)
@@ -201,9 +165,9 @@ def case_newton_schulz():
     from helpers.interpreted import gpu_program
     for shape in ((3, 48, 80), (3, 80, 48), (1, 64, 64)):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        found = difference(gpu_program(newton_schulz)(x), newton_schulz(x))
-        print(f"newton_schulz of {shape}: {found:.1e}")
-        assert found < 1e-5
+        error = relative_error(gpu_program(newton_schulz)(x), newton_schulz(x))
+        print(f"newton_schulz of {shape}: {error:.1e}")
+        assert error < 1e-5
 
 
 def block_lists(tokens, window):
@@ -213,8 +177,7 @@ def block_lists(tokens, window):
 
 def case_block_lists():
     """At the speedrun's size, bit for bit the lists of the plain path."""
-    from helpers.interpreted import gpu_program, launches
-    launches.clear()
+    from helpers.interpreted import gpu_program
     program = gpu_program(block_lists)
     length = PRESETS["speedrun"].train_seq_len
     generator = np.random.default_rng(0)
@@ -227,7 +190,6 @@ def case_block_lists():
     got = program(*given)
     for name, a, b in zip(2 * LISTS, got, block_lists(*given), strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b), name
-    assert any("sort" in name for name in launches)
 
 
 # Cases in one string share a process, whose start takes ten seconds.

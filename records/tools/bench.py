@@ -63,8 +63,9 @@ PUBLISHED = [  # (pattern, what runs here instead)
     (r"(train_batch_size = )world_size( \* args\.seq_len)", r"\g<1>8\2"),
     # Off, as in train_gpt.py, unless TORCHINDUCTOR_COORDINATE_DESCENT_TUNING=1 turns it on for all
     (r"torch\._inductor\.config\.coordinate_descent_tuning = True", "pass"),
-    # A backward pass that is none of a step
+    # A backward pass that is none of a step, and what not every machine has
     (r"torch\.empty\(1, device=\"cuda\", requires_grad=True\)\.backward\(\)", "pass"),
+    (r"\[\"nvidia-smi\"\]", "['true']"),
     # The strides that this operator really has. Without them torch 2.11 refuses it.
     (r"(return x_f8\.to\(torch\.bfloat16\), w_f8)(\.to\(torch\.float32\))",
      r"\1.t().contiguous().t()\2"),

@@ -8,6 +8,7 @@ interpreted.py runs it in Triton's interpreter, gpu_program.py looks at it.
 `pretend` changes torch and triton for the whole process: give it a process of its own."""
 
 import ctypes
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -120,9 +121,8 @@ def fused_rms_norm(x, shape, weight=None, eps=None):
     return torch.ops.aten._fused_rms_norm(x, list(shape), weight, eps)[0]
 
 
-def gpu_program(function, compile_inner=compile_as_cuda):
-    """The function, compiled with the script's options for the GPU, to be called with CPU
-    tensors."""
+@functools.cache  # since Dynamo takes another function for another backend, and compiles anew
+def backend_of(compile_inner):
     def backend(graph, inputs):
         for node in graph.graph.nodes:
             if node.target in (torch.rms_norm, torch.nn.functional.rms_norm):
@@ -130,4 +130,10 @@ def gpu_program(function, compile_inner=compile_as_cuda):
         graph.recompile()
         return compile_fx(graph, inputs, inner_compile=compile_inner)
 
-    return torch.compile(function, backend=backend, dynamic=False, fullgraph=True)
+    return backend
+
+
+def gpu_program(function, compile_inner=compile_as_cuda):
+    """The function, compiled with the script's options for the GPU, to be called with CPU
+    tensors."""
+    return torch.compile(function, backend=backend_of(compile_inner), dynamic=False, fullgraph=True)
