@@ -1,10 +1,9 @@
-"""What a CUDA GPU shows: `./run.sh test -m gpu -n 0` takes some minutes on one GPU. (With -n 0 the
-tests run one at a time, because they share its memory.) Where a test allows a tolerance, it prints
-what it has measured.
+"""What a CUDA GPU shows: `./run.sh test -m gpu -n 0` takes some minutes on one GPU, whose memory
+the tests would not share. Where a test allows a tolerance, it prints what it has measured.
 
-Without a GPU, these tests run as well, in small, on the one that helpers/on_fake_gpu.py pretends:
-the last test starts them. What only a GPU can show is what its kernels compute, not whether a test
-still fits the script."""
+Without a GPU, they run as well, in small, on the one that helpers/on_fake_gpu.py pretends: the last
+test starts them. What only a GPU can show is what its kernels compute, not whether a test still
+fits the script."""
 
 import dataclasses
 import os
@@ -13,15 +12,15 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, TINY, launch, log_of, log_path
+from conftest import ROOT, TINY, launch, log_of, log_path, losses
 from test_fp8 import relative_error
 from test_interpreted import why_not
 from test_model import sequence, tiny_model
 
 from records.tools.bench import write_documents
 from train_gpt import (GPT, INPUT_SCALE, WEIGHT_SCALE, CrossEntropy, FP8Linear, World, attention,
-                       build_block_masks, build_optimizers, connect, dist, main, parse_flags,
-                       prepare, train_step)
+                       build_block_masks, build_optimizers, connect, dist, parse_flags, prepare,
+                       train_step)
 
 needs_gpu = pytest.mark.gpu
 NEEDS_FP8 = pytest.mark.skipif(
@@ -30,7 +29,6 @@ NEEDS_FP8 = pytest.mark.skipif(
 # Whether the GPU is one that on_fake_gpu.py pretends. There, what FlexAttention's graph runs on the
 # CPU ignores the lists of blocks, so windows must not hide anything.
 FAKED = torch.cuda.is_available() and not torch.backends.cuda.is_built()
-FEW_LAYERS = ["--windows=SL", "--attention=x.", "--value_embeds=.."] if FAKED else []
 
 
 @pytest.fixture(autouse=True)
@@ -46,31 +44,16 @@ def say(capsys, text):
         print(f"\n{text}")
 
 
-def loss_of_step(log, kind):
-    """{step: loss} of the lines of a log that have this kind of loss."""
-    lines = re.findall(rf"(?m)^step:(\d+)/\d+ {kind}:(\S+) ", log)
-    return {int(step): float(loss) for step, loss in lines}
-
-
-def gpu_run(*flags):
-    """A whole run of the script, as in a process of its own. A run before it has left the compiler
-    refusing to compile."""
-    torch.compiler.set_stance("default")
-    torch._dynamo.reset()
-    main([*flags])
-
-
 def tokens_of(T, layout, eot=9):
-    """T tokens in one document, in documents of as many tokens as `layout` says, with borders at
-    both edges of blocks, or in documents of any length, among them empty ones."""
+    """T tokens in documents of as many as `layout` says, or of any length, among them none."""
     tokens = torch.zeros(T, dtype=torch.int32)
-    if layout == "edges":
+    if layout == "edges":  # of blocks, on both sides
         tokens[::640] = tokens[127::1280] = tokens[128::1280] = eot
     elif layout == "ragged":
         lengths = torch.empty(T // 8).log_normal_(5.0, 2.0, generator=torch.manual_seed(0))
         begins = lengths.long().clamp(min=1).cumsum(0)
         tokens[begins[begins < T]] = eot
-    elif layout != "one":
+    else:
         tokens[::layout] = eot
     return tokens.to("cuda")
 
@@ -78,9 +61,9 @@ def tokens_of(T, layout, eot=9):
 @needs_gpu
 @pytest.mark.parametrize("T, heads, kv_heads, layouts, windows", [
     (2048, 6, 2, (77, "ragged"), (128, 1792)),
-    (2048, 6, 6, ("one", 77, "edges", "ragged"), (128, 384, 1024, 1792)),
+    (2048, 6, 6, (2048, 77, "edges", "ragged"), (128, 384, 1024, 1792)),
     (49152, 6, 6, ("ragged", 5000), (128, 896, 1792)),
-    (262144, 1, 1, ("ragged", "one"), (1792,)),
+    (262144, 1, 1, ("ragged", 262144), (1792,)),
 ])
 def test_compiled_flex_attention_equals_attention_in_bands(T, heads, kv_heads, layouts, windows,
                                                            capsys):
@@ -109,19 +92,17 @@ def test_compiled_flex_attention_equals_attention_in_bands(T, heads, kv_heads, l
                 float32 = [x.detach().float().requires_grad_() for x in (q, k, v)]
                 masks = build_block_masks(tokens, 9, window, flex=False)
                 want = [attention(*float32, mask, 0.12) for mask in masks]
-            errors = dict.fromkeys(near, 0.0)
+            errors = []
             for a, b in zip(got, want):
-                a, b = a.detach().float(), b.detach()
-                of_queries = (a - b).norm(dim=-1) / b.norm(dim=-1)
-                errors["output"] = max(errors["output"], relative_error(a, b))
-                errors["a query's output"] = max(errors["a query's output"],
-                                                 float(of_queries.max()))
+                of_queries = (a.float() - b).norm(dim=-1) / b.norm(dim=-1)
+                errors += [("output", relative_error(a, b)),
+                           ("a query's output", float(of_queries.max()))]
             if with_gradients:  # of both at once, because a compiled backward frees what it read
                 dys = (dy, dy.flip(2))
                 ours = torch.autograd.grad(got, (q, k, v), dys)
                 theirs = torch.autograd.grad(want, float32, [x.float() for x in dys])
-                errors["gradients"] = max(map(relative_error, ours, theirs))
-            for name, error in errors.items():
+                errors += [("gradients", relative_error(*pair)) for pair in zip(ours, theirs)]
+            for name, error in errors:
                 assert error < near[name], (name, layout, window)
                 worst[name] = max(worst[name], error)
             torch.compiler.set_stance("fail_on_recompile")  # for other layouts and windows
@@ -162,11 +143,11 @@ def test_fp8_head_at_full_size_is_close_to_bf16(capsys):
                                       ("gradient", gy[::12], scales[2], torch.float8_e5m2)):
         value = value.detach().float()
         flushed = value[(value * scale).to(dtype).float() == 0].abs().sum() / value.abs().sum()
-        say(capsys, f"FP8 {name}: {100 * flushed:.3f} % of the absolute sum are flushed to zero")
+        say(capsys, f"FP8 {name}: {flushed:.5f} of the absolute sum flushed to zero")
         assert flushed < 0.01 and value.abs().max() * scale <= torch.finfo(dtype).max, name
     errors = relative_error(hx, gx), relative_error(hw, gw)
-    say(capsys, f"FP8 head: loss {b.item():.5f} against {a.item():.5f}; relative error of the "
-                f"gradients {errors[0]:.4f} (x), {errors[1]:.4f} (w)")
+    say(capsys, f"FP8 head: loss {b.item():.5f} against {a.item():.5f}; relative errors of x's and "
+                f"w's gradients {errors}")
     assert b.item() == pytest.approx(a.item(), abs=0.01)
     assert max(errors) < 0.12
 
@@ -208,8 +189,7 @@ def test_one_training_step_equals_the_cpus(dtype, near, capsys):
               for a, b in zip(wanted, gotten)]
     worst = [max(e.items(), key=lambda item: item[1]) for e in errors]
     say(capsys, f"one step in {dtype} against the CPU: loss {got:.6f} and {want:.6f}; largest "
-                f"relative error of a gradient {worst[0][1]:.5f} ({worst[0][0]}), of an update "
-                f"{worst[1][1]:.5f} ({worst[1][0]})")
+                f"relative error of a gradient {worst[0]}, of an update {worst[1]}")
     assert got == pytest.approx(want, abs=near["loss"])
     assert worst[0][1] < near["gradients"] and worst[1][1] < near["updates"], errors
 
@@ -240,71 +220,47 @@ def test_nccl_takes_what_the_script_gives_it(shards, monkeypatch):
 
 
 @needs_gpu
-def test_a_stopped_and_resumed_run_equals_one_that_was_not(tmp_path, shards, capsys):
-    settings = [*TINY, *shards, "--num_iterations=12", "--val_loss_every=4", "--save_every=6",
-                "--use_fp8=false", "--dtype=bfloat16", *FEW_LAYERS]
-    gpu_run(*settings, f"--records={tmp_path}/whole")
-    stopped = log_path(tmp_path / "whole").with_suffix("") / "step00000006.pt"
-    gpu_run(f"--resume={stopped}", f"--records={tmp_path}/parts")
-    whole, parts = (log_of(tmp_path / folder) for folder in ("whole", "parts"))
-    assert f"\nresumed: {stopped} at step 6\n" in parts
-    far = 0.0
-    for kind, steps in (("train_loss", range(7, 13)), ("val_loss", (6, 8, 12))):
-        want, got = loss_of_step(whole, kind), loss_of_step(parts, kind)
-        assert set(got) == set(steps)
-        far = max(far, *(abs(got[step] - want[step]) for step in got))
-    say(capsys, f"largest difference of a loss after a stop and a resume: {far:.5f}")
-    assert far < 0.03
-
-
-@needs_gpu
-def test_twenty_full_size_steps_without_a_recompile(tmp_path, capsys):
-    """The preset speedrun on random tokens, over the ends of shards. The script makes a recompile
-    an error."""
+@NEEDS_FP8
+def test_a_run_of_full_size_and_its_resume_by_a_second_start(tmp_path, capsys):
+    """The preset speedrun on made-up documents, over the ends of shards, where the script makes a
+    recompile an error. The second start finds every program on the disk, that of the model with its
+    FP8 head as well, and trains on as the first one did."""
     steps, first_loss, small = 20, 10.8258, []
+    program = [ROOT / "tests" / "cached_run.py"]
     if FAKED:
         steps, first_loss = 4, 5.7683
         small = ["--model_dim=32", "--num_heads=2", "--head_dim=16", "--train_seq_len=128",
-                 "--val_seq_len=256", "--vocab_size=257", "--micro_batches=2", *FEW_LAYERS]
+                 "--val_seq_len=256", "--vocab_size=257", "--micro_batches=2", "--windows=SL",
+                 "--attention=x.", "--value_embeds=.."]
+        program.insert(0, ROOT / "tests" / "helpers" / "on_fake_gpu.py")
     hp, _ = parse_flags(["--preset=speedrun", *small])
     train_tokens = (steps + 2) // 3 * hp.micro_batches * hp.train_seq_len + 1
     for number in (1, 2, 3):  # of other lengths, so that their tokens differ
         write_documents(tmp_path / f"r_train_{number:06}.bin", train_tokens + number, hp.vocab_size)
     write_documents(tmp_path / "r_val_000000.bin", 2 * hp.val_seq_len + 1, hp.vocab_size)
-    gpu_run("--preset=speedrun", *small, f"--train_files={tmp_path}/r_train_*.bin",
-            f"--val_files={tmp_path}/r_val_*.bin", "--val_tokens=0", f"--num_iterations={steps}",
-            "--val_loss_every=10", "--save_every=0", f"--records={tmp_path}/records")
-    log = log_of(tmp_path / "records")
-    curve = list(loss_of_step(log, "train_loss").values())
-    kept = [line for line in log.splitlines()
-            if line.startswith(("warmup: ", "peak_memory: ", "throughput: "))]
-    say(capsys, "\n".join([f"{steps} steps: losses {curve[0]:.4f} to {curve[-1]:.4f}", *kept]))
-    assert len(curve) == steps and curve[0] == pytest.approx(first_loss, abs=1e-3)
-    assert curve[-1] < curve[0]
 
-
-@needs_gpu
-@NEEDS_FP8
-def test_a_second_start_finds_the_compiled_program(tmp_path, shards, capsys):
-    """... on the disk, for the model with its FP8 head as well: nothing bypasses the cache."""
-    settings = [*TINY, *shards, "--num_iterations=2", "--dtype=bfloat16", "--save_every=0",
-                *FEW_LAYERS]
-    program = [ROOT / "tests" / "cached_run.py"]
-    if FAKED:
-        program.insert(0, ROOT / "tests" / "helpers" / "on_fake_gpu.py")
-    starts = ["first", "second"][:1 if FAKED else 2]
-    counts = []
-    for folder in starts:
-        done = launch(*program[1:], *settings, f"--records={tmp_path}/{folder}", script=program[0],
+    def start(*flags):
+        done = launch(*program[1:], *flags, script=program[0],
                       CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
-        counts.append(done.stdout.splitlines()[-1])
-    warmups = [log_of(tmp_path / folder).split("\nwarmup: ")[1].split(",")[0]
-               for folder in starts]
-    say(capsys, f"warmup: {', then '.join(warmups)}; {counts[-1]}")
-    if FAKED:  # without a cache, whose keys cannot tell its graphs
-        return
-    assert "autograd_cache_hit" in counts[1]
-    assert "bypass" not in counts[1] and "miss" not in counts[1]
+        return done.stdout.splitlines()[-1]
+
+    middle = steps // 2
+    start("--preset=speedrun", *small, f"--train_files={tmp_path}/r_train_*.bin",
+          f"--val_files={tmp_path}/r_val_*.bin", "--val_tokens=0", f"--num_iterations={steps}",
+          "--seed=1", f"--save_every={middle}", f"--records={tmp_path}/whole")
+    stopped = log_path(tmp_path / "whole").with_suffix("") / f"step{middle:08}.pt"
+    found = start(f"--resume={stopped}", f"--records={tmp_path}/rest")
+    logs = [log_of(tmp_path / "whole"), log_of(tmp_path / "rest")]
+    whole, rest = (losses(log, "train_loss") for log in logs)
+    far = max(abs(a - b) for a, b in zip(whole[middle:], rest, strict=True))
+    kept = [line for log in logs for line in log.splitlines()
+            if line.startswith(("warmup: ", "peak_memory: ", "throughput: "))]
+    say(capsys, "\n".join([f"{steps} steps: losses {whole[0]:.4f} to {whole[-1]:.4f}; largest "
+                           f"difference after a resume {far:.5f}; {found}", *kept]))
+    assert len(whole) == steps and whole[0] == pytest.approx(first_loss, abs=1e-3)
+    assert whole[-1] < whole[0] and far < 0.03
+    if not FAKED:  # whose cache is not PyTorch's
+        assert "autograd_cache_hit" in found and "bypass" not in found and "miss" not in found
 
 
 # ---- Without a GPU -------------------------------------------------------------------------------
@@ -314,8 +270,7 @@ TESTS = [name for name, test in list(globals().items())
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-@pytest.mark.parametrize("names", [TESTS[::3], TESTS[1::3], TESTS[2::3]],
-                         ids=["first", "second", "third"])
+@pytest.mark.parametrize("names", [TESTS[:-1], TESTS[-1:]], ids=["functions", "runs"])
 def test_each_runs_here_as_well_up_to_the_launch(names, tmp_path):
     """Without the sizes at which the plain path takes long on a CPU."""
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))

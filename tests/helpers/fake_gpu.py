@@ -1,11 +1,9 @@
 """What torch.compile makes of a function for a GPU, on a machine without one.
 
 The process is told that it has a GPU, and Inductor reads its properties. A function of CPU tensors
-is traced, and its graph is relabelled as one of CUDA tensors right before Inductor, which then
-generates its code for that GPU. Whether and how this code runs is up to those who use this module:
-interpreted.py runs it in Triton's interpreter, gpu_program.py looks at it.
-
-`pretend` changes torch and triton for the whole process: give it a process of its own."""
+is traced, and its graph is relabelled as one of CUDA tensors right before Inductor. Those who use
+this decide whether the code runs: interpreted.py has Triton's interpreter do that, gpu_program.py
+looks at it. `pretend` changes torch and triton for the whole process: give it one of its own."""
 
 import ctypes
 import functools

@@ -27,7 +27,7 @@ from train_gpt import GPT, PRESETS, World, attention, build_block_masks, build_o
 
 SPEEDRUN = dataclasses.replace(PRESETS["speedrun"], dtype="bfloat16")
 GIB = 2**30
-peaks = []  # GiB that each generated program takes at most: inputs, without the weights, and all else
+peaks = []  # GiB that each generated program takes at most, without the weights
 scaled_products = []  # [(size, stride), (size, stride)] of the operands of each _scaled_mm
 
 
@@ -50,14 +50,12 @@ def note(self, plain=wrapper.EfficientPeakEstimate.__init__):
                                     for x in kernel.inputs[:2]])
 
 
-def compile_only(graph, inputs, **options):
-    """Has Inductor generate the program. In its place the graph itself runs, on fake tensors."""
-    plain = copy.deepcopy(graph)
-    compile_as_cuda(graph, inputs, **options)
-    return make_boxed_func(plain.forward)
-
-
 def generate(function, *args):
+    def compile_only(graph, inputs, **options):
+        plain = copy.deepcopy(graph)
+        compile_as_cuda(graph, inputs, **options)
+        return make_boxed_func(plain.forward)  # which runs on fake tensors
+
     result = gpu_program(function, compile_only)(*args)
     if result.requires_grad:
         result.backward()
@@ -77,11 +75,10 @@ def case_shared_memory(capability):
 
     def precompile(self, *args, **kwargs):
         name = self.fn.__name__
-        if name.startswith("triton_tem"):
-            for config in self.configs:
-                kernel = self._precompile_config(config).kernel
-                metadata = getattr(kernel, "metadata", kernel)
-                used[name] = max(used.get(name, 0), metadata.shared)
+        for config in self.configs if name.startswith("triton_tem") else ():
+            kernel = self._precompile_config(config).kernel
+            shared = getattr(kernel, "metadata", kernel).shared
+            used[name] = max(used.get(name, 0), shared)
 
     CachingAutotuner.precompile = precompile
     T, H, K = 2048, SPEEDRUN.num_heads, SPEEDRUN.head_dim
@@ -125,17 +122,15 @@ def case_full_size(capability):
         generate(model, *micro_batch(SPEEDRUN.train_seq_len))
     assert len(scaled_products) == 3 * SPEEDRUN.train_seq_len // GPT.LOGITS_TOKENS
     for (a_size, a_stride), (b_size, b_stride) in scaled_products:
-        print(f"_scaled_mm of {a_size} by {a_stride} and {b_size} by {b_stride}")
         assert a_stride == (a_size[1], 1) and b_stride == (1, b_size[0]) and a_size[1] == b_size[0]
         assert not any(size % 16 for size in a_size + b_size)
     assert "program_id(0)" in sources[1]
     assert not re.search(r"program_id\(\d\)\.to\(tl\.int64\)", "".join(sources)), (
         "a kernel indexes with 64 bits")
-    forward, backward = peaks
     one_gpu, eight = kept(1), kept(8)
-    print(f"training: {forward:.2f} GiB forward, {backward:.2f} GiB backward; {one_gpu:.2f} GiB "
-          f"kept on one GPU, {eight:.2f} GiB on each of eight")
-    assert max(forward, backward) < 26.5
+    print(f"training: forward and backward {peaks} GiB; kept on one GPU {one_gpu:.2f} GiB, on each "
+          f"of eight {eight:.2f} GiB")
+    assert max(peaks) < 26.5
     assert one_gpu < 3.3  # 0.25 of it are rotary tables for 256K positions, of all channels
     assert eight < 2.8
 

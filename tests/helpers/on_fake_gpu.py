@@ -1,15 +1,12 @@
-"""Runs a program as on an H100, on a machine without a GPU:
+"""Runs a program, or with -m a module, as on an H100, on a machine without a GPU:
 
     PYTHONPATH=.:tests python tests/helpers/on_fake_gpu.py PROGRAM.py [arguments]
-    PYTHONPATH=.:tests python tests/helpers/on_fake_gpu.py -m MODULE [arguments]
 
-Tensors that the program puts on the GPU stay on the CPU. What it compiles, Inductor generates for
-the GPU, as it would there; but where the kernels would be launched, the graph itself runs on the
-CPU. A graph that was compiled before, with the same TORCHINDUCTOR_CACHE_DIR, is not compiled again.
-Events are the host's clock, the memory is made up, and the profiler sees the kernels that would
-have been launched, each of a millisecond.
-
-It changes torch and triton for the whole process."""
+Tensors that it puts on the GPU stay on the CPU. What it compiles, Inductor generates for the GPU;
+but where kernels would be launched, the graph itself runs on the CPU. A graph that was compiled
+before, with the same TORCHINDUCTOR_CACHE_DIR, is not compiled again. Events are the host's clock,
+the memory is made up, and the profiler sees the kernels that would have been launched, each of a
+millisecond. It changes torch and triton for the whole process."""
 
 import copy
 import os
@@ -17,6 +14,7 @@ import re
 import runpy
 import sys
 import time
+from contextlib import nullcontext
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,9 +69,8 @@ def compile_here(function=None, *, backend=None, **options):
     program = gpu_program(function, generate_and_run_plain)
 
     def without_redirection(*args, **kwargs):
-        if _get_current_function_mode() is None:  # within a program
-            return program(*args, **kwargs)
-        with _pop_mode_temporarily():  # the compiler would trace it
+        outside = _get_current_function_mode()  # of other programs; the compiler would trace it
+        with _pop_mode_temporarily() if outside else nullcontext():
             return program(*args, **kwargs)
 
     return without_redirection
@@ -89,9 +86,9 @@ class OnTheCpu(TorchFunctionMode):
             return args[0]
         if str(kwargs.get("device")).startswith("cuda"):
             kwargs["device"] = "cpu"
-        is_device = [isinstance(x, (str, torch.device)) and str(x).startswith("cuda") for x in args]
         if function is torch.Tensor.to:
-            args = ["cpu" if on_gpu else x for x, on_gpu in zip(args, is_device)]
+            args = ["cpu" if isinstance(x, (str, torch.device)) and str(x).startswith("cuda")
+                    else x for x in args]
         return function(*args, **kwargs)
 
 
@@ -119,13 +116,14 @@ class Profile:
         launched.clear()
 
     def stop(self):
-        self.kernels = list(launched)
+        took = SimpleNamespace(elapsed_us=lambda: 1000.0)
+        others = ["Memcpy HtoD (Pinned -> Device)", "Context Sync", "Stream Wait Event", "a mark"]
+        self.seen = [SimpleNamespace(name=name, is_user_annotation=name == "a mark",
+                                     time_range=took, device_type=torch.autograd.DeviceType.CUDA)
+                     for name in launched + others]
 
     def events(self):
-        took = SimpleNamespace(elapsed_us=lambda: 1000.0)
-        return [SimpleNamespace(name=name, is_user_annotation=False, time_range=took,
-                                device_type=torch.autograd.DeviceType.CUDA)
-                for name in [*self.kernels, "Memcpy HtoD (Pinned -> Device)", "Context Sync"]]
+        return self.seen
 
 
 def pretend_to_run():
@@ -155,8 +153,7 @@ def pretend_to_run():
 if __name__ == "__main__":
     torch.set_num_threads(1)
     pretend_to_run()
-    is_module = sys.argv[1] == "-m"
-    start = runpy.run_module if is_module else runpy.run_path
-    sys.argv = sys.argv[1 + is_module:]
+    start = runpy.run_module if sys.argv[1] == "-m" else runpy.run_path
+    sys.argv = sys.argv[2 if sys.argv[1] == "-m" else 1:]
     with OnTheCpu():
         start(sys.argv[0], run_name="__main__")
