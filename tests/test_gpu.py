@@ -145,11 +145,9 @@ def test_fp8_head_at_full_size_is_close_to_bf16(capsys):
         flushed = value[(value * scale).to(dtype).float() == 0].abs().sum() / value.abs().sum()
         say(capsys, f"FP8 {name}: {flushed:.5f} of the absolute sum flushed to zero")
         assert flushed < 0.01 and value.abs().max() * scale <= torch.finfo(dtype).max, name
-    errors = relative_error(hx, gx), relative_error(hw, gw)
-    say(capsys, f"FP8 head: loss {b.item():.5f} against {a.item():.5f}; relative errors of x's and "
-                f"w's gradients {errors}")
-    assert b.item() == pytest.approx(a.item(), abs=0.01)
-    assert max(errors) < 0.12
+    errors = relative_error(b, a), relative_error(hx, gx), relative_error(hw, gw)
+    say(capsys, f"FP8 head: relative errors of loss, x's and w's gradients {errors}")
+    assert errors[0] < 0.001 and max(errors) < 0.12
 
 
 @needs_gpu
@@ -195,7 +193,7 @@ def test_one_training_step_equals_the_cpus(dtype, near, capsys):
 
 
 @needs_gpu
-def test_nccl_takes_what_the_script_gives_it(shards, monkeypatch):
+def test_nccl_takes_what_the_script_gives_it(shards, monkeypatch, request):
     """In a group of one process, which is what one GPU can show: how the processes connect, and
     each collective, also in place, as World calls them."""
     for name, value in dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0",
@@ -204,19 +202,17 @@ def test_nccl_takes_what_the_script_gives_it(shards, monkeypatch):
     world = World(0, 1, torch.device("cuda", torch.cuda.current_device()))
     plan = prepare(*parse_flags([*TINY, *shards]), "text", world, None)
     assert connect(plan, "text", world) == plan
+    request.addfinalizer(dist.destroy_process_group)
     assert dist.get_backend() == ("gloo" if FAKED else "nccl")
-    try:
-        for dtype in (torch.float32, torch.bfloat16):
-            whole = torch.arange(64, device=world.device).to(dtype).view(8, 8)
-            want = whole.clone()
-            local = torch.empty_like(whole)
-            dist.reduce_scatter_single(local, whole, async_op=True).wait()
-            dist.all_gather_single(whole, whole.chunk(1)[0], async_op=True).wait()
-            dist.all_reduce(whole, async_op=True).wait()
-            dist.broadcast(whole, src=0)
-            assert torch.equal(local, want) and torch.equal(whole, want)
-    finally:
-        dist.destroy_process_group()
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = torch.arange(64, device=world.device).to(dtype).view(8, 8)
+        want = whole.clone()
+        local = torch.empty_like(whole)
+        dist.reduce_scatter_single(local, whole, async_op=True).wait()
+        dist.all_gather_single(whole, whole.chunk(1)[0], async_op=True).wait()
+        dist.all_reduce(whole, async_op=True).wait()
+        dist.broadcast(whole, src=0)
+        assert torch.equal(local, want) and torch.equal(whole, want)
 
 
 @needs_gpu
@@ -253,10 +249,9 @@ def test_a_run_of_full_size_and_its_resume_by_a_second_start(tmp_path, capsys):
     logs = [log_of(tmp_path / "whole"), log_of(tmp_path / "rest")]
     whole, rest = (losses(log, "train_loss") for log in logs)
     far = max(abs(a - b) for a, b in zip(whole[middle:], rest, strict=True))
-    kept = [line for log in logs for line in log.splitlines()
-            if line.startswith(("warmup: ", "peak_memory: ", "throughput: "))]
-    say(capsys, "\n".join([f"{steps} steps: losses {whole[0]:.4f} to {whole[-1]:.4f}; largest "
-                           f"difference after a resume {far:.5f}; {found}", *kept]))
+    warmups = [log.split("\nwarmup: ")[1].split(",")[0] for log in logs]
+    say(capsys, f"losses {whole[0]:.4f} to {whole[-1]:.4f}; largest difference after a resume "
+                f"{far:.5f}; warmup {' and '.join(warmups)}; {found}")
     assert len(whole) == steps and whole[0] == pytest.approx(first_loss, abs=1e-3)
     assert whole[-1] < whole[0] and far < 0.03
     if not FAKED:  # whose cache is not PyTorch's
@@ -270,7 +265,8 @@ TESTS = [name for name, test in list(globals().items())
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-@pytest.mark.parametrize("names", [TESTS[:-1], TESTS[-1:]], ids=["functions", "runs"])
+@pytest.mark.parametrize("names", [TESTS[:2], TESTS[2:-1], TESTS[-1:]],
+                         ids=["functions", "steps", "runs"])
 def test_each_runs_here_as_well_up_to_the_launch(names, tmp_path):
     """Without the sizes at which the plain path takes long on a CPU."""
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))

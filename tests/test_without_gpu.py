@@ -56,8 +56,7 @@ def test_the_warmup_compiles_everything_in_whole_graphs(changes, tmp_path, monke
         "--preset=speedrun", "--windows=LSSL", "--value_embeds=0..0", "--attention=xx.x",
         "--model_dim=32", "--num_heads=2", "--head_dim=16", "--vocab_size=257",
         "--train_seq_len=256", "--val_seq_len=512", "--val_tokens=2000", "--micro_batches=2",
-        "--window_end=384", "--num_iterations=8", "--save_every=0", "--seed=1", "--dtype=bfloat16",
-        "--epochs=100"]
+        "--window_end=384", "--num_iterations=8", "--seed=1", "--dtype=bfloat16"]
     hp, _ = train_gpt.parse_flags(flags)
     train_gpt.check_settings(hp, 1)
     hp = dataclasses.replace(train_gpt.resolve(hp, torch.device("cpu")), **changes)

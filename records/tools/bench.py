@@ -9,9 +9,8 @@ a whole run that is shortened to them, with all its windows. Two steps before ar
 GPU the scripts first compile with empty caches, side by side where memory holds several; then they
 start again. Nothing else runs while steps are timed.
 
-A published script, or the one at the head of a published log, is changed where PUBLISHED says.
-Tokens are made up unless --train_files names shards. Two more steps are profiled; parts are told
-by kernels' names, GB/s by the bytes that Inductor counts, where a name is one kernel's.
+A published script, or that of a published log, is changed where PUBLISHED says. Tokens are made up
+unless --train_files names shards. Two more steps are profiled: kernels' names tell their parts.
 """
 
 import contextlib

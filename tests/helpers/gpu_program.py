@@ -2,8 +2,7 @@
 
     PYTHONPATH=.:tests python tests/helpers/gpu_program.py CAPABILITY CASE...
 
-fake_gpu.py has the program generated, from fake tensors. Each case prints what it has found, and
-fails where a limit is passed. test_without_gpu.py runs them in processes of their own."""
+Each case prints what it has found, and fails where a limit is passed."""
 
 import copy
 import dataclasses
@@ -98,9 +97,8 @@ def case_shared_memory(capability):
 
 
 def kept(processes: int) -> float:
-    """GiB that one process keeps from step to step: weights, tables, optimizers, and the gradients,
-    which accumulate where it has several micro-batches. (With one, they come and go within what is
-    estimated for the backward pass.)"""
+    """GiB that one process keeps from step to step: weights, tables, optimizers, and with several
+    micro-batches gradients, which with one are within what is estimated for the backward pass."""
     nowhere = torch.device("meta")
     with nowhere:
         model = GPT(SPEEDRUN, torch.bfloat16, flex=True)

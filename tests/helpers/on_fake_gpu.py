@@ -22,21 +22,21 @@ from types import SimpleNamespace
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # whose keys cannot tell a relabelled graph
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 import torch
-import torch.distributed
 import torch.utils.benchmark
 from functorch.compile import make_boxed_func
 from helpers.fake_gpu import compile_as_cuda, gpu_program, pretend, sources
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-from torch.overrides import (TorchFunctionMode, _get_current_function_mode,
-                             _pop_mode_temporarily)
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 launched = []  # names of kernels, since a profiler was started
 
 
 def generate_and_run_plain(graph, inputs, **options):
     """Has Inductor generate the program. In its place the graph itself runs."""
-    plain = copy.deepcopy(graph)
+    with unset_fake_temporarily():
+        plain = copy.deepcopy(graph)
     described = [(node.format_node(), str(node.meta.get("val"))) for module in graph.modules()
                  if isinstance(module, torch.fx.GraphModule) for node in module.graph.nodes]
     compiled = Path(cache_dir(), sha256(repr(described).encode()).hexdigest())
