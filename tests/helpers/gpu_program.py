@@ -1,8 +1,6 @@
 """Looks at the program that Inductor generates for a GPU, without a GPU, and runs none of it:
 
-    PYTHONPATH=.:tests python tests/helpers/gpu_program.py CAPABILITY CASE...
-
-Each case prints what it has found, and fails where a limit is passed."""
+    PYTHONPATH=.:tests python tests/helpers/gpu_program.py CAPABILITY CASE..."""
 
 import copy
 import dataclasses

@@ -8,7 +8,6 @@ Where the result equals that of the script's plain path, Inductor's program comp
 means: graph, fusions, FlexAttention's templates and their gradients, index arithmetic, masks, order
 and reuse of buffers, which begin as NaN. Nothing is proved about what lies below Triton's language
 (PTX, tensor cores, races, shared memory, CUDA's libraries, speed) or about other shapes.
-FlexAttention's tiles are those of full size.
 
 Importing this changes torch and triton for the whole process: give it a process of its own."""
 

@@ -5,8 +5,7 @@
 Tensors that it puts on the GPU stay on the CPU. What it compiles, Inductor generates for the GPU;
 but where kernels would be launched, the graph itself runs on the CPU. A graph that was compiled
 before, with the same TORCHINDUCTOR_CACHE_DIR, is not compiled again. Events are the host's clock,
-the memory is made up, and the profiler sees the kernels that would have been launched, each of a
-millisecond. It changes torch and triton for the whole process."""
+memory is made up, each kernel takes a millisecond. This changes torch and triton for the process."""
 
 import copy
 import os
