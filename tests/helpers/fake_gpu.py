@@ -132,6 +132,5 @@ def backend_of(compile_inner):
 
 
 def gpu_program(function, compile_inner=compile_as_cuda):
-    """The function, compiled with the script's options for the GPU, to be called with CPU
-    tensors."""
+    """The function, compiled with the script's options for the GPU, for CPU tensors."""
     return torch.compile(function, backend=backend_of(compile_inner), dynamic=False, fullgraph=True)
