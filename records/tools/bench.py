@@ -5,27 +5,16 @@
 
 Each script runs as it is, in a process of its own, and trains --steps=20 steps, in turns of five
 with the others, so that a machine that changes its speed changes it for all. They are the steps of
-a whole run that is shortened to them: the attention window grows through its whole schedule. Two
-steps before them are not timed. On a GPU the scripts first compile with empty caches, side by side
-where memory holds several; then they start again, and nothing else runs while steps are timed.
+a whole run that is shortened to them, with all its windows. Two steps before are not timed. On a
+GPU the scripts first compile with empty caches, side by side where memory holds several; then they
+start again. Nothing else runs while steps are timed.
 
-A file without a `train_step` is a published script, or a published log, which begins with one and a
-line of 100 `=`. It is changed only where PUBLISHED says. Inductor's coordinate descent tuning is
-off for all, unless TORCHINDUCTOR_COORDINATE_DESCENT_TUNING=1 turns it on for all. Tokens are made
-up, the same everywhere, unless --train_files names shards.
-
-  a step, a micro-batch   by events on the GPU, without waiting for it
-  start to step 1         of the process, with compiling (train_gpt.py compiles validation as well)
-  memory                  the most that tensors took, and that PyTorch reserved
-  parts, slowest          of two more steps, by the profiler; parts are told by kernels' names
-  GB/s                    by the bytes that Inductor counts, of kernels whose name is unique
-
---json prints an object with all of this in place of the table.
+A published script, or that of a published log, is changed where PUBLISHED says. Tokens are made up
+unless --train_files names shards. Two more steps are profiled: kernels' names tell their parts.
 """
 
 import contextlib
 import glob
-import importlib.util
 import json
 import os
 import re
@@ -37,27 +26,33 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median, pstdev
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
-import numpy as np
-import torch
-from torch.utils.benchmark import Timer
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from records.tools.load import ROOT, ArgumentParser, installed, load_script, require, run
 
-from data.common import ArgumentParser, UserError, require, run, shard_header
+with installed():
+    import numpy as np
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+    from torch.utils.benchmark import Timer
+from data.common import shard_header
 
-UNTIMED = 2  # the first steps
+UNTIMED = 2  # the first steps, a turn each
 TURN = 5  # steps of one script before the next one's turn
-PROFILED = 2
-GIB = 2**30
-PROCESS = 45 * GIB  # what a script of full size may reserve: 43.5 were seen
+PROFILED = 2  # the last steps
+PROCESS = 45 * 2**30  # what a script of full size may reserve: 43.5 were seen
 CHILD = [sys.executable, "-W", "ignore", str(Path(__file__).resolve())]
-# What was measured on a GPU of this name: TFLOP/s of 4,096 x 4,096 in bfloat16, TB/s of copies.
-ELSEWHERE = {"H200": {"TFLOP/s": 720, "TB/s": 4.2}}
+
+SPEEDS = [  # (what, unit, setup, statement, amount, {name of a GPU: what another one has reached})
+    ("matmuls of 4,096 x 4,096 in bfloat16", "TFLOP/s",
+     "x = torch.randn(4096, 4096, device='cuda', dtype=torch.bfloat16)", "x @ x", 2 * 4096**3,
+     {"H200": 720}),
+    ("copies", "TB/s", "x = torch.zeros(2, 2**27, device='cuda')", "x[1].copy_(x[0])", 2**30,
+     {"H200": 4.2}),
+]
 
 PUBLISHED = [  # (pattern, what runs here instead)
     (r"(num_iterations\s*(?::\s*int\s*)?=\s*)\d+", r"\g<1>{steps}"),
@@ -65,14 +60,17 @@ PUBLISHED = [  # (pattern, what runs here instead)
     # Eight sequences a step on one GPU. Their gradients are summed, where eight GPUs average them;
     # the optimizers of record 2025-01-26 take no notice of a factor.
     (r"(train_batch_size = )world_size( \* args\.seq_len)", r"\g<1>8\2"),
-    (r"(coordinate_descent_tuning = )True", r"\g<1>{tuned}"),
+    # Off, as in train_gpt.py, unless TORCHINDUCTOR_COORDINATE_DESCENT_TUNING=1 turns it on for all
+    (r"torch\._inductor\.config\.coordinate_descent_tuning = True", "pass"),
+    # A backward pass that is none of a step, and what not every machine has
+    (r"torch\.empty\(1, device=\"cuda\", requires_grad=True\)\.backward\(\)", "pass"),
+    (r"\[\"nvidia-smi\"\]", "['true']"),
     # The strides that this operator really has. Without them torch 2.11 refuses it.
     (r"(return x_f8\.to\(torch\.bfloat16\), w_f8)(\.to\(torch\.float32\))",
      r"\1.t().contiguous().t()\2"),
 ]
 
-# The part of a step that a kernel belongs to: the first whose pattern fits its name. Inductor names
-# a kernel after the operators that it fuses.
+# A kernel is of the first part that fits its name, which tells the operators that it fuses.
 LIBRARY = r"^(?!triton).*"
 PARTS = [
     ("exchange", r"nccl|gloo"),
@@ -92,62 +90,53 @@ PARTS = [
 
 # ---- In the process of a script ------------------------------------------------------------------
 
-class Done(BaseException):
-    """Ends a script from within a step, past its `except Exception`."""
-
 class Meter:
-    """Notes when steps and micro-batches end. After as many steps as it was told, it reports all so
-    far in a line of JSON, and waits for the next order: `run N`, `profile N`, or the end."""
+    """Notes when steps and micro-batches end. After each of `turns`, which are numbers of steps, it
+    reports all so far in a line of JSON, and waits for a line. The last turn is profiled."""
 
-    def __init__(self, reports):
-        self.reports = reports
+    def __init__(self, turns: list[int]):
+        self.turns = turns
+        self.reports = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # what the script prints goes to stderr
         self.cuda = torch.cuda.is_available()
-        self.counts = True  # not while a script warms up
-        self.found = dict(tokens=None, step_ms=[], micro_ms=[], losses=[], kernels={})
-        self.profiler = None
-        self.begin(1)
+        self.found = dict(step_ms=[], micro_ms=[], losses=[], kernels={})
+        self.ends = self.micro_losses = None  # until the script has warmed up
 
-    def begin(self, steps: int):
-        self.left = steps
-        if self.cuda:
-            torch.cuda.synchronize()
+    def begin(self, *_):
+        """The first of self.turns."""
+        self.profiler = None
+        if len(self.turns) == 1:
+            kind = ProfilerActivity.CUDA if self.cuda else ProfilerActivity.CPU
+            self.profiler = profile(activities=[kind])
+            self.profiler.start()
         self.ends = [[self.now()]]  # for each step, of the one before and of its micro-batches
-        self.micro_losses = []
         self.losses = []
+        self.micro_losses = []
 
     def now(self):
         if not self.cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
 
-    def end_of_micro_batch(self, loss):
-        if self.counts:
+    def end_of_micro_batch(self, _, loss, *rest):
+        if self.ends:
             self.ends[-1].append(self.now())
             self.micro_losses.append(loss.detach())
 
-    def end_of_step(self, loss=None):
+    def end_of_step(self, loss, *_):
         """A step ends where gradients are cleared after a backward pass."""
-        if not self.counts or not self.micro_losses:
+        if not self.micro_losses:
             return
         self.losses.append(torch.stack(self.micro_losses).mean() if loss is None else loss)
         self.micro_losses = []
         self.ends.append([self.now()])
-        self.left -= 1
-        if self.left:
-            return
-        self.collect()
-        print(json.dumps(self.found), file=self.reports, flush=True)
-        order, *steps = sys.stdin.readline().split() or ["end"]
-        if order == "end":
-            raise Done
-        if order == "profile":
-            activities = torch.profiler.ProfilerActivity
-            activity = activities.CUDA if self.cuda else activities.CPU
-            self.profiler = torch.profiler.profile(activities=[activity])
-            self.profiler.start()
-        self.begin(int(steps[0]))
+        if len(self.losses) == self.turns[0]:
+            self.collect()
+            print(json.dumps(self.found), file=self.reports, flush=True)
+            if not sys.stdin.readline():
+                os._exit(0)
+            self.turns.pop(0)
+            self.begin()
 
     def collect(self):
         def took(begin, end):
@@ -160,6 +149,7 @@ class Meter:
         elif not self.profiler:  # which takes much itself
             usage = resource.getrusage(resource.RUSAGE_SELF)
             self.found["peak memory, process"] = 1024 * usage.ru_maxrss
+        self.found.setdefault("tokens", getattr(sys.modules["__main__"], "train_batch_size", None))
         self.found["time"] = time.time()
         self.found["losses"] += map(float, self.losses)
         for ends, next_ends in pairwise(self.ends):
@@ -174,18 +164,16 @@ def kernels_of(events, steps: int, cuda: bool) -> dict:
     found = {}
     for event in events:
         on_gpu = event.device_type == torch.autograd.DeviceType.CUDA
-        no_kernel = event.is_user_annotation or re.search(r"\bSync$|\bWait\b", event.name)
-        if on_gpu == cuda and not no_kernel:
+        wait = event.is_user_annotation or re.search(r"\bSync$|\bWait\b", event.name)
+        if on_gpu == cuda and not wait:
             took = event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
             ms, launches = found.get(event.name, (0, 0))
             found[event.name] = ms + took / 1000 / steps, launches + 1 / steps
     return found
 
-def write_documents(path: str, tokens: int, vocab_size: int):
-    """Writes a shard of made-up documents, unless it is there: of 700 tokens on average, as web
-    pages have, and by Zipf's law, since gradients of the same embedding wait for each other."""
-    if os.path.exists(path):
-        return
+def write_documents(path, tokens: int, vocab_size: int):
+    """Writes made-up documents: of 700 tokens on average, as web pages have, and by Zipf's law,
+    since gradients of the same embedding wait for each other."""
     chance = np.random.default_rng(tokens)
     drawn = (float(vocab_size - 1) ** chance.random(tokens)).astype("<u2") - 1
     drawn[chance.random(tokens) < 1 / 700] = vocab_size - 1
@@ -194,123 +182,92 @@ def write_documents(path: str, tokens: int, vocab_size: int):
 
 def is_published(path: Path) -> bool:
     """Whether it is a published script or log, or else a copy of train_gpt.py."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); name a script or a log") from None
+    require(path.is_file() and os.access(path, os.R_OK), f"{path}: cannot be read; name a script "
+            "or a log")
+    text = path.read_text(errors="replace")
     ours = "\ndef train_step(" in text
     published = re.search(PUBLISHED[0][0], text) and "backward()" in text
     require(ours or published, f"{path}: is neither a copy of train_gpt.py nor a published script "
             "or log, which sets num_iterations; name one of these")
     return not ours
 
-def run_script(path: str, steps: int, flags: list[str], meter: Meter):
+def followed(function, then):
+    """The function, and after it `then`, which gets its result and its arguments."""
+    def both(*args, **options):
+        result = function(*args, **options)
+        then(result, *args)
+        return result
+    return both
+
+def run_script(path: Path, steps: int, flags: list[str], meter: Meter):
     """Runs the main of train_gpt.py or of a copy."""
-    sys.path.insert(0, os.path.dirname(path))
-    spec = importlib.util.spec_from_file_location("script_under_bench", path)
-    script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    sys.path.insert(0, str(path.parent))
+    script = load_script(path)
     here = os.getcwd()
     flags = [f"--train_files={here}/train.bin", f"--val_files={here}/val.bin", "--seed=1", *flags,
              "--val_tokens=0", f"--num_iterations={steps}", "--epochs=1000", "--val_loss_every=0",
              "--save_every=0", f"--records={here}"]
     hp, _ = script.parse_flags(flags)
-    step_tokens = hp.micro_batches * hp.train_seq_len
-    write_documents("train.bin", (steps + 1) * step_tokens, hp.vocab_size)
+    meter.found["tokens"] = hp.micro_batches * hp.train_seq_len
+    write_documents("train.bin", (steps + 1) * meter.found["tokens"], hp.vocab_size)
     write_documents("val.bin", hp.val_seq_len + 1, hp.vocab_size)
-    meter.found["tokens"] = step_tokens
 
-    def train_step(*args, plain=script.train_step, **options):
-        loss = plain(*args, **options)
-        meter.end_of_step(loss)
-        return loss
-
-    def warm_up(*args, plain=script.warm_up, **options):
-        meter.counts = False
-        plain(*args, **options)
-        meter.counts = True
-        meter.begin(1)
-
-    script.train_step, script.warm_up = train_step, warm_up
-    sys.argv = [path, *flags]
+    script.train_step = followed(script.train_step, meter.end_of_step)
+    script.warm_up = followed(script.warm_up, meter.begin)
+    sys.argv = [str(path), *flags]
     script.main(flags)
 
 def run_published(path: Path, steps: int, flags: list[str], meter: Meter):
     """Runs a published script, or that of a published log, from its first line on."""
     source = path.read_text(encoding="utf-8").partition("\n" + "=" * 100 + "\n")[0]
-    tuned = os.environ.get("TORCHINDUCTOR_COORDINATE_DESCENT_TUNING") == "1"
     for pattern, new in PUBLISHED:
-        source = re.sub(pattern, new.format(steps=steps, tuned=tuned), source)
+        source = re.sub(pattern, new.format(steps=steps), source)
     Path("published.py").write_text(source, encoding="utf-8")
     shards = Path("data", "fineweb10B")  # where such scripts look for them
-    shards.mkdir(parents=True, exist_ok=True)
-    named = [flag.partition("=")[2] for flag in flags if flag.startswith("--train_files=")]
-    files = sorted(glob.glob(named[-1])) if named else []
-    for i in range(0 if list(shards.iterdir()) else 100 * len(files)):  # they may be short
-        (shards / f"fineweb_train_{i:06}.bin").symlink_to(files[i % len(files)])
-    if not files:
-        write_documents(f"{shards}/fineweb_train_000000.bin", (steps + 1) * 8 * 48 * 1024, 50257)
+    files = [file for flag in flags if flag.startswith("--train_files=")
+             for file in sorted(glob.glob(flag.partition("=")[2]))]
+    if not shards.exists():
+        shards.mkdir(parents=True)
+        for number, file in enumerate(100 * files):  # they may be short
+            (shards / f"fineweb_train_{number:06}.bin").symlink_to(file)
+        if not files:
+            write_documents(shards / "fineweb_train_0.bin", (steps + 1) * 8 * 48 * 1024, 50257)
 
-    def zero_grad(self, *args, plain=torch.nn.Module.zero_grad, **options):
-        plain(self, *args, **options)
-        meter.found["tokens"] = getattr(sys.modules["__main__"], "train_batch_size", None)
-        meter.end_of_step()
-
-    torch.nn.Module.zero_grad = zero_grad
+    torch.nn.Module.zero_grad = followed(torch.nn.Module.zero_grad, meter.end_of_step)
     sys.argv = ["published.py"]
+    meter.begin()
     runpy.run_path("published.py", run_name="__main__")
 
-def contest(path: str, steps: str, *flags: str):
-    """What a script's process does. What the script prints goes to stderr."""
-    def backward(tensors, *args, plain=torch.autograd.backward, **options):
-        plain(tensors, *args, **options)
-        meter.end_of_micro_batch(tensors if isinstance(tensors, torch.Tensor) else tensors[0])
-
-    reports = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    meter = Meter(reports)
-    torch.autograd.backward = backward
-    status = 1
+def contest(path: str, turns: str, *flags: str):
+    """What a script's process does."""
+    meter = Meter(json.loads(turns))
+    steps = sum(meter.turns) + 1  # the last one is not made
+    torch.autograd.backward = followed(torch.autograd.backward, meter.end_of_micro_batch)
     try:
-        if is_published(Path(path)):
-            run_published(Path(path), int(steps), list(flags), meter)
-        else:
-            run_script(path, int(steps), list(flags), meter)
-    except Done:
-        status = 0
+        start = run_published if is_published(Path(path)) else run_script
+        start(Path(path), steps, list(flags), meter)
     except Exception as error:
-        if type(error).__name__ == "UserError":
-            print(json.dumps({"error": str(error)}), file=reports, flush=True)
-        else:
-            traceback.print_exc()
-    sys.stderr.flush()
-    os._exit(status)
+        said = str(error) if type(error).__name__ == "UserError" else traceback.format_exc()
+        print(json.dumps({"error": said}), file=meter.reports, flush=True)
+    os._exit(1)
 
 def machine():
     """Prints what this machine is, and what its GPU can do."""
     found = dict(device=f"CPU, {torch.get_num_threads()} threads", torch=torch.__version__)
     if torch.cuda.is_available():
         found |= dict(device=torch.cuda.get_device_name(), free=torch.cuda.mem_get_info()[0])
-        a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-        x = torch.zeros(GIB // 4, device="cuda")
-        given = dict(a=a, x=x, y=x.clone())
-        for name, statement, amount in (("TFLOP/s", "a @ a", 2 * 4096**3),
-                                        ("TB/s", "y.copy_(x)", 2 * GIB)):
-            timer = Timer(statement, globals=given)
-            timer.timeit(10)
-            found[name] = amount / timer.timeit(50).mean / 1e12
+        for _, unit, setup, statement, amount, _ in SPEEDS:
+            found[unit] = amount / Timer(statement, setup).blocked_autorange().median / 1e12
     print(json.dumps(found))
 
 # ---- Measuring -----------------------------------------------------------------------------------
 
-@dataclass
 class Contestant:
-    name: str
-    command: list[str]  # that starts its process
-    folder: Path  # of all that it writes
-    process: subprocess.Popen | None = None
-    seconds: dict = field(default_factory=dict)  # from its start to step 1, by the cache's state
-    report: dict = field(default_factory=dict)  # its last one
+    def __init__(self, name: str, command: list[str], folder: Path):
+        self.name = name
+        self.command = command  # that starts its process
+        self.folder = folder  # of all that it writes
+        self.seconds = {}  # from its start to step 1, by the cache's state
 
     def start(self):
         self.began = time.time()
@@ -327,52 +284,28 @@ class Contestant:
     def read(self):
         """Waits for its next report. If there is none, its output says why."""
         line = self.process.stdout.readline()
-        self.report = json.loads(line) if line else {"error": "failed, as is shown above"}
         if not line:
-            output = (self.folder / "output.txt").read_text(errors="replace")
-            sys.stderr.write(output[-8000:])
+            sys.stderr.write((self.folder / "output.txt").read_text(errors="replace")[-8000:])
+        self.report = json.loads(line or '{"error": "ended, as is shown above"}')
         require("error" not in self.report, f"{self.name}: {self.report.get('error')}")
 
-    def ask(self, order: str):
-        self.process.stdin.write(f"{order}\n")
-        self.process.stdin.flush()
-        self.read()
-
-    def read_first(self, cache: str):
-        self.read()
-        self.seconds[cache] = self.report["time"] - self.began
-        print(f"{self.name}: {self.seconds[cache]:.1f} s to step 1, with {cache}", file=sys.stderr)
-
-    def end(self):
-        """Ends its process, wherever that is."""
-        if self.process:
-            self.process.kill()
-            self.process.wait()
-            self.process = None
-
-def compile_all(contestants: list[Contestant], at_once: int):
-    """Starts each once with an empty cache, as many at once as fit."""
+def measure(contestants: list[Contestant], at_once: int, turns: int, cache: str):
+    """Starts as many at once, and then they train in turns."""
     for at in range(0, len(contestants), at_once):
         group = contestants[at:at + at_once]
-        for one in group:
-            one.start()
-        for one in group:
-            one.read_first(f"an empty cache, {len(group)} at once")
-            one.end()
-
-def measure(contestants: list[Contestant], steps: int, cache: str, resident: bool):
-    """In turns of a few steps if the scripts fit into memory together, else one after the other."""
-    turns = [min(TURN, steps - at) for at in range(0, steps, TURN)] if resident else [steps]
-    for number, count in enumerate(turns):
-        for one in contestants:
-            if number == 0:
+        state = f"{cache}, {len(group)} at once"
+        with contextlib.ExitStack() as stack:
+            for one in group:
                 one.start()
-                one.read_first(cache)
-                one.ask(f"run {UNTIMED - 1}")
-            one.ask(f"run {count}")
-            if number == len(turns) - 1:
-                one.ask(f"profile {PROFILED}")
-                one.end()
+                stack.enter_context(one.process)
+                stack.callback(one.process.kill)
+            for one in group:
+                one.read()
+                one.seconds[state] = one.report["time"] - one.began
+                print(f"{one.name}: {one.seconds[state]:.1f} s to step 1, {state}", file=sys.stderr)
+            for one in (turns - 1) * group:
+                print(file=one.process.stdin, flush=True)
+                one.read()
 
 def bytes_of_kernels(cache: Path) -> dict[str, float]:
     """GB that Inductor says a kernel touches, of those whose name stands for one kernel."""
@@ -393,26 +326,17 @@ def figures_of(one: Contestant, steps: int) -> dict:
     timed = slice(UNTIMED, UNTIMED + steps)
     found["step_ms"] = found["step_ms"][timed]
     found["micro_ms"] = sum(found["micro_ms"][timed], [])
-    parts = Counter()
-    for kernel, (ms, _) in found["kernels"].items():
-        parts[part_of(kernel)] += ms
-    found["parts"] = dict(parts.most_common())
     gigabytes = bytes_of_kernels(one.folder / "cache")
-    slowest = sorted(found.pop("kernels").items(), key=lambda item: -item[1][0])[:10]
-    found["slowest"] = [dict(name=name, ms=ms, launches=launches)
-                        for name, (ms, launches) in slowest]
-    for kernel in found["slowest"]:
-        if kernel["name"] in gigabytes:
-            touched = gigabytes[kernel["name"]] * kernel["launches"]
-            kernel["GB/s"] = 1000 * touched / kernel["ms"]
+    parts = Counter()
+    kernels = []
+    for name, (ms, launches) in found.pop("kernels").items():
+        parts[part_of(name)] += ms
+        kernels.append(dict(name=name, ms=ms, launches=launches))
+        if name in gigabytes:
+            kernels[-1]["GB/s"] = 1000 * gigabytes[name] * launches / ms
+    found["parts"] = dict(parts.most_common())
+    found["slowest"] = sorted(kernels, key=lambda kernel: -kernel["ms"])[:10]
     return found
-
-def ratios_of(one: dict, other: dict) -> list[float]:
-    """Of times a token, step by step, since equal steps have equal windows."""
-    if not one["tokens"] or not other["tokens"]:
-        return []
-    factor = other["tokens"] / one["tokens"]
-    return [factor * a / b for a, b in zip(one["step_ms"], other["step_ms"])]
 
 # ---- What is printed -----------------------------------------------------------------------------
 
@@ -424,7 +348,7 @@ def cells_of(one: dict) -> dict[str, str]:
         cells["tokens a step"] = f"{one['tokens']:,}"
         cells["tokens/s"] = f"{1000 * one['tokens'] / median(one['step_ms']):,.0f}"
     for cache, seconds in one["start to step 1"].items():
-        cells[f"start to step 1, with {cache}"] = f"{seconds:.1f} s"
+        cells[f"start to step 1, {cache}"] = f"{seconds:.1f} s"
     for name in filter(re.compile("peak").match, one):
         cells[name] = f"{one[name] / 2**20:,.0f} MiB"
     for step in sorted({1, 2, min(12, len(one["losses"])), len(one["losses"])}):
@@ -435,15 +359,13 @@ def cells_of(one: dict) -> dict[str, str]:
 
 def about_machine(found: dict) -> list[str]:
     lines = [f"{found['device']}, torch {found['torch']}"]
-    if "free" in found:
-        lines.append(f"matmuls of 4,096 x 4,096 in bfloat16 at {found['TFLOP/s']:.0f} TFLOP/s, "
-                     f"copies at {found['TB/s']:.2f} TB/s read and written")
-    for name in [name for name in ELSEWHERE if name in found["device"]]:
-        low = [f"{found[unit]:.1f} of {rate} {unit}" for unit, rate in ELSEWHERE[name].items()
-               if found[unit] < 0.8 * rate]
-        if low:
-            lines.append(f"SLOW: {' and '.join(low)} that another {name} reached; something else "
-                         "runs on this one, or its clocks are low")
+    for what, unit, *_, elsewhere in SPEEDS:
+        if unit in found:
+            lines.append(f"{what}: {found[unit]:.1f} {unit}")
+        for name, speed in elsewhere.items():
+            if name in found["device"] and found[unit] < 0.8 * speed:
+                lines[-1] += (f" is SLOW, another {name} reached {speed}; something else runs on "
+                              "this one, or its clocks are low")
     return lines
 
 def text_of(result: dict) -> str:
@@ -472,11 +394,9 @@ def text_of(result: dict) -> str:
 
 def main(arguments=None):
     os.chdir(ROOT)
-    parser = ArgumentParser(description=__doc__, prog="./run.sh bench",
-                            usage="%(prog)s [my_record.py ...] [options] [preset] [flags]")
-    parser.add_argument("--vs", default="train_gpt.py", metavar="SCRIPT", help="a script or a "
-                        "published log (default: train_gpt.py)")
-    parser.add_argument("--steps", type=int, default=20, help="timed steps (default: 20)")
+    parser = ArgumentParser(description=__doc__, prog="./run.sh bench")
+    parser.add_argument("--vs", default="train_gpt.py", help="a script or a published log")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps")
     parser.add_argument("--json", action="store_true", help="print an object, not a table")
     options, words = parser.parse_known_args(arguments)
     require(options.steps > 0, f"--steps={options.steps}: takes a number above 0")
@@ -491,30 +411,29 @@ def main(arguments=None):
     scripts = list(dict.fromkeys([*(scripts or ["train_gpt.py"]), options.vs]))
     for script in scripts:
         is_published(Path(script))  # or neither, which it refuses
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        steps = UNTIMED + options.steps + PROFILED + 1  # the last one is not made
-        contestants = []
-        for number, script in enumerate(scripts):
-            place = Path(folder, str(number))
-            place.mkdir()
-            command = [*CHILD, "--contest", os.path.abspath(script), str(steps), *flags]
-            contestants.append(Contestant(script, command, place))
-            stack.callback(contestants[-1].end)
-        asked = subprocess.run([*CHILD, "--machine"], stdout=subprocess.PIPE, check=True)
-        here = json.loads(asked.stdout)
+    turns = [min(TURN, options.steps - at) for at in range(0, options.steps, TURN)]
+    turns = [*[1] * UNTIMED, *turns, PROFILED]
+    here = json.loads(subprocess.check_output([*CHILD, "--machine"]))
+    contestants = []
+    with tempfile.TemporaryDirectory() as folder:
+        for script in scripts:
+            command = [*CHILD, "--contest", os.path.abspath(script), json.dumps(turns), *flags]
+            contestants.append(Contestant(script, command, Path(tempfile.mkdtemp(dir=folder))))
         cache, resident = "nothing to compile", True
         if "free" in here:
-            compile_all(contestants, max(1, here["free"] // PROCESS))
-            taken = sum(one.report["peak memory, reserved"] + GIB for one in contestants)
+            measure(contestants, max(1, here["free"] // PROCESS), 1, "an empty cache")
+            taken = sum(one.report["peak memory, reserved"] + 2**30 for one in contestants)
             cache, resident = "a full cache", taken < here["free"]
-        measure(contestants, options.steps, cache, resident)
+        measure(contestants, len(contestants) if resident else 1, len(turns), cache)
         found = [figures_of(one, options.steps) for one in contestants]
+    other = found[-1]
     for one in found[:-1]:
-        one["ratios"] = ratios_of(one, found[-1])
+        if one["tokens"] and other["tokens"]:  # times a token, of steps with equal windows
+            factor = other["tokens"] / one["tokens"]
+            one["ratios"] = [factor * a / b for a, b in zip(one["step_ms"], other["step_ms"])]
+    data = [flag.partition("=")[2] for flag in flags if flag.startswith("--train_files=")]
     order = "in turn" if resident else "one script after the other, since memory holds one"
-    named = [flag.partition("=")[2] for flag in flags if flag.startswith("--train_files=")]
-    data = named[-1] if named else "made up"
-    result = dict(machine=here, data=data, order=order, scripts=found)
+    result = dict(machine=here, data=" ".join(data) or "made up", order=order, scripts=found)
     print(json.dumps(result, indent=1) if options.json else text_of(result))
 
 if __name__ == "__main__":

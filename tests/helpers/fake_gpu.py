@@ -1,19 +1,17 @@
 """What torch.compile makes of a function for a GPU, on a machine without one.
 
 The process is told that it has a GPU, and Inductor reads its properties. A function of CPU tensors
-is traced, and its graph is relabelled as one of CUDA tensors right before Inductor, which then
-generates its code for that GPU. Whether and how this code runs is up to those who use this module:
-interpreted.py runs it in Triton's interpreter, gpu_program.py looks at it.
-
-`pretend` changes torch and triton for the whole process: give it a process of its own."""
+is traced, and its graph is relabelled as one of CUDA tensors right before Inductor. Those who use
+this decide whether the code runs: interpreted.py has Triton's interpreter do that, gpu_program.py
+looks at it. `pretend` changes torch and triton for the whole process: give it one of its own."""
 
 import ctypes
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import triton
-from helpers.fake_mode import mode_of
 from torch._dynamo.device_interface import CudaInterface
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.runtime import triton_helpers
@@ -111,8 +109,7 @@ def compile_as_cuda(graph, inputs, **options):
                 node.meta = {name: tree_map(moved, value) if name in ("val", "example_value")
                              else value for name, value in node.meta.items()}
             module.recompile()
-    with mode_of(inputs):
-        compiled = compile_fx_inner(graph, [moved(x) for x in inputs], **options)
+    compiled = compile_fx_inner(graph, [moved(x) for x in inputs], **options)
     graphs.append(graph)
     sources.append(compiled.source_code)
     return compiled
@@ -122,15 +119,18 @@ def fused_rms_norm(x, shape, weight=None, eps=None):
     return torch.ops.aten._fused_rms_norm(x, list(shape), weight, eps)[0]
 
 
-def gpu_program(function, compile_inner=compile_as_cuda):
-    """The function, compiled with the script's options for the GPU, to be called with CPU
-    tensors."""
+@functools.cache  # since Dynamo takes another function for another backend, and compiles anew
+def backend_of(compile_inner):
     def backend(graph, inputs):
         for node in graph.graph.nodes:
             if node.target in (torch.rms_norm, torch.nn.functional.rms_norm):
                 node.target = fused_rms_norm  # as on CUDA; on a CPU tracing would take it apart
         graph.recompile()
-        with mode_of(inputs):
-            return compile_fx(graph, inputs, inner_compile=compile_inner)
+        return compile_fx(graph, inputs, inner_compile=compile_inner)
 
-    return torch.compile(function, backend=backend, dynamic=False, fullgraph=True)
+    return backend
+
+
+def gpu_program(function, compile_inner=compile_as_cuda):
+    """The function, compiled with the script's options for the GPU, for CPU tensors."""
+    return torch.compile(function, backend=backend_of(compile_inner), dynamic=False, fullgraph=True)

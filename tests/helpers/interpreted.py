@@ -4,14 +4,10 @@ fake_gpu.py has Inductor generate the program. It runs unchanged, on CPU tensors
 in Triton's interpreter, one program after another in NumPy; what it leaves to libraries, such as
 matrix products, by PyTorch's CPU kernels for the same operators.
 
-Where the result equals that of the script's plain path, this proves that the program which Inductor
-has derived (its graph, fusions, FlexAttention's templates and their gradients, index arithmetic,
-masks, order and reuse of buffers, which begin as NaN) computes what the script means.
-
-It does not prove anything about what lies below Triton's language: PTX, layouts for the tensor
-cores, races between programs, limits of shared memory, CUDA's libraries, speed. Nor about other
-shapes: at full size Inductor may divide the work of a kernel differently. FlexAttention's tiles are
-those of full size.
+Where the result equals that of the script's plain path, Inductor's program computes what the script
+means: graph, fusions, FlexAttention's templates and their gradients, index arithmetic, masks, order
+and reuse of buffers, which begin as NaN. Nothing is proved about what lies below Triton's language
+(PTX, tensor cores, races, shared memory, CUDA's libraries, speed) or about other shapes.
 
 Importing this changes torch and triton for the whole process: give it a process of its own."""
 
@@ -46,18 +42,9 @@ def poisoned(size, stride, dtype):
     return memory.fill_(float("nan") if dtype.is_floating_point else 77)
 
 
-def use_tiles_of_full_size():
-    """FlexAttention's tiles depend on dtype and head width. Those of the speedrun are used for all,
-    because those of float32 are far smaller."""
-    for name in ("get_flex_attn_fwd_configs", "get_flex_attn_bwd_configs"):
-        def tiles(self, head_dim, dtype, plain=getattr(CUDAConfigHeuristic, name)):
-            return plain(self, 128, torch.bfloat16)
-        setattr(CUDAConfigHeuristic, name, tiles)
-
-
 # -------- Triton's interpreter
 # The interpreter keeps these types as bit patterns, rounds them wrongly, and would add and multiply
-# them as integers. Casts and products are mended below, and other arithmetic on them is refused.
+# them as integers. Casts and products are mended below.
 NARROW = {
     tl.bfloat16: (torch.bfloat16, torch.uint16),
     tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8),
@@ -92,17 +79,8 @@ def dot(self, a, b, *rest):
     return plain_dot(self, a, b, *rest)
 
 
-def refusing(plain):
-    def operation(self, *operands, **options):
-        for x in operands:
-            assert getattr(x, "dtype", None) not in NARROW, f"arithmetic on the bits of {x.dtype}"
-        return plain(self, *operands, **options)
-    return operation
-
-
 def atomic(self, operation, pointers, values, mask, *rest):
     """The interpreter takes a mask that was broadcast, with a stride of 0, for a dense one."""
-    assert values.dtype not in NARROW
     dense = [TensorHandle(np.ascontiguousarray(x.data), x.dtype) for x in (pointers, values, mask)]
     return plain_atomic(self, operation, *dense, *rest)
 
@@ -113,18 +91,6 @@ def reduction(self, values):
     if self.combine_fn in (triton_helpers.maximum, triton_helpers._any_combine):
         return self.min_max(values[0], val_reduce_op=np.max)
     return plain_reduction(self, values)
-
-
-def mend_interpreter():
-    Builder.cast_impl = Builder.create_fp_to_fp = cast
-    Builder.create_dot = dot
-    Builder.create_atomic_rmw = atomic
-    interpreter.ReduceOps.apply_impl = reduction
-    for name in ("binary_op", "unary_op", "create_fma"):
-        setattr(Builder, name, refusing(getattr(Builder, name)))
-    for name in ("sum", "min_max"):
-        setattr(interpreter.ReduceOps, name, refusing(getattr(interpreter.ReduceOps, name)))
-    triton_helpers.libdevice = tl.math  # whose functions the interpreter has
 
 
 def enlarge(block, sizes):
@@ -140,27 +106,31 @@ def enlarge(block, sizes):
         room = max(1, room // block.get(name, whole))
 
 
-def speed_interpreter_up():
-    # The interpreter would patch triton.language anew at each launch and each call of a device
-    # function.
-    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-    interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
-    # Compiled kernels do not check for integer overflow either.
-    builder = interpreter.interpreter_builder
-    builder.options = replace(builder.options, sanitize_overflow=False)
-    plain_run = CachingAutotuner.run
-
-    def run(self, *args, **kwargs):
-        launches[self.fn.__name__] += 1
-        if self.size_hints:  # which templates lack
-            enlarge(self.configs[0].kwargs, self.size_hints)
-        return plain_run(self, *args, **kwargs)
-
-    CachingAutotuner.run = run
+def run(self, *args, plain=CachingAutotuner.run, **kwargs):
+    launches[self.fn.__name__] += 1
+    if self.size_hints:  # which templates lack
+        enlarge(self.configs[0].kwargs, self.size_hints)
+    return plain(self, *args, **kwargs)
 
 
 pretend(90)
 torch._C._dynamo.guards._empty_strided_cuda = poisoned  # where generated code gets its memory
-use_tiles_of_full_size()
-mend_interpreter()
-speed_interpreter_up()
+# FlexAttention's tiles depend on dtype and head width, and those of float32 are far smaller than
+# those of the speedrun, which are used here for all.
+for name in ("get_flex_attn_fwd_configs", "get_flex_attn_bwd_configs"):
+    def tiles(self, head_dim, dtype, plain=getattr(CUDAConfigHeuristic, name)):
+        return plain(self, 128, torch.bfloat16)
+
+    setattr(CUDAConfigHeuristic, name, tiles)
+Builder.cast_impl = Builder.create_fp_to_fp = cast
+Builder.create_dot = dot
+Builder.create_atomic_rmw = atomic
+interpreter.ReduceOps.apply_impl = reduction
+triton_helpers.libdevice = tl.math  # whose functions the interpreter has
+CachingAutotuner.run = run
+# The interpreter would patch triton.language anew at each launch and each call of a function. And
+# compiled kernels do not check for integer overflow.
+interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
+builder = interpreter.interpreter_builder
+builder.options = replace(builder.options, sanitize_overflow=False)

@@ -1,14 +1,11 @@
-"""Runs a program as on an H100, on a machine without a GPU:
+"""Runs a program, or with -m a module, as on an H100, on a machine without a GPU:
 
     PYTHONPATH=.:tests python tests/helpers/on_fake_gpu.py PROGRAM.py [arguments]
-    PYTHONPATH=.:tests python tests/helpers/on_fake_gpu.py -m MODULE [arguments]
 
-Tensors that the program puts on the GPU stay on the CPU. What it compiles, Inductor generates for
-the GPU, as it would there; but where the kernels would be launched, the graph itself runs on the
-CPU. Events are the host's clock, the memory is made up, and the profiler sees the kernels that
-would have been launched, each of a millisecond.
-
-It changes torch and triton for the whole process."""
+Tensors that it puts on the GPU stay on the CPU. What it compiles, Inductor generates for the GPU;
+but where kernels would be launched, the graph itself runs on the CPU. A graph that was compiled
+before, with the same TORCHINDUCTOR_CACHE_DIR, is not compiled again. Events are the host's clock,
+memory is made up, a kernel takes a millisecond. This changes torch and triton for the process."""
 
 import copy
 import os
@@ -16,27 +13,37 @@ import re
 import runpy
 import sys
 import time
+from contextlib import nullcontext
+from hashlib import sha256
+from pathlib import Path
 from types import SimpleNamespace
 
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # whose keys cannot tell a relabelled graph
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 import torch
-import torch.distributed
 import torch.utils.benchmark
 from functorch.compile import make_boxed_func
 from helpers.fake_gpu import compile_as_cuda, gpu_program, pretend, sources
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-from torch.overrides import (TorchFunctionMode, _get_current_function_mode,
-                             _pop_mode_temporarily)
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 launched = []  # names of kernels, since a profiler was started
 
 
 def generate_and_run_plain(graph, inputs, **options):
     """Has Inductor generate the program. In its place the graph itself runs."""
-    plain = copy.deepcopy(graph)
-    compile_as_cuda(graph, inputs, **options)
-    kernels = re.findall(r"\b(triton_\w+)\.run\(", sources[-1])
+    with unset_fake_temporarily():
+        plain = copy.deepcopy(graph)
+    described = [(node.format_node(), str(node.meta.get("val"))) for module in graph.modules()
+                 if isinstance(module, torch.fx.GraphModule) for node in module.graph.nodes]
+    compiled = Path(cache_dir(), sha256(repr(described).encode()).hexdigest())
+    if not compiled.exists():
+        compile_as_cuda(graph, inputs, **options)
+        compiled.parent.mkdir(exist_ok=True)
+        compiled.write_text("\n".join(re.findall(r"\b(triton_\w+)\.run\(", sources[-1])))
+    kernels = compiled.read_text().split()
     assert kernels, "a program without kernels"
 
     def program(*args):
@@ -61,9 +68,8 @@ def compile_here(function=None, *, backend=None, **options):
     program = gpu_program(function, generate_and_run_plain)
 
     def without_redirection(*args, **kwargs):
-        if _get_current_function_mode() is None:  # within a program
-            return program(*args, **kwargs)
-        with _pop_mode_temporarily():  # the compiler would trace it
+        outside = _get_current_function_mode()  # of other programs; the compiler would trace it
+        with _pop_mode_temporarily() if outside else nullcontext():
             return program(*args, **kwargs)
 
     return without_redirection
@@ -79,9 +85,11 @@ class OnTheCpu(TorchFunctionMode):
             return args[0]
         if str(kwargs.get("device")).startswith("cuda"):
             kwargs["device"] = "cpu"
-        is_device = [isinstance(x, (str, torch.device)) and str(x).startswith("cuda") for x in args]
         if function is torch.Tensor.to:
-            args = ["cpu" if on_gpu else x for x, on_gpu in zip(args, is_device)]
+            args = ["cpu" if isinstance(x, (str, torch.device)) and str(x).startswith("cuda")
+                    else x for x in args]
+        if "all_gather" in getattr(function, "__name__", ""):  # Gloo is stricter than NCCL
+            args = [x.flatten() if isinstance(x, torch.Tensor) else x for x in args]
         return function(*args, **kwargs)
 
 
@@ -109,13 +117,14 @@ class Profile:
         launched.clear()
 
     def stop(self):
-        self.kernels = list(launched)
+        took = SimpleNamespace(elapsed_us=lambda: 1000.0)
+        others = ["Memcpy HtoD (Pinned -> Device)", "Context Sync", "Stream Wait Event", "a mark"]
+        self.seen = [SimpleNamespace(name=name, is_user_annotation=name == "a mark",
+                                     time_range=took, device_type=torch.autograd.DeviceType.CUDA)
+                     for name in launched + others]
 
     def events(self):
-        took = SimpleNamespace(elapsed_us=lambda: 1000.0)
-        return [SimpleNamespace(name=name, is_user_annotation=False, time_range=took,
-                                device_type=torch.autograd.DeviceType.CUDA)
-                for name in [*self.kernels, "Memcpy HtoD (Pinned -> Device)", "Context Sync"]]
+        return self.seen
 
 
 def pretend_to_run():
@@ -138,15 +147,14 @@ def pretend_to_run():
     torch.distributed.init_process_group = lambda backend, **options: connect("gloo")
     torch.compile = compile_here
     torch.profiler.profile = Profile
-    plain = torch.utils.benchmark.Timer.timeit
-    torch.utils.benchmark.Timer.timeit = lambda self, number: plain(self, 1)
+    torch.utils.benchmark.Timer.blocked_autorange = (
+        lambda self: SimpleNamespace(median=self._timer.timeit(1)))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     pretend_to_run()
-    is_module = sys.argv[1] == "-m"
-    start = runpy.run_module if is_module else runpy.run_path
-    sys.argv = sys.argv[1 + is_module:]
+    start = runpy.run_module if sys.argv[1] == "-m" else runpy.run_path
+    sys.argv = sys.argv[2 if sys.argv[1] == "-m" else 1:]
     with OnTheCpu():
         start(sys.argv[0], run_name="__main__")
