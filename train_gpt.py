@@ -189,26 +189,26 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     distance_NN = block_N[:, None] - block_N  # [query block, key block]
     first_N = document_T[::BLOCK]  # the document of each block's first token
     last_N = document_T[BLOCK - 1::BLOCK]
-    # Document numbers never fall. So of an earlier key block, some pair is visible if its last and
-    # the query block's first token are in one document, every pair if its first and the query
-    # block's last token are.
-    earlier_NN = distance_NN > 0
-    some_NN = (distance_NN == 0) | (earlier_NN & (last_N == first_N[:, None]))
-    all_NN = earlier_NN & (first_N == last_N[:, None])
+    # Document numbers never fall. So some pair is visible unless the key block ends in an earlier
+    # document than the query block begins in, and every pair of an earlier key block if it begins
+    # in the document that the query block ends in.
+    some_NN = (distance_NN >= 0) & (last_N >= first_N[:, None])
+    all_NN = (distance_NN > 0) & (first_N == last_N[:, None])
 
     def ordered(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
         """For each row the number of chosen blocks, and a list of all that begins with them."""
-        counts_N = chosen_NN.sum(1, dtype=torch.int32)
-        order_NN = chosen_NN.int().argsort(descending=True, stable=True).int()
-        return counts_N[None, None], order_NN[None, None]  # batch, head
+        rank_NN = chosen_NN.cumsum(1)  # no sort, which would take minutes to compile
+        place_NN = torch.where(chosen_NN, rank_NN - 1, rank_NN[:, -1:] + block_N - rank_NN)
+        order_NN = torch.zeros_like(distance_NN).scatter_(1, place_NN, block_N.expand_as(place_NN))
+        return rank_NN[:, -1].int()[None, None], order_NN[None, None]  # batch, head
 
     def make_mask(window_blocks: Tensor):
         seen_NN = some_NN & (distance_NN < window_blocks)
         if not flex:
             return plain_mask(seen_NN, sees)
-        partial = ordered(seen_NN & ~all_NN)
-        full = ordered(seen_NN & all_NN)
-        return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=sees)
+        partial_NN, full_NN = seen_NN & ~all_NN, seen_NN & all_NN
+        lists = [ordered(x_NN) for x_NN in (partial_NN, full_NN, partial_NN.T, full_NN.T)]
+        return BlockMask(2 * (len(tokens_T),), *sum(lists, ()), (BLOCK, BLOCK), sees)
 
     return [make_mask(window // BLOCK), make_mask((window // BLOCK // 2).clamp(min=1))]
 

@@ -45,7 +45,7 @@ MISTAKES = {
         ("a window one block too long", "(distance_NN <«→=» window_blocks)"),
         ("a token does not see itself", "(key <«=→» query)"),
         ("a block that a border crosses is called full", "(first_N == «last_N→first_N»[:, None])"),
-        ("the diagonal is called full", "all_NN = «earlier_NN→(distance_NN >= 0)» &"),
+        ("the diagonal is called full", "all_NN = (distance_NN «>→>=» 0) &"),
         ("a short window of no block", "«.clamp(min=1)→»)]"),
         ("a block's last key is left out", "int(query[-1])« + 1→»"),
         ("kv heads in turn",
