@@ -121,7 +121,7 @@ def parse(arguments):
     own, words = parser.parse_known_args(arguments)
     require(words and re.fullmatch(r"[^-].*\.py", words[0]),
             "the first word names the copy: ./run.sh ablate my_record.py [preset] [flags]")
-    options, _ = race.options_of(words)
+    options = race.parse(words).options
     options.part = own.part
     return options, words[0], words[1:]
 
