@@ -72,11 +72,9 @@ LAUNCHER = "import os, sys\nos.execv(sys.executable, [sys.executable, *sys.argv[
 # It takes the flags that the script takes.
 HONESTY = """import sys
 text = open(sys.argv[1]).read()
-if "--weights" in sys.argv:
-    print(f"weights: embed.weight 4x4_{'DRAWS' in text}")
-    print("weights: head.weight 4x4_0")
-    print(f"weights: own.weight {len(text)}_{'DRAWS' in text}")
-    sys.exit()
+print(f"weights: embed.weight 4x4_{'DRAWS' in text}")
+print("weights: head.weight 4x4_0")
+print(f"weights: own.weight {len(text)}_{'DRAWS' in text}")
 with open(__file__ + ".asked", "a", errors="replace") as file:
     print(*sys.argv[1:], file=file)
 print("validation: fine")
@@ -279,7 +277,7 @@ def test_two_settings_of_one_script(place):
         assert ("--muon_lr=0.5 --val_loss_every=2" in line) == ("--name=base_ours " in line)
     assert (place / "records" / "race_x" / "base_ours").is_dir()
     asked = (place / "honesty.py.asked").read_text().splitlines()
-    assert asked[1] == f"{place}/base.py demo --save_every=3"
+    assert asked[1] == f"{place}/base.py --weights demo --save_every=3"
 
 @pytest.mark.parametrize("old, new, flags, words", [
     ("loss = 5", "loss = missing", [], "whose output is above; mend it and start the race again"),

@@ -41,16 +41,14 @@ from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from records.tools import judge, load, tables
-from records.tools.judge import (ALPHA, TARGET, comparable_losses, comparable_times, decide,
-                                 pairs_of, test_that_speaks, unchanged_losses)
+from records.tools.judge import (ALPHA, TARGET, comparable_losses, comparable_times, pairs_of,
+                                 test_that_speaks)
 from records.tools.logs import BadInput, interval, number, printable, read, short
 from records.tools.tables import percent, plain, runs_of
 
 WIDTH = 100
 DIFF_LINES = 60  # of a diff of sources that is printed
 RECORDS = Path(__file__).resolve().parents[1]
-__all__ = ["Side", "compare_all", "decide", "pairs_of", "report", "test_that_speaks",
-           "unchanged_losses"]
 
 # ---- One side ------------------------------------------------------------------------------------
 

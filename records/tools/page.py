@@ -11,6 +11,7 @@ import re
 import time
 from itertools import cycle
 from pathlib import Path
+from string import Template
 
 from records.tools import judge, plot, tables
 from records.tools.load import installed
@@ -183,9 +184,7 @@ def page(sides, comparisons, target, notes=(), alive=False) -> str:
     values = {"title": text(plot.title(sides)), "alive": str(alive).lower(),
               "written": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
               "plotly": get_plotlyjs(), "body": "\n".join(parts)}
-    pieces = re.split("{{(.*?)}}", FRAME.read_text(encoding="utf-8"))  # text, name, text, ...
-    pieces[1::2] = [values[name] for name in pieces[1::2]]
-    return "".join(pieces)
+    return Template(FRAME.read_text(encoding="utf-8")).substitute(values)
 
 def save(path, *content, **more):
     """Write the page in one go, so that no browser reads half of it."""

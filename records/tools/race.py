@@ -59,6 +59,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from records.tools import judge, ledger, load, logs, trial, verdict
 from records.tools.load import ROOT, ArgumentParser, UserError, installed, require
+from records.tools.tables import runs_of
 from records.tools.trial import Entry, script_text
 
 with installed():
@@ -73,6 +74,7 @@ class Racer(Entry):
     runs: dict = field(default_factory=dict)  # {seed: finished run}, the first of each seed
     problem: str = ""  # why it cannot be raced
     dishonest: str = ""  # what the check of its honesty saw
+    weights: dict = field(default_factory=dict)  # hashes of those that its runs start from
     decided: int | None = None  # after how many pairs
     standing: str = ""  # after the last pair, in words
 
@@ -104,12 +106,9 @@ class Race:
         """The candidates that still race."""
         return [one for one in self.candidates if not one.problem and one.decided is None]
 
-def say(text: str):
-    tqdm.write(f"race: {logs.printable(text)}", file=sys.stdout)
+def say(text: str, who: str = "race"):
+    tqdm.write(f"{who}: {logs.printable(text)}", file=sys.stdout)
     sys.stdout.flush()
-
-def many(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 # ---- Plan ----------------------------------------------------------------------------------------
 
@@ -195,7 +194,7 @@ def definition(race: Race) -> dict:
     for racer in race.racers:
         if not racer.problem:
             found |= {f"{racer.name}.{key}": getattr(racer, key)
-                      for key in ("script", "sha256", "flags", "dishonest")}
+                      for key in ("script", "sha256", "flags", "dishonest", "weights")}
     return found
 
 def check(race: Race):
@@ -209,6 +208,7 @@ def check(race: Race):
                         "anew") from None
     for racer in race.racers:
         racer.dishonest = before.get(f"{racer.name}.dishonest", "")
+        racer.weights = before.get(f"{racer.name}.weights", {})
     changed = [f"{key} was {before[key]} and is {value}" for key, value in definition(race).items()
                if before.get(key, value) != value]
     require(not changed, f"{race.folder} was begun with other scripts or flags: "
@@ -220,20 +220,19 @@ def check(race: Race):
             try_out(race, racer)
     if race.racing:
         path.write_text(json.dumps(definition(race), indent=1))
-    if race.racing and new:
-        say("checking whether their runs of one seed start from equal weights")
-        for line in trial.unequal_weights(race.racing, race.baseline):
-            say(line)
+    for one in race.racing if new else ():
+        say_unequal(one, race.baseline)
     for racer in race.racers:
         racer.runs = trial.finished(racer, race.folder / racer.name, race.seeds)
     done = sum(len(racer.runs) for racer in race.racers)
     if done:
-        say(f"{many(done, 'run')} are done")
+        say(f"{runs_of(done, 'run')} are done")
 
 def announce(race: Race):
     names = ", ".join(one.name for one in race.candidates)
-    say(f"{names} against {race.baseline.name}: {race.at_most}{many(race.pairs, 'pair')} of runs, "
-        f"from seed {race.options.seed} on, in {race.folder}, where race.html shows it as it goes")
+    say(f"{names} against {race.baseline.name}: {race.at_most}{runs_of(race.pairs, 'pair')} of "
+        f"runs, from seed {race.options.seed} on, in {race.folder}, where race.html shows it as it "
+        "goes")
     highest = judge.e_of_pairs([1.0] * race.pairs)
     if race.at_most and highest < needed_E(race, -1):
         say(f"--most={race.pairs} cannot show that a copy is better: E is {ledger.e_text(highest)} "
@@ -257,7 +256,7 @@ def try_out(race: Race, racer: Racer):
                 f"{advice}")
         say(f"checking {racer.script}: a tiny model by its method, to see whether its validation "
             "loss is honest")
-        racer.dishonest = trial.dishonesty(racer)
+        racer.dishonest, racer.weights = trial.dishonesty(racer)
         require(race.options.dishonest or not racer.dishonest, f"{racer.dishonest}; it is not "
                 "raced, unless you add --dishonest")
     except UserError as error:
@@ -265,6 +264,15 @@ def try_out(race: Race, racer: Racer):
             raise
         racer.problem = str(error)
         say(f"{racer.name} is not raced: {error}")
+
+def say_unequal(one: Racer, other: Racer):
+    """Pairs that do not start from equal weights differ more, so that more of them are needed."""
+    both = one.weights.keys() & other.weights.keys()
+    unequal = sorted(key for key in both if one.weights[key] != other.weights[key])
+    if unequal:
+        say(f"{one.name} and {other.name} do not start from equal weights: of {len(both)} "
+            f"parameters of the same name and shape {len(unequal)} differ, such as "
+            f"{unequal[0].split()[0]}; it takes more pairs to decide")
 
 # ---- Run -----------------------------------------------------------------------------------------
 
@@ -348,7 +356,7 @@ def look(race: Race, pair: int):
 def conclude(race: Race, interrupted: bool = False) -> int:
     """Write the verdict, the pictures and the changes; returns the exit status."""
     found = outcome_of(race)
-    verdict.write_rows(found, race.folder)
+    (race.folder / "verdict.json").write_text(json.dumps(found.rows, indent=1), encoding="utf-8")
     verdict.write_page(found, race.folder, alive=False)
     for one in race.candidates:
         patch = verdict.patch_of(one, race.baseline)

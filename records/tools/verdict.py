@@ -4,7 +4,6 @@ import contextlib
 import difflib
 import hashlib
 import io
-import json
 import math
 import shlex
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from statistics import mean
 
 from records.tools import compare, judge, page, plot
 from records.tools.ledger import e_text
+from records.tools.tables import runs_of
 from records.tools.trial import Entry
 
 def in_words(pairs, decision: str | None, E: float, asked: float, most: int) -> str:
@@ -22,8 +22,8 @@ def in_words(pairs, decision: str | None, E: float, asked: float, most: int) -> 
     gap = mean(gaps)
     agree = sum(one * gap > 0 for one in gaps)
     share = "all" if agree == len(gaps) else f"{agree} of"
-    text = (f"after {len(gaps)} pair{'s' * (len(gaps) != 1)}: {'lower' if gap < 0 else 'higher'} "
-            f"by {abs(gap):.4f} in {share} {len(gaps)}")
+    text = (f"after {runs_of(len(gaps), 'pair')}: {'lower' if gap < 0 else 'higher'} by "
+            f"{abs(gap):.4f} in {share} {len(gaps)}")
     if decision:
         text = f"{decision} {text}, E = {e_text(E)} of {e_text(asked)}"
     needed = judge.pairs_until_decided(gaps, 1 / asked) if len(gaps) > 1 else None
@@ -106,9 +106,6 @@ def write_page(found: Outcome, folder: Path, alive: bool):
         shown = [] if alive and not found.level else found.comparisons
         page.save(folder / "race.html", found.sides, shown, found.target, notes=found.notes,
                   alive=alive)
-
-def write_rows(found: Outcome, folder: Path):
-    (folder / "verdict.json").write_text(json.dumps(found.rows, indent=1), encoding="utf-8")
 
 def write_text(found: Outcome, folder: Path):
     """The verdict in words, printed too, and the picture."""
