@@ -28,16 +28,15 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from records.tools.load import ROOT, TORCHRUN, ArgumentParser, UserError, installed, require, run
+from records.tools.load import ROOT, TORCHRUN, ArgumentParser, UserError, require, run
 
-with installed():
-    import numpy as np
-    import torch
-    import torch.nn.functional as F
+import numpy as np
+import torch
+import torch.nn.functional as F
 
-    from data.common import write_shards
-    from records.tools.launch import split_words
-    from records.tools.sample import checked_script, one_line
+from data.common import write_shards
+from records.tools.launch import split_words
+from records.tools.sample import checked_script, one_line
 
 STEPS = 16
 SAVED = 12  # the step from which a run is resumed

@@ -1,15 +1,13 @@
 """What race.py and ablate.py start: runs of a script, one step that shows its mistakes, and the
 check of its honesty. Each is started as run.sh starts any other."""
 
-import contextlib
-import fcntl
 import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from records.tools import logs
@@ -20,31 +18,22 @@ HONESTY = ROOT / "records" / "tools" / "honesty.py"
 
 @dataclass
 class Entry:
-    """A script and its flags."""
+    """A script and its flags, and how its race stands."""
     name: str  # of its runs, and of their folder
     script: str
     flags: list[str]  # the preset first, if one is given
     text: str  # of the script
+    runs: dict = field(default_factory=dict)  # {seed: finished run}, the first of each seed
+    problem: str = ""  # why it cannot be raced
+    dishonest: str = ""  # what the check of its honesty saw
+    weights: dict = field(default_factory=dict)  # hashes of those that its runs start from
+    decided: int | None = None  # after how many pairs
+    standing: str = ""  # after the last pair, in words
 
     @property
     def sha256(self) -> str:
         """As a log names the script."""
         return hashlib.sha256(self.text.encode()).hexdigest()
-
-@contextlib.contextmanager
-def alone(folder: Path, say):
-    """Refuses a second race in one folder, by a lock that the kernel releases."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "race.json", "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{folder}: this race is running already; wait for it, or give this "
-                            "one a --name of its own") from None
-        except OSError as error:
-            say(f"{folder} is on a file system without locks ({error.strerror}): make sure that "
-                "you start this race only once")
-        yield
 
 def script_text(script: str) -> str:
     try:
