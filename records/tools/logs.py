@@ -236,6 +236,7 @@ class Run:
         threads = environment.get("threads")
         self.timed_on = (self.hardware, self.ranks, threads, self.free_steps(), *gpus)
         self.val_data = validation_shards(settings, environment)
+        self.new_fingerprints = "val_data" in environment
         contents = [shard_in(row)[1] for row in self.val_data]  # not the paths
         self.validated_on = (settings.get("val_tokens"), settings.get("vocab_size"), *contents)
 
