@@ -48,9 +48,7 @@ case "${1-train}" in
   train) program=launch ;;
   race | ablate) program=$1; needed+=" scipy matplotlib plotly" ;;
   honest) program=honesty ;;
-  # On a CPU. Where others use the cores, threads that wait for each other are many times slower.
-  sample) program=$1; export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" ;;
-  bench | hellaswag) program=$1 ;;
+  sample | bench | hellaswag) program=$1 ;;
   compare) program=compare; needed="numpy scipy" ;;
   ideas) program=ledger; needed="numpy scipy" ;;
   tokenize) program=tokenize_text; needed="numpy tqdm" ;;

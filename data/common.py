@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import fcntl
 import hashlib
+import math
 import os
 import shutil
 import signal
@@ -90,6 +91,17 @@ class ArgumentParser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(f"{message} (--help lists the options)")
 
+def between(low, high=math.inf, kind=int):
+    """A type for argparse: the numbers from low to high."""
+    def parse(text):
+        with contextlib.suppress(ValueError):
+            value = kind(text)
+            if low <= value <= high and value < math.inf:
+                return value
+        limit = f"from {low} on" if high == math.inf else f"from {low} to {high}"
+        raise argparse.ArgumentTypeError(f"{text}: expected a number {limit}")
+    return parse
+
 def run(main, errors: tuple = ()) -> int:
     """Runs main(); the exit status of the program, which is what main returns, or 0.
 
@@ -122,18 +134,26 @@ def sha256(path) -> str:
     return hashlib.sha256(np.memmap(path, mode="r")).hexdigest()
 
 @contextlib.contextmanager
+def locked(path: Path, refusal: str):
+    """Refuses a second program that locks this file. The kernel releases the lock whatever ends the
+    first one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{path.parent}: {refusal}") from None
+        except OSError as error:
+            print(f"note: {path.parent} is on a file system without locks ({error.strerror}): make "
+                  "sure that you start this only once", file=sys.stderr)
+        yield
+
+@contextlib.contextmanager
 def staging(folder: Path):
     """A folder for unfinished files: locked against a second run, emptied of what a killed run
     left, and removed at the end whatever happens."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            raise UserError(f"{folder}: another run is writing there; wait for it, or choose "
-                            "another name") from None
-        except OSError:  # a file system without locks
-            pass
+    with locked(folder / "lock", "another run is writing there; wait for it, or choose another "
+                "name"):
         for leftover in folder.iterdir():
             if leftover.name != "lock":
                 leftover.unlink()

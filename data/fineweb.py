@@ -19,7 +19,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from data.common import ArgumentParser, UserError, check_shard, require, run, sha256
+from data.common import ArgumentParser, UserError, between, check_shard, require, run, sha256
 from data.vocab import GPT2Tokenizer
 
 REPOSITORY = "kjj0/fineweb10B-gpt2"
@@ -63,11 +63,11 @@ def fetch(name: str, folder: Path):
 
 def main(argv=None):
     p = ArgumentParser(description=__doc__, prog="./run.sh fineweb")
-    p.add_argument("--num_chunks", type=int, default=7, metavar="N", help="training chunks (7)")
+    p.add_argument("--num_chunks", type=between(0, CHUNKS), default=7, metavar="N",
+                   help="training chunks (7)")
     p.add_argument("--out", type=Path, metavar="DIR", help="destination (data/fineweb10B)")
     p.add_argument("--verify", action="store_true", help="check what is there, fetch nothing")
     args = p.parse_args(argv)
-    require(0 <= args.num_chunks <= CHUNKS, f"--num_chunks {args.num_chunks}: there are {CHUNKS}")
     folder = args.out or Path(os.path.relpath(Path(__file__).resolve().parent / "fineweb10B"))
     there = sorted(path.name for path in folder.glob("fineweb_*.bin"))
     names = ["fineweb_val_000000.bin"]

@@ -2,13 +2,10 @@
 
     ./run.sh inspect data/fineweb10B/*.bin
     ./run.sh inspect data/mine/*.bin --tokenizer bytes
-    ./run.sh inspect data/mine/mine_val_*.bin --seen_in data/mine/mine_train_*.bin
 
 Reads every token. Prints for each file: tokens, range of ids, documents and their lengths, and how
 the first document begins. The tokenizer is the one named by NAME.json next to the shards, else
-GPT-2's. With --seen_in it also prints what share of all runs of 32 tokens stands in those shards
-too: where it is large, validation tests what was learned by heart. A shard that is bad is one line
-with the defect and its byte, and the status is 2.
+GPT-2's. A shard that is bad is one line with the defect and its byte, and the status is 2.
 """
 
 import json
@@ -19,10 +16,8 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from data.common import PIECE_TOKENS, ArgumentParser, UserError, check_shard, run
+from data.common import ArgumentParser, UserError, check_shard, run
 from data.vocab import END_OF_TEXT, TOKENIZERS, load_tokenizer
-
-RUN = 32  # tokens
 
 def tokenizer_of(path: Path) -> str:
     """By the sidecar that tokenize_text.py writes; the field's shards have none and are GPT-2's."""
@@ -57,41 +52,18 @@ def report(path: Path, tokens: np.ndarray, tokenizer_name: str, vocab_dir):
     except UserError as e:
         print(f"  not decoded: {e}")
 
-def run_hashes(tokens: np.ndarray) -> np.ndarray:
-    """A hash of each RUN consecutive tokens of [n]: [n - RUN + 1], of uint64."""
-    hashes = np.zeros(max(0, len(tokens) - RUN + 1), dtype=np.uint64)
-    for at in range(RUN if len(hashes) else 0):
-        hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + tokens[at:at + len(hashes)]
-    return hashes
-
-def share_seen(tokens: np.ndarray, others: list[np.ndarray]) -> float:
-    """The share of a shard's runs of RUN tokens that stand in the other shards too."""
-    runs = run_hashes(tokens)
-    known = np.unique(runs)
-    seen = np.zeros(len(known), dtype=bool)
-    for other in others:
-        for at in range(0, len(other), PIECE_TOKENS):
-            seen |= np.isin(known, run_hashes(other[at:at + PIECE_TOKENS + RUN - 1]))
-    return float(seen[np.searchsorted(known, runs)].mean()) if len(runs) else 0.0
-
 def main(argv=None):
     p = ArgumentParser(description=__doc__, prog="./run.sh inspect")
     add = p.add_argument
     add("files", nargs="+", type=Path, metavar="FILE", help="token shard")
     add("--tokenizer", choices=TOKENIZERS, help="of the shards (see above)")
     add("--vocab_dir", metavar="DIR", help="of GPT-2's encoder.json and vocab.bpe (downloaded)")
-    add("--seen_in", nargs="+", type=Path, default=[], metavar="FILE", help="shards to look in")
     args = p.parse_args(argv)
     status = 0
     for path in args.files:
         try:
-            tokenizer_name = args.tokenizer or tokenizer_of(path)
-            tokens, *others = (check_shard(shard, TOKENIZERS[tokenizer_name].vocab_size)
-                               for shard in (path, *args.seen_in))
-            report(path, tokens, tokenizer_name, args.vocab_dir)
-            if others:
-                print(f"  {share_seen(tokens, others):.2%} of its runs of {RUN} tokens stand in "
-                      f"{len(others)} other shard(s) too")
+            name = args.tokenizer or tokenizer_of(path)
+            report(path, check_shard(path, TOKENIZERS[name].vocab_size), name, args.vocab_dir)
         except (UserError, OSError) as e:
             print(f"error: {e}", file=sys.stderr)
             status = 2

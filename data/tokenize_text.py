@@ -33,8 +33,8 @@ import numpy as np
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from data.common import (PIECE_TOKENS, ArgumentParser, UserError, publish, require, run, staging,
-                         write_shards)
+from data.common import (PIECE_TOKENS, ArgumentParser, UserError, between, publish, require, run,
+                         staging, write_shards)
 from data.vocab import PIECE_BYTES, TOKENIZERS, load_tokenizer, piece_end, utf8
 
 DECOMPRESS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
@@ -219,16 +219,15 @@ def parse(argv):
     add("--exclude", **patterns, help="files and folders to leave out, as 'tests'")
     add("--shuffle", action="store_true", help="order a folder's files by a hash of their paths")
     add("--text_field", default="text", metavar="NAME", help="of jsonl and parquet (text)")
-    add("--shard_size", type=int, default=100_000_000, metavar="N", help="at most (100000000)")
-    add("--val_fraction", type=float, default=0.05, metavar="F", help="of tokens; 0: none (0.05)")
-    add("--workers", type=int, default=os.cpu_count(), metavar="N", help="threads (one per core)")
+    add("--shard_size", type=between(1, 2**31 - 1), default=100_000_000, metavar="N",
+        help="at most (100000000)")
+    add("--val_fraction", type=between(0, 0.99, float), default=0.05, metavar="F",
+        help="of tokens; 0: none (0.05)")
+    add("--workers", type=between(1, 1000), default=os.cpu_count(), metavar="N",
+        help="threads (one per core)")
     args = p.parse_args(argv)
     require(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", args.name),
             f"--name {args.name!r}: up to 100 letters, digits, and . _ - only")
-    for name, low, high in (("shard_size", 1, 2**31 - 1), ("workers", 1, 1000),
-                            ("val_fraction", 0, 0.99)):
-        value = getattr(args, name)
-        require(low <= value <= high, f"--{name} {value}: must be {low} to {high}")
     return args
 
 def main(argv=None):

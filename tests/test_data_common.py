@@ -124,7 +124,7 @@ def test_a_folder_is_of_one_run_at_a_time(tmp_path):
 def test_a_file_system_without_locks_will_do(tmp_path, monkeypatch, number):
     def no_locks(*_):
         raise OSError(number, "")
-    monkeypatch.setattr(common.fcntl, "lockf", no_locks)
+    monkeypatch.setattr(common.fcntl, "flock", no_locks)
     with staging(tmp_path / "unfinished") as folder:
         (folder / "a").write_text("text")
         common.publish([folder / "a"], tmp_path)

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from conftest import write_shard
 
@@ -64,20 +63,3 @@ def test_the_tokenizer_comes_from_the_sidecar_or_the_flag(tmp_path, capsys):
         status, _, err = inspected(capsys, path)
         assert status == 2 and "t.json: names no tokenizer that is known; --tokenizer" in err
     assert "it begins: 'A'" in inspected(capsys, path, "--tokenizer=bytes")[1]
-
-@pytest.mark.parametrize("piece", [8, 50, 10_000])
-def test_what_other_shards_hold_too_is_counted(tmp_path, monkeypatch, capsys, piece):
-    """Two stretches of the first shard, of 70 and 33 tokens, stand in the others; a stretch of 31
-    is too short to count."""
-    monkeypatch.setattr(inspect_shards, "PIECE_TOKENS", piece)
-    with_sidecar(tmp_path)
-    rng = np.random.default_rng(0)
-    tokens, other, third = (rng.integers(0, 256, 400).tolist() for _ in range(3))
-    other[100:170] = tokens[50:120]
-    other[7:38] = tokens[200:231]
-    third[367:] = tokens[300:333]
-    paths = [write_shard(tmp_path / f"t_{name}.bin", content) for name, content in (
-        ("val_000000", tokens), ("train_000001", other), ("train_000002", third))]
-    _, said, _ = inspected(capsys, paths[0], "--seen_in", *paths[1:])
-    assert said.splitlines()[-1] == (
-        f"  {(39 + 2) / 369:.2%} of its runs of 32 tokens stand in 2 other shard(s) too")

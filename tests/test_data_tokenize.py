@@ -234,7 +234,7 @@ UTF16 = '{"text": "a"}\n'.encode("utf-16")
     ("A text in place of a file. " * 100, Path, [], ": no such file or folder"),
     ("a", Path.mkdir, [], "a: no file there matches"),
     ("a.txt", holding(b"abc"), [], "hold 4 tokens in all, of which validation would get 0; change"),
-    ("a.txt", holding(b"abc"), ["--val_fraction=nan"], "--val_fraction nan: must be 0 to 0.99"),
+    ("a.txt", holding(b"abc"), ["--val_fraction=nan"], "nan: expected a number from 0"),
     ("a.txt", holding(b"abc"), ["--name=a/b"], "--name 'a/b'"),
     ("a.txt", holding(b"abc"), [f"--name={'n' * 101}"], "up to 100 letters, digits, and . _ -"),
 ])

@@ -106,11 +106,11 @@ def test_a_confidence_sequence_has_the_means_that_are_not_excluded(n):
 def test_the_pairs_that_would_decide_it():
     """If they repeat those that are there."""
     found = some_differences(4, 0.012)
-    needed = judge.until_decided(list(found), [0.0] * 4, 0.01)["needed"]
+    needed = judge.pairs_until_decided(found, 0.01)
     assert 4 < needed < 100
     E = [float(judge.e_of_pairs(np.resize(found, n))) for n in (needed - 1, needed)]
     assert E[0] < 100 <= E[1]
-    assert judge.until_decided([1.0, -1.0], [0.0, 0.0], 0.01)["needed"] is None
+    assert judge.pairs_until_decided([1.0, -1.0], 0.01) is None
 
 def test_p_values_adjusted_for_their_number_against_an_example():
     """Of three, the smallest counts three times, the next twice, and none less than the next."""

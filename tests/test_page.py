@@ -118,7 +118,7 @@ def test_a_run_that_is_alive(tmp_path, capsys, end, cells):
 # ---- Hostile logs, and errors --------------------------------------------------------------------
 
 EVIL = ("</script><script>window.hacked = 1</script><img src=x onerror=window.hacked=1>"
-        "\x1b[2J'\"&{{body}}")
+        "\x1b[2J'\"&$body")
 
 @pytest.fixture
 def hostile(tmp_path, capsys):

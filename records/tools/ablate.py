@@ -22,6 +22,7 @@ import os
 import re
 import sys
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
 
@@ -47,8 +48,7 @@ class Part:
     def file(self):
         return "without_" + re.sub(r"\W+", "_", self.name)
 
-def say(text: str):
-    print(f"ablate: {logs.printable(text)}", flush=True)
+say = partial(race.say, who="ablate")
 
 def mark_of(line: str) -> str:
     return "".join(MARK.findall(line)[:1])
@@ -96,11 +96,11 @@ def trains(part: Part, text: str, folder: Path, words) -> bool:
         return True  # the race tries it
     say(f"one step of {path.stem}, to see whether it trains")
     one = race.parse([str(path), *words, f"--records={folder}"])
-    problem = race.trial.why_not(one.candidates[0], one.options.seed, one.folder / "one_step")
-    if problem:
+    output = race.trial.one_step(one.candidates[0], one.options.seed, one.folder / "one_step")
+    if output:
         path.unlink()
-        say(f"{path.stem} does not train: {problem}")
-    return not problem
+        say(f"{path.stem} does not train: {race.trial.last_line(output)}")
+    return not output
 
 def tried(parts: list[Part], *where) -> list[Part]:
     """The parts that can be left out, those joined that cannot alone."""
@@ -121,7 +121,7 @@ def parse(arguments):
     own, words = parser.parse_known_args(arguments)
     require(words and re.fullmatch(r"[^-].*\.py", words[0]),
             "the first word names the copy: ./run.sh ablate my_record.py [preset] [flags]")
-    options, _ = race.options_of(words)
+    options = race.parse(words).options
     options.part = own.part
     return options, words[0], words[1:]
 

@@ -31,9 +31,7 @@ judge.py's Side and compare_all and logs.py's Run.
 import difflib
 import hashlib
 import json
-import math
 import os
-import re
 import sys
 import textwrap
 from pathlib import Path
@@ -41,16 +39,15 @@ from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from records.tools import judge, load, tables
-from records.tools.judge import (ALPHA, TARGET, comparable_losses, comparable_times, decide,
-                                 pairs_of, test_that_speaks, unchanged_losses)
+from records.tools.load import between
+from records.tools.judge import (ALPHA, TARGET, comparable_losses, comparable_times,
+                                 test_that_speaks)
 from records.tools.logs import BadInput, interval, number, printable, read, short
 from records.tools.tables import percent, plain, runs_of
 
 WIDTH = 100
 DIFF_LINES = 60  # of a diff of sources that is printed
 RECORDS = Path(__file__).resolve().parents[1]
-__all__ = ["Side", "compare_all", "decide", "pairs_of", "report", "test_that_speaks",
-           "unchanged_losses"]
 
 # ---- One side ------------------------------------------------------------------------------------
 
@@ -116,18 +113,11 @@ def compare_all(candidates, baseline, target, level=None, worth=None, more=0):
     return found
 
 def source_diff(old, new):
-    """A unified diff of the sources of B and A, each hunk with the definition above its change;
-    None where a log holds no source."""
+    """A unified diff of the sources of B and A; None where a log holds no source."""
     if not (old.source and new.source):
         return None
     texts = [run.source.splitlines() for run in (old, new)]
-    lines = list(difflib.unified_diff(*texts, f"B {old.name}", f"A {new.name}", lineterm="", n=2))
-    for i, line in enumerate(lines):
-        if line.startswith("@@ "):
-            start = int(re.search(r"\+(\d+)", line)[1]) + 1  # past the two lines of context
-            above = [text for text in texts[1][:start] if re.match(r"\s*(def|class) ", text)]
-            lines[i] = f"{line} {above[-1].strip() if above else ''}".rstrip()
-    return lines
+    return list(difflib.unified_diff(*texts, f"B {old.name}", f"A {new.name}", lineterm="", n=2))
 
 def titles(sides):
     """What the sides are called: by their names, where these differ."""
@@ -165,7 +155,7 @@ def sentences_about(a, b, comparison, target):
         return ["Nothing is shown: the sides have no seed in common, and an e-value takes pairs. "
                 "Without --until_decided, all runs are compared."]
     sentences = [about_loss(a, b, comparison), about_steps(a, b, comparison),
-                 about_power(comparison), about_time(a, b, comparison)]
+                 about_time(a, b, comparison)]
     if comparison["unequal"]:
         sentences.insert(0, f"Unequal: {titles([a, b])[0]} has {', '.join(comparison['unequal'])}.")
     if target is not None:
@@ -229,13 +219,6 @@ def about_steps(a, b, comparison):
     return (f"By the slope of its curve, {titles([a, b])[1]} would need "
             f"{plain(abs(found['difference']))} {'more' if earlier else 'fewer'} steps for the "
             f"same loss, {plain(share * found['difference'], 2)} % of the run{between}.")
-
-def about_power(comparison):
-    """How many pairs may decide it, where it is not."""
-    test = test_that_speaks(comparison, "loss")
-    if comparison["decision"] != "undecided" or test["E"] is None or not test["needed"]:
-        return ""
-    return f"Some {runs_of(test['needed'], 'pair')} in all would likely decide it."
 
 def about_time(a, b, comparison):
     if not comparable_times(a, b):
@@ -326,17 +309,14 @@ def parse(arguments):
     parser.add_argument("logs", nargs="+", metavar="A", help="logs, or folders of logs")
     parser.add_argument("--vs", nargs="+", metavar="B", default=[], action="extend",
                         help="the baseline's")
-    parser.add_argument("--target", type=float, help="validation loss to reach")
-    parser.add_argument("--until_decided", type=float, metavar="LEVEL", help="by e-values")
+    parser.add_argument("--target", type=between(0, kind=float), help="validation loss to reach")
+    parser.add_argument("--until_decided", type=between(1e-9, 0.5, float), metavar="LEVEL",
+                        help="by e-values")
     parser.add_argument("--plot", metavar="FILE", help="draw the losses into a .png or .svg")
     parser.add_argument("--html", metavar="FILE", help="a page for a browser")
     parser.add_argument("--statistics", action="store_true", help="write statistics.md beside A")
     parser.add_argument("--json", action="store_true", help="everything, for programs")
     options = parser.parse_args(arguments)
-    if options.until_decided is not None and not 0 < options.until_decided < 1:
-        parser.error("--until_decided takes a level between 0 and 1, 0.01 say")
-    if options.target is not None and not math.isfinite(options.target):
-        parser.error("--target takes a loss, 3.28 say")
     if options.plot and not options.plot.endswith((".png", ".svg")):
         parser.error("--plot takes a .png or an .svg")
     return options
@@ -398,22 +378,18 @@ def main(arguments=None):
     for line in unread:
         say(line, sys.stderr)
     sides = candidates + baseline
-    pairs = pairs_of(*sides) if len(comparisons) == 1 else ()
     if options.plot:
         from records.tools import plot  # which takes a second to import
-
-        plot.save(options.plot, sides, target, pairs, options.until_decided)
+        plot.save(options.plot, sides, comparisons, target)
     if options.html:
         from records.tools import page
-
         page.save(options.html, sides, comparisons, target)
     if options.statistics:
         from records.tools import submission
-
         path = submission.write(candidates, baseline, comparisons, target)
         say(f"{path} is written", sys.stderr)
     if options.json:
-        found = {"version": 10, "target": target, "sides": sides, "comparisons": comparisons,
+        found = {"version": 11, "target": target, "sides": sides, "comparisons": comparisons,
                  "unread": unread}
         print(json.dumps(found, indent=1, default=as_json, allow_nan=False))
     else:

@@ -17,13 +17,12 @@ from http.client import HTTPException
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from records.tools.load import ROOT, UserError, installed, require, run
+from records.tools.load import ROOT, UserError, between, require, run
 
-with installed():
-    import torch
-    import torch.nn.functional as F
-    from torch import Tensor
-    from tqdm import tqdm
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
 from records.tools.sample import Trained, arguments, features, load_run, note, tokenizer_of
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
@@ -46,21 +45,19 @@ def download(folder: Path) -> Path:
                             "give a copy of it by --data") from None
     return path
 
-def read_item(line: bytes, tokenizer) -> Item:
-    """In tokens. The context begins with the end-of-text token."""
-    fields = json.loads(line)
-    label = ["0", "1", "2", "3"].index(str(fields["label"]))  # some have a text
-    first, second, third, fourth = [tokenizer.encode(" " + text) for text in fields["endings"]]
-    return Item([tokenizer.eot, *tokenizer.encode(fields["ctx"])],
-                [first, second, third, fourth], label)
-
 def read_items(path: Path, tokenizer, limit: int | None) -> list[Item]:
+    """In tokens. The context begins with the end-of-text token."""
     items = []
     with open(path, "rb") as f:
         lines = [(number, line) for number, line in enumerate(f, 1) if line.strip()]
     for number, line in lines[:limit]:
         try:
-            items.append(read_item(line, tokenizer))
+            fields = json.loads(line)
+            label = ["0", "1", "2", "3"].index(str(fields["label"]))  # some have a text
+            context = [tokenizer.eot, *tokenizer.encode(fields["ctx"])]
+            endings = [tokenizer.encode(" " + text)
+                       for text, _ in zip(fields["endings"], range(4), strict=True)]
+            items.append(Item(context, endings, label))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
             raise UserError(f"{path}: line {number}: expected a JSON object with ctx, four endings "
                             f"and a label from 0 to 3 ({type(e).__name__}: {e})") from None
@@ -97,9 +94,8 @@ def main():
     parser = arguments("hellaswag", __doc__)
     add = parser.add_argument
     add("--data", type=Path, metavar="FILE", help="items (hellaswag_val.jsonl, fetched)")
-    add("--limit", type=int, metavar="N", help="only the first N items")
+    add("--limit", type=between(1), metavar="N", help="only the first N items")
     args = parser.parse_args()
-    require(args.limit is None or args.limit > 0, "--limit: takes a number from 1 on")
     trained = load_run(args)
     tokenizer = tokenizer_of(trained.hp, args.vocab_dir)
     items = read_items(args.data or download(FOLDER), tokenizer, args.limit)

@@ -8,11 +8,8 @@ from collections import Counter
 from itertools import chain, pairwise
 from statistics import fmean
 
-from records.tools.load import installed
-
-with installed():
-    import numpy as np
-    from scipy import optimize, stats
+import numpy as np
+from scipy import optimize, stats
 
 ALPHA = 0.01                      # the speedrun's level of significance
 TARGET = 3.28                     # its loss, over GPT-2's vocabulary
@@ -154,13 +151,12 @@ def confidence_sequence(differences, level):
 
 def until_decided(a, b, level):
     """The test of pairs whose number was not fixed beforehand."""
-    found = of_pairs(a, b, level) | {"needed": None}
+    found = of_pairs(a, b, level)
     if a:
         differences = np.subtract(a, b)
         E = float(e_of_pairs(differences))
         found |= {"E": E, "adjusted": min(1, 1 / E),
-                  "interval": confidence_sequence(differences, level),
-                  "needed": pairs_until_decided(differences, level)}
+                  "interval": confidence_sequence(differences, level)}
     return found
 
 def pairs_until_decided(differences, level):

@@ -22,16 +22,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from records.tools import logs
-from records.tools.load import (ArgumentParser, UserError, child, installed, load_script, require,
-                                run)
+from records.tools.load import ArgumentParser, UserError, child, load_script, require, run
 
-with installed():
-    import torch
+import torch
 
-    from data import tokenize_text
-    from data.common import sha256
-    from records.tools import sample
-    from records.tools.watch import checkpoint_of, say, train
+from data import tokenize_text
+from data.common import sha256
+from records.tools import sample
+from records.tools.watch import say, train
 
 # The standard library, without its tests and its tables of characters.
 DEMO_TEXT = ("--out data/demo --name demo --tokenizer bytes --shuffle --glob *.py "
@@ -78,7 +76,7 @@ def find_resumed(path: str | None, flags: list[str]) -> tuple[str, list[str], di
     if "--resume" not in values:
         return path or "train_gpt.py", flags, {}
     run = Path(values["--resume"] or values.get("--records", "records")).expanduser()
-    checkpoint = checkpoint_of(run)
+    checkpoint = sample.find_checkpoint(run)
     try:
         saved = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
         settings, source = saved["settings"], saved["script"]
@@ -195,7 +193,7 @@ def flags_for_text(text: str, script, hp, named: dict) -> list[str]:
 def show_sample(path: str, log: Path, hp, prompt: list[str]):
     """A sample of a demo, and what to do next."""
     try:
-        checkpoint = checkpoint_of(log)
+        checkpoint = sample.find_checkpoint(log)
         str(checkpoint).encode()  # torch reads no file whose path is not UTF-8
     except (UserError, UnicodeEncodeError) as e:  # the disk was full, say
         say(f"no sample: {e}")

@@ -20,19 +20,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from records.tools import logs
-from records.tools.load import ROOT, ArgumentParser, installed, run
+from records.tools.load import ROOT, ArgumentParser, run
+from records.tools.tables import plain
 
-with installed():
-    from scipy import stats
+from scipy import stats
 
 RATE = 0.05
 COLUMNS = ["date", "race", "candidate", "patch", "decision", "keep", "honest", "difference", "low",
            "high", "E", "p", "pairs", "seconds", "baseline_seconds", "tokens", "baseline_tokens"]
-
-def e_text(E: float) -> str:
-    if E < 100:
-        return f"{E:.2g}"
-    return f"{E:,.0f}" if E < 1e5 else "above 99,999"
 
 def row_of(line: str) -> dict | None:
     """A line's cells, the numbers in it as numbers; None if it is no line of a ledger. A
@@ -112,7 +107,7 @@ def main(arguments=None):
         decision, loss = row["decision"], row["difference"]
         if decision == "undecided" and (row["E"] or 0) >= 100:
             decision = "better?" if loss < 0 else "worse?"
-        evidence = "" if row["E"] is None else f"E {e_text(row['E'])}"
+        evidence = "" if row["E"] is None else f"E {plain(row['E'], 2)}"
         if row["p"] is not None:
             evidence = f"p {row['p']:.2g}"
         cells = [row["date"][5:], row["race"][-width:], row["candidate"][-width:], decision,

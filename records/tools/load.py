@@ -1,5 +1,5 @@
-"""What the programs here share: a training script as a module, programs that they start, one line
-where a package is missing, and from data/common.py the errors and the arguments of a program."""
+"""What the programs here share: a training script as a module, programs that they start, and from
+data/common.py the errors, the arguments and the lock of a program."""
 
 import contextlib
 import importlib.util
@@ -9,25 +9,14 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
+from data.common import ArgumentParser, UserError, between, locked, require, run
+
 ROOT = Path(__file__).resolve().parents[2]
 # Starts several processes of this machine, also where its own name leads nowhere.
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local_addr=127.0.0.1"]
 
-@contextlib.contextmanager
-def installed():
-    """Ends the program with one line where a package is missing that is imported within."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        print(f"error: {error.name} is not installed here: start the program by ./run.sh, or "
-              "install the packages of requirements.txt", file=sys.stderr)
-        sys.exit(2)
-
-with installed():
-    from data.common import ArgumentParser, UserError, require, run
-
-__all__ = ["ROOT", "TORCHRUN", "ArgumentParser", "UserError", "child", "installed", "load_script",
-           "require", "run"]
+__all__ = ["ROOT", "TORCHRUN", "ArgumentParser", "UserError", "between", "child", "load_script",
+           "locked", "require", "run"]
 
 def load_script(path, name: str = "training_script") -> ModuleType:
     """A training script as a module of this name, whatever the file is called. A mistake in it

@@ -20,7 +20,6 @@ from collections import namedtuple
 from fnmatch import fnmatch
 from pathlib import Path
 
-
 class BadInput(Exception):
     """An error that the user can fix: the message is one line."""
 

@@ -11,14 +11,13 @@ import re
 import time
 from itertools import cycle
 from pathlib import Path
+from string import Template
 
-from records.tools import judge, plot, tables
-from records.tools.load import installed
+import plotly.io
+from plotly.offline import get_plotlyjs
+
+from records.tools import plot, tables
 from records.tools.logs import short
-
-with installed():
-    import plotly.io
-    from plotly.offline import get_plotlyjs
 
 FRAME = Path(__file__).with_suffix(".html")
 NUMBER = re.compile(r"[+-]?\d[\d.,]*( s|[kMB])?$|-$")
@@ -160,13 +159,10 @@ def page(sides, comparisons, target, notes=(), alive=False) -> str:
     losses = figure("loss", [plot.loss_panel(sides, axis, target) for axis in axes])
     parts.append(section(f"Validation loss: {names}", LOSS_WORDS, losses))
     if comparisons:
-        tests = [one["paired"]["loss"] for one in comparisons]
-        pairs = [judge.pairs_of(side, sides[-1]) for side in sides[:-1]]
-        found = plot.difference_panel(
-            [(side, paired, test["level"], test["E"] is not None)
-             for side, paired, test in zip(sides, pairs, tests)])
+        found = plot.difference_panel(sides, comparisons)
         shown = figure("difference", [found]) if found else ""
-        said = DIFFERENCE_WORDS if found else NO_STEPS if any(pairs) else NO_PAIRS
+        paired = any(one["paired"]["seeds"] for one in comparisons)
+        said = DIFFERENCE_WORDS if found else NO_STEPS if paired else NO_PAIRS
         parts.append(section(f"Difference in validation loss: {names}", said, shown))
     for side in sides:
         lines = [f"<p>{text(side.about_rule)}</p>"]
@@ -180,12 +176,10 @@ def page(sides, comparisons, target, notes=(), alive=False) -> str:
                              changes("settings", found["hyperparameters"], side, sides[-1]),
                              changes("environment", found["environment"], side, sides[-1]),
                              source_change(found["source"])))
-    values = {"title": text(plot.title(sides)), "alive": str(alive).lower(),
+    values = {"title": text(names), "alive": str(alive).lower(),
               "written": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
               "plotly": get_plotlyjs(), "body": "\n".join(parts)}
-    pieces = re.split("{{(.*?)}}", FRAME.read_text(encoding="utf-8"))  # text, name, text, ...
-    pieces[1::2] = [values[name] for name in pieces[1::2]]
-    return "".join(pieces)
+    return Template(FRAME.read_text(encoding="utf-8")).substitute(values)
 
 def save(path, *content, **more):
     """Write the page in one go, so that no browser reads half of it."""

@@ -5,15 +5,13 @@ import textwrap
 from collections import namedtuple
 from itertools import cycle
 
-from records.tools.judge import ALPHA, differences_by_step
-from records.tools.load import installed
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+from records.tools.judge import differences_by_step, pairs_of
 from records.tools.logs import BadInput, short
 from records.tools.tables import runs_of
-
-with installed():
-    import matplotlib
-    import numpy as np
-    from matplotlib.figure import Figure
 
 # Told apart by the colour-blind, and in grey by the dashes.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
@@ -74,13 +72,14 @@ def loss_range(runs, target):
     room = 0.05 * (high - low)
     return low - room, high + room
 
-def difference_panel(candidates):
-    """A - B by step, of (side, its pairs, level, whether by e-values) each. None where no pairs
-    compare."""
+def difference_panel(sides, comparisons):
+    """A - B by step, of each candidate. None where no pairs compare."""
     groups = []
     late = [0]  # what the second half of the steps has sets the scale
-    for side, pairs, level, by_e in candidates:
-        found = differences_by_step(pairs, level, by_e)
+    for side, comparison in zip(sides, comparisons):
+        pairs = pairs_of(side, sides[-1])
+        test = comparison["paired"]["loss"]
+        found = differences_by_step(pairs, test["level"], test["E"] is not None)
         if not found:
             continue
         steps, rows, bands = found
@@ -111,12 +110,6 @@ def names(sides):
     *others, last = [short(side.name) for side in sides]
     return f"{', '.join(others)} against {last}" if others else last
 
-def title(sides):
-    """The same, with the number of runs."""
-    counts = [len(side.used or side.runs) for side in sides]
-    amount = f"{counts[0]}" if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
-    return f"{names(sides)}, {amount} run{'s' * (amount != '1')}{' each' * (len(sides) > 1)}"
-
 # ---- The picture ---------------------------------------------------------------------------------
 
 def draw_panel(panel, place):
@@ -137,13 +130,12 @@ def draw_panel(panel, place):
     place.set_axisbelow(True)
     place.ticklabel_format(style="plain", useOffset=False)
 
-def draw(sides, target, pairs=(), level=None):
-    """The figure of some sides; pairs are those (run of A, run of B) that share a seed, and a level
-    means that they were added until decided at it."""
+def draw(sides, comparisons, target):
+    """The figure of some sides, the baseline last where there are comparisons with it."""
     if not any(validation_curve(run, "step")[0] for side in sides for run in side.runs):
         raise BadInput("no picture, for the logs hold no validation")
     panels = [loss_panel(sides, axis, target) for axis in axes_of(sides)[:2]]
-    below = difference_panel([(sides[0], pairs, level or ALPHA, bool(level))] * (len(pairs) > 1))
+    below = difference_panel(sides, comparisons)
     figure = Figure(figsize=(9, 7.6 if below else 4.8), layout="constrained")
     rows = [range(len(panels))] + [[len(panels)] * len(panels)] * bool(below)
     places = figure.subplot_mosaic([list(row) for row in rows])
@@ -153,10 +145,10 @@ def draw(sides, target, pairs=(), level=None):
     for place in figure.axes:
         handles, labels = place.get_legend_handles_labels()
         entries |= dict(zip(labels, handles))
-    figure.suptitle(textwrap.fill(f"Validation loss of {title(sides)}", 80))
+    figure.suptitle(textwrap.fill(f"Validation loss of {names(sides)}", 80))
     figure.legend(entries.values(), entries, loc="outside lower center", ncols=2, frameon=False)
     return figure
 
-def save(path, sides, target, pairs=(), level=None):
+def save(path, *content):
     with matplotlib.rc_context(STYLE):
-        draw(sides, target, pairs, level).savefig(path, dpi=144)
+        draw(*content).savefig(path, dpi=144)

@@ -45,42 +45,32 @@ Exit status: 0 if one is to be kept, else 4 if one is undecided, else 3; 2 if no
 
 import contextlib
 import json
-import math
 import os
 import re
 import shlex
 import sys
 import time
-from argparse import ArgumentTypeError, Namespace
-from dataclasses import dataclass, field
+from argparse import Namespace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from records.tools import judge, ledger, load, logs, trial, verdict
-from records.tools.load import ROOT, ArgumentParser, UserError, installed, require
+from records.tools.load import ROOT, ArgumentParser, UserError, between, locked, require
+from records.tools.tables import plain, runs_of
 from records.tools.trial import Entry, script_text
 
-with installed():
-    from tqdm import tqdm
+from tqdm import tqdm
 
 STEP = re.compile(r"step:(\d+)/(\d+) ")
 VALIDATION = {"--val_files", "--val_tokens", "--val_seq_len", "--vocab_size", "--text"}
 
 @dataclass
-class Racer(Entry):
-    """A script, and how its race stands."""
-    runs: dict = field(default_factory=dict)  # {seed: finished run}, the first of each seed
-    problem: str = ""  # why it cannot be raced
-    dishonest: str = ""  # what the check of its honesty saw
-    decided: int | None = None  # after how many pairs
-    standing: str = ""  # after the last pair, in words
-
-@dataclass
 class Race:
     folder: Path
-    candidates: list[Racer]
-    baseline: Racer
+    candidates: list[Entry]
+    baseline: Entry
     options: Namespace  # of OPTIONS
 
     @property
@@ -104,38 +94,23 @@ class Race:
         """The candidates that still race."""
         return [one for one in self.candidates if not one.problem and one.decided is None]
 
-def say(text: str):
-    tqdm.write(f"race: {logs.printable(text)}", file=sys.stdout)
+def say(text: str, who: str = "race"):
+    tqdm.write(f"{who}: {logs.printable(text)}", file=sys.stdout)
     sys.stdout.flush()
-
-def many(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 # ---- Plan ----------------------------------------------------------------------------------------
 
-def number(text, kind=float, above=0, below=math.inf):
-    """For argparse."""
-    try:
-        value = kind(text)
-    except ValueError:
-        value = math.nan
-    if not above < value < below:
-        limit = f" and below {below}" if below < math.inf else ""
-        raise ArgumentTypeError(f"invalid number value: {text}, expected {kind.__name__} above "
-                                f"{above}{limit}")
-    return value
-
 OPTIONS = [
     ("--vs", "train_gpt.py", str, "the baseline"),
-    ("--most", 12, partial(number, kind=int), "pairs, unless it is decided before"),
-    ("--level", 0.01, partial(number, below=1), "the chance of a wrong decision"),
-    ("--worth", None, number, "a difference in nats that is not worth more pairs"),
-    ("--repeat", None, partial(number, kind=int), "a fixed number of pairs"),
+    ("--most", 12, between(1), "pairs, unless it is decided before"),
+    ("--level", 0.01, between(1e-9, 0.5, float), "the chance of a wrong decision"),
+    ("--worth", None, between(0, kind=float), "a difference in nats that is not worth more pairs"),
+    ("--repeat", None, between(1), "a fixed number of pairs"),
     ("--only_ours", "", str, "flags for the copies"),
     ("--name", None, str, "of the race, by default the first copy's"),
     ("--records", "records", str, "where the race's folder lies"),
-    ("--seed", 1, partial(number, kind=int, above=-1), "the first seed"),
-    ("--target", None, number, "a validation loss to reach, which the verdict judges too"),
+    ("--seed", 1, between(0), "the first seed"),
+    ("--target", None, between(0, kind=float), "a loss to reach, which the verdict judges too"),
 ]
 # A script with flags of its own in one word. Both may hold spaces.
 SCRIPT = re.compile(r"(?s)(['\"]?)([^-'\"].*?\.py)\1(?:\s+(-.*))?")
@@ -156,7 +131,7 @@ def parse(arguments) -> Race:
     scripts = {word: found for word in words if (found := SCRIPT.fullmatch(word))}
     require(scripts, "no word names a copy: ./run.sh race my_record.py [preset] [flags]")
     flags = [word for word in words if word not in scripts]
-    racers = [Racer(name_of(options.vs), options.vs, flags, script_text(options.vs))]
+    racers = [Entry(name_of(options.vs), options.vs, flags, script_text(options.vs))]
     for found in scripts.values():
         script, own = found[2], [*split(found[3] or ""), *split(options.only_ours)]
         for flag in own:
@@ -168,7 +143,7 @@ def parse(arguments) -> Race:
             name += re.sub(r"[^\w.]+", "_", f" {' '.join(own)}" if len(scripts) > 1 else "_ours")
         require(name not in [racer.name for racer in racers],
                 f"two candidates are called {name}: give their files other names")
-        racers.append(Racer(name, script, [*flags, *own], script_text(script)))
+        racers.append(Entry(name, script, [*flags, *own], script_text(script)))
     for flag in [flag for racer in racers for flag in racer.flags]:
         require(flag.partition("=")[0] not in ("--resume", "--check"),
                 f"{flag}: a race starts runs of its own; leave it out")
@@ -195,7 +170,7 @@ def definition(race: Race) -> dict:
     for racer in race.racers:
         if not racer.problem:
             found |= {f"{racer.name}.{key}": getattr(racer, key)
-                      for key in ("script", "sha256", "flags", "dishonest")}
+                      for key in ("script", "sha256", "flags", "dishonest", "weights")}
     return found
 
 def check(race: Race):
@@ -209,6 +184,7 @@ def check(race: Race):
                         "anew") from None
     for racer in race.racers:
         racer.dishonest = before.get(f"{racer.name}.dishonest", "")
+        racer.weights = before.get(f"{racer.name}.weights", {})
     changed = [f"{key} was {before[key]} and is {value}" for key, value in definition(race).items()
                if before.get(key, value) != value]
     require(not changed, f"{race.folder} was begun with other scripts or flags: "
@@ -220,30 +196,29 @@ def check(race: Race):
             try_out(race, racer)
     if race.racing:
         path.write_text(json.dumps(definition(race), indent=1))
-    if race.racing and new:
-        say("checking whether their runs of one seed start from equal weights")
-        for line in trial.unequal_weights(race.racing, race.baseline):
-            say(line)
+    for one in race.racing if new else ():
+        say_unequal(one, race.baseline)
     for racer in race.racers:
         racer.runs = trial.finished(racer, race.folder / racer.name, race.seeds)
     done = sum(len(racer.runs) for racer in race.racers)
     if done:
-        say(f"{many(done, 'run')} are done")
+        say(f"{runs_of(done, 'run')} are done")
 
 def announce(race: Race):
     names = ", ".join(one.name for one in race.candidates)
-    say(f"{names} against {race.baseline.name}: {race.at_most}{many(race.pairs, 'pair')} of runs, "
-        f"from seed {race.options.seed} on, in {race.folder}, where race.html shows it as it goes")
+    say(f"{names} against {race.baseline.name}: {race.at_most}{runs_of(race.pairs, 'pair')} of "
+        f"runs, from seed {race.options.seed} on, in {race.folder}, where race.html shows it as it "
+        "goes")
     highest = judge.e_of_pairs([1.0] * race.pairs)
     if race.at_most and highest < needed_E(race, -1):
-        say(f"--most={race.pairs} cannot show that a copy is better: E is {ledger.e_text(highest)} "
-            f"at most by then, of {ledger.e_text(needed_E(race, -1))}")
+        say(f"--most={race.pairs} cannot show that a copy is better: E is {plain(highest, 2)} at "
+            f"most by then, of {plain(needed_E(race, -1), 2)}")
 
 def needed_E(race: Race, difference: float) -> float:
     """The E that decides. A gain is the best of several by chance more often."""
     return (len(race.candidates) if difference < 0 else 1) / race.options.level
 
-def try_out(race: Race, racer: Racer):
+def try_out(race: Race, racer: Entry):
     """One step, and the check of honesty. A candidate that fails does not race."""
     try:
         say(f"checking {racer.script}: one step that does not count, to see whether it runs")
@@ -257,7 +232,7 @@ def try_out(race: Race, racer: Racer):
                 f"{advice}")
         say(f"checking {racer.script}: a tiny model by its method, to see whether its validation "
             "loss is honest")
-        racer.dishonest = trial.dishonesty(racer)
+        racer.dishonest, racer.weights = trial.dishonesty(racer)
         require(race.options.dishonest or not racer.dishonest, f"{racer.dishonest}; it is not "
                 "raced, unless you add --dishonest")
     except UserError as error:
@@ -265,6 +240,15 @@ def try_out(race: Race, racer: Racer):
             raise
         racer.problem = str(error)
         say(f"{racer.name} is not raced: {error}")
+
+def say_unequal(one: Entry, other: Entry):
+    """Pairs that do not start from equal weights differ more, so that more of them are needed."""
+    both = one.weights.keys() & other.weights.keys()
+    unequal = sorted(key for key in both if one.weights[key] != other.weights[key])
+    if unequal:
+        say(f"{one.name} and {other.name} do not start from equal weights: of {len(both)} "
+            f"parameters of the same name and shape {len(unequal)} differ, such as "
+            f"{unequal[0].split()[0]}; it takes more pairs to decide")
 
 # ---- Run -----------------------------------------------------------------------------------------
 
@@ -284,7 +268,7 @@ def run_pair(race: Race, pair: int):
         times = [tqdm.format_interval(n * (time.monotonic() - began)) for n in (1, left)]
         say(f"a pair takes {times[0]}; {race.at_most}{left} more take {times[1]}")
 
-def train(race: Race, racer: Racer, seed: int, pair: int):
+def train(race: Race, racer: Entry, seed: int, pair: int):
     what = f"pair {pair} of {race.at_most}{race.pairs}, {racer.name}, seed {seed}"
     say(what)
     folder = race.folder / racer.name
@@ -309,7 +293,7 @@ def move(bar: tqdm, line: str):
 
 # ---- Look ----------------------------------------------------------------------------------------
 
-def pairs_of(race: Race, one: Racer, last: int | None):
+def pairs_of(race: Race, one: Entry, last: int | None):
     """The pairs (run of a candidate, run of the baseline) of the first `last` seeds, at most as
     many as decided it."""
     runs = [(one.runs.get(seed), race.baseline.runs.get(seed)) for seed in race.seeds]
@@ -317,14 +301,10 @@ def pairs_of(race: Race, one: Racer, last: int | None):
 
 def outcome_of(race: Race, last: int | None = None) -> verdict.Outcome:
     """What these pairs show."""
-    words = logs.printable
-    standings = [verdict.Standing(one, pairs_of(race, one, last), words(one.problem),
-                                  words(one.dishonest), race.options.dishonest, one.standing)
-                 for one in race.candidates]
-    notes = [words(racer.problem or racer.dishonest) for racer in race.racers]
+    pairs = [pairs_of(race, one, last) for one in race.candidates]
     level = None if race.options.repeat else race.options.level
-    return verdict.outcome_of(standings, race.baseline, list(race.baseline.runs.values()), notes,
-                              race.options.target, level, race.options.worth)
+    return verdict.outcome_of(race.candidates, pairs, race.baseline, race.options.target, level,
+                              race.options.worth)
 
 def look(race: Race, pair: int):
     """After a pair: who is decided, and how the others stand."""
@@ -348,7 +328,7 @@ def look(race: Race, pair: int):
 def conclude(race: Race, interrupted: bool = False) -> int:
     """Write the verdict, the pictures and the changes; returns the exit status."""
     found = outcome_of(race)
-    verdict.write_rows(found, race.folder)
+    (race.folder / "verdict.json").write_text(json.dumps(found.rows, indent=1), encoding="utf-8")
     verdict.write_page(found, race.folder, alive=False)
     for one in race.candidates:
         patch = verdict.patch_of(one, race.baseline)
@@ -374,7 +354,9 @@ def main(arguments=None) -> int:
     os.chdir(ROOT)
     race = parse(sys.argv[1:] if arguments is None else arguments)
     console = sys.stderr if race.options.json else sys.stdout
-    with contextlib.redirect_stdout(console), trial.alone(race.folder, say):
+    alone = locked(race.folder / "race.json", "this race is running already; wait for it, or give "
+                   "this one a --name of its own")
+    with contextlib.redirect_stdout(console), alone:
         check(race)
         try:
             for pair in range(1, race.pairs + 1):

@@ -20,14 +20,13 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from records.tools import logs
-from records.tools.load import (
-    ROOT, ArgumentParser, UserError, installed, load_script, require, run)
+from records.tools.load import (ROOT, ArgumentParser, UserError, between, load_script, require,
+                                run)
 
-with installed():
-    import torch
-    from torch import Tensor, nn
+import torch
+from torch import Tensor, nn
 
-    from data.vocab import TOKENIZERS, load_tokenizer
+from data.vocab import TOKENIZERS, load_tokenizer
 
 ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))
            if chr(code) not in "\n\t"}  # a terminal may take these for commands
@@ -74,10 +73,12 @@ def folder_of(run: Path) -> Path:
     return run.with_suffix("") if run.suffix == ".log" and not run.is_dir() else run
 
 def find_checkpoint(run: Path) -> Path:
-    """The newest checkpoint of a run. If a resumed run has not saved one yet, it is the newest of
-    the log that it continues, up to the step from which it does."""
+    """The newest checkpoint of a run, or of the newest run in a folder of logs. If a resumed run
+    has not saved one yet, it is the newest of the log that it continues, up to the step from which
+    it does."""
     if run.suffix == ".pt" and run.is_file():
         return run
+    run = max(run.glob("*.log"), default=run, key=lambda log: log.name)
     folder = folder_of(run)
     require(run.suffix != ".pt" and (folder.is_dir() or run.is_file()),
             f"{run}: there is no such run; name its log, its folder or a checkpoint")
@@ -163,35 +164,28 @@ def main():
     parser = arguments("sample", __doc__)
     add = parser.add_argument
     add("--prompt", default="", metavar="TEXT", help="text to continue (a new document begins)")
-    add("--tokens", type=int, default=200, metavar="N", help="at most so many (200)")
-    add("--temperature", type=float, default=0.8, metavar="F",
+    add("--tokens", type=between(1), default=200, metavar="N", help="at most so many (200)")
+    add("--temperature", type=between(0, kind=float), default=0.8, metavar="F",
         help="0 takes the likeliest token, 1 draws by the model's own probabilities (0.8)")
-    add("--top_k", type=int, default=50, metavar="K",
+    add("--top_k", type=between(0), default=50, metavar="K",
         help="draw from the K likeliest tokens, or from all with 0 (50)")
-    add("--seed", type=int, default=0, metavar="S", help="of the random choices (0)")
+    add("--seed", type=between(0, 2**63 - 1), default=0, metavar="S",
+        help="of the random choices (0)")
     args = parser.parse_args()
-    for name, least in (("tokens", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
-        require(least <= getattr(args, name) < 2**63, f"--{name}: takes a number from {least} on")
     if "OMP_NUM_THREADS" not in os.environ:  # where others use the cores, threads are far slower
         torch.set_num_threads(1)
     trained = load_run(args)
     hp = trained.hp
     eot = hp.vocab_size - 1
-    try:
-        tokenizer = tokenizer_of(hp, args.vocab_dir)
-        tokens, decode = tokenizer.encode(args.prompt), tokenizer.decode
-    except UserError as e:
-        if args.vocab_dir or args.prompt:
-            raise
-        note(f"showing token numbers, because there is no vocabulary: {e}")
-        tokens, decode = [], lambda tokens: " ".join(map(str, tokens))
+    tokenizer = tokenizer_of(hp, args.vocab_dir)
+    tokens = tokenizer.encode(args.prompt)
     generator = torch.Generator().manual_seed(args.seed)
     endless = generate(trained, [eot, *tokens], args.temperature, args.top_k, generator)
     last = len(tokens) + args.tokens
     shown = 0  # characters
     try:
         while True:
-            text = decode(tokens)
+            text = tokenizer.decode(tokens)
             if not text.endswith("\ufffd"):  # which may be a part of a character
                 print(text[shown:].translate(ESCAPES), end="", flush=True)
                 shown = len(text)

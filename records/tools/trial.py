@@ -1,50 +1,39 @@
 """What race.py and ablate.py start: runs of a script, one step that shows its mistakes, and the
 check of its honesty. Each is started as run.sh starts any other."""
 
-import contextlib
-import fcntl
 import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from records.tools import logs
-from records.tools.load import ROOT, UserError, child, require
+from records.tools.load import ROOT, UserError, child
 
 LAUNCH = ROOT / "records" / "tools" / "launch.py"
 HONESTY = ROOT / "records" / "tools" / "honesty.py"
 
 @dataclass
 class Entry:
-    """A script and its flags."""
+    """A script and its flags, and how its race stands."""
     name: str  # of its runs, and of their folder
     script: str
     flags: list[str]  # the preset first, if one is given
     text: str  # of the script
+    runs: dict = field(default_factory=dict)  # {seed: finished run}, the first of each seed
+    problem: str = ""  # why it cannot be raced
+    dishonest: str = ""  # what the check of its honesty saw
+    weights: dict = field(default_factory=dict)  # hashes of those that its runs start from
+    decided: int | None = None  # after how many pairs
+    standing: str = ""  # after the last pair, in words
 
     @property
     def sha256(self) -> str:
         """As a log names the script."""
         return hashlib.sha256(self.text.encode()).hexdigest()
-
-@contextlib.contextmanager
-def alone(folder: Path, say):
-    """Refuses a second race in one folder, by a lock that the kernel releases."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "race.json", "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{folder}: this race is running already; wait for it, or give this "
-                            "one a --name of its own") from None
-        except OSError as error:
-            say(f"{folder} is on a file system without locks ({error.strerror}): make sure that "
-                "you start this race only once")
-        yield
 
 def script_text(script: str) -> str:
     try:
@@ -95,38 +84,17 @@ def one_step(entry: Entry, seed: int, records: Path) -> str:
     shutil.rmtree(records, ignore_errors=True)
     return "" if one else output
 
-def why_not(entry: Entry, seed: int, records: Path) -> str:
-    """The last line of what one_step() returns."""
-    return last_line(one_step(entry, seed, records))
-
 def show(output: str):
     print(logs.printable(output[-20_000:]), file=sys.stderr)
 
 def last_line(output: str) -> str:
     return logs.printable(output.strip().rpartition("\n")[2])
 
-def honesty(entry: Entry, *more: str):
-    """What the check of a script's honesty ends with, and its output."""
+def dishonesty(entry: Entry) -> tuple[str, dict]:
+    """What the check of its validation loss saw, nothing if it is honest; and of the weights that
+    its runs start from, {"parameter shape": hash}, nothing if the script does not tell."""
     flags = [flag for flag in entry.flags if not flag.startswith("--text=")]
-    return start(HONESTY, entry.script, *flags, *more)
-
-def dishonesty(entry: Entry) -> str:
-    """What the check of its validation loss saw; nothing if it is honest."""
-    status, output = honesty(entry)
+    status, output = start(HONESTY, entry.script, "--weights", *flags)
+    weights = dict(re.findall(r"(?m)^weights: (\S+ \w+)_(\w+)$", output))
     # 3: it is not honest; another one: it could not be checked
-    return f"{entry.script}: {last_line(output)}" if status else ""
-
-def unequal_weights(entries, baseline: Entry):
-    """A line for each script whose runs do not start where the baseline's of the same seed do:
-    pairs differ more then, so that more of them are needed."""
-    weights = []  # {(parameter, shape): hash}; nothing where a script does not tell
-    for one in (baseline, *entries):
-        _, output = honesty(one, "--weights")
-        weights.append(dict(re.findall(r"(?m)^weights: (\S+ \w+)_(\w+)$", output)))
-    for one, ours in zip(entries, weights[1:]):
-        both = ours.keys() & weights[0].keys()
-        other = sorted(key for key in both if ours[key] != weights[0][key])
-        if other:
-            yield (f"{one.name} and {baseline.name} do not start from equal weights: of "
-                   f"{len(both)} parameters of the same name and shape {len(other)} differ, such "
-                   f"as {other[0].split()[0]}; it takes more pairs to decide")
+    return f"{entry.script}: {last_line(output)}" if status else "", weights

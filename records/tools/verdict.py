@@ -4,15 +4,14 @@ import contextlib
 import difflib
 import hashlib
 import io
-import json
 import math
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from records.tools import compare, judge, page, plot
-from records.tools.ledger import e_text
+from records.tools import compare, judge, logs, page, plot
+from records.tools.tables import plain, runs_of
 from records.tools.trial import Entry
 
 def in_words(pairs, decision: str | None, E: float, asked: float, most: int) -> str:
@@ -22,26 +21,16 @@ def in_words(pairs, decision: str | None, E: float, asked: float, most: int) -> 
     gap = mean(gaps)
     agree = sum(one * gap > 0 for one in gaps)
     share = "all" if agree == len(gaps) else f"{agree} of"
-    text = (f"after {len(gaps)} pair{'s' * (len(gaps) != 1)}: {'lower' if gap < 0 else 'higher'} "
-            f"by {abs(gap):.4f} in {share} {len(gaps)}")
+    text = (f"after {runs_of(len(gaps), 'pair')}: {'lower' if gap < 0 else 'higher'} by "
+            f"{abs(gap):.4f} in {share} {len(gaps)}")
     if decision:
-        text = f"{decision} {text}, E = {e_text(E)} of {e_text(asked)}"
+        text = f"{decision} {text}, E = {plain(E, 2)} of {plain(asked, 2)}"
     needed = judge.pairs_until_decided(gaps, 1 / asked) if len(gaps) > 1 else None
     if decision == "undecided" and needed:
         text += f", about {max(needed, len(gaps) + 1)} pairs would do"
         if needed > most:
             text += f": the same command with `--most={12 * math.ceil(needed / 12)}`"
     return text
-
-@dataclass(frozen=True)
-class Standing:
-    """A candidate, as its race hands it on."""
-    entry: Entry
-    pairs: list  # (its run, the baseline's) of each seed
-    problem: str  # why it cannot be raced
-    dishonest: str  # what the check of its honesty saw
-    allowed: bool  # to race all the same
-    words: str  # how it stands
 
 @dataclass(frozen=True)
 class Outcome:
@@ -52,23 +41,26 @@ class Outcome:
     level: float | None  # of e-values; None for a fixed number of pairs
     notes: list[str]  # what is wrong with scripts
 
-def outcome_of(standings: list[Standing], baseline: Entry, runs: list, notes: list[str],
-               target: float | None, level: float | None, worth: float | None) -> Outcome:
-    """By the runs of the baseline, which may have begun a pair that no candidate has yet."""
-    raced = [one for one in standings if one.pairs]
-    sides = [compare.Side("A" if len(raced) == 1 else f"A{i}", [ours for ours, _ in one.pairs],
-                          target) for i, one in enumerate(raced, 1)]
+def outcome_of(candidates: list[Entry], pairs: list[list], baseline: Entry, target: float | None,
+               level: float | None, worth: float | None) -> Outcome:
+    """By the pairs (its run, the baseline's) of each candidate, and by all runs of the baseline,
+    which may have begun a pair that no candidate has yet."""
+    raced = {one.name: own for one, own in zip(candidates, pairs) if own}
+    sides = [compare.Side("A" if len(raced) == 1 else f"A{i}", [ours for ours, _ in own], target)
+             for i, own in enumerate(raced.values(), 1)]
     found = []
     if sides:
-        sides.append(compare.Side("B", runs, target))
-        absent = len(standings) - len(raced)
+        sides.append(compare.Side("B", list(baseline.runs.values()), target))
+        absent = len(candidates) - len(raced)
         found = compare.compare_all(sides[:-1], sides[-1], target, level, worth, absent)
-    known = {one.entry.name: (each, side.used, sides[-1].used)
-             for one, each, side in zip(raced, found, sides)}
-    rows = [row_of(one, baseline, *known.get(one.entry.name, ({}, [], []))) for one in standings]
-    return Outcome(rows, sides, found, target, level, [note for note in notes if note])
+    known = {name: (each, side.used, sides[-1].used)
+             for name, each, side in zip(raced, found, sides)}
+    rows = [row_of(one, len(own), baseline, *known.get(one.name, ({}, [], [])))
+            for one, own in zip(candidates, pairs)]
+    notes = [logs.printable(one.problem or one.dishonest) for one in [*candidates, baseline]]
+    return Outcome(rows, sides, found, target, level, [*filter(None, notes)])
 
-def row_of(one: Standing, baseline: Entry, found: dict, ours: list, theirs: list) -> dict:
+def row_of(one: Entry, pairs: int, baseline: Entry, found: dict, ours: list, theirs: list) -> dict:
     """An object of verdict.json; without what was found, of a candidate that has no pair."""
     test = judge.test_that_speaks(found, "loss") if found else {}
     values = {key: test.get(key) for key in ("difference", "interval", "E", "p", "adjusted")}
@@ -80,16 +72,17 @@ def row_of(one: Standing, baseline: Entry, found: dict, ours: list, theirs: list
     values |= {"steps_later": steps.get("difference"), "steps_interval": steps.get("interval"),
                "baseline_steps": theirs[0].steps if found else None}
     decision, why = found.get("decision", "undecided"), found.get("verdict", "no pair")
-    if decision == "undecided" and one.words:
-        why = f"{one.entry.name}: {one.words}"
-    if one.problem:
-        decision = "dishonest" if one.dishonest and not one.allowed else "broken"
+    if decision == "undecided" and one.standing:
+        why = f"{one.name}: {one.standing}"
+    if one.problem:  # of its dishonesty, if that has kept it out
+        refused = one.dishonest and one.problem.startswith(one.dishonest)
+        decision = "dishonest" if refused else "broken"
     equal = values["tokens"] == values["baseline_tokens"]
-    patch = patch_of(one.entry, baseline)
-    return {"candidate": one.entry.name, "script": one.entry.script, "decision": decision,
+    patch = patch_of(one, baseline)
+    return {"candidate": one.name, "script": one.script, "decision": decision,
             "keep": decision == "better" and not one.dishonest and equal,
-            "honest": not one.dishonest, "pairs": len(one.pairs),
-            "why": one.problem or one.dishonest or why,
+            "honest": not one.dishonest, "pairs": pairs,
+            "why": logs.printable(one.problem or one.dishonest or why),
             "patch": hashlib.sha256(patch.encode()).hexdigest(), **values}
 
 def patch_of(entry: Entry, baseline: Entry) -> str:
@@ -107,9 +100,6 @@ def write_page(found: Outcome, folder: Path, alive: bool):
         page.save(folder / "race.html", found.sides, shown, found.target, notes=found.notes,
                   alive=alive)
 
-def write_rows(found: Outcome, folder: Path):
-    (folder / "verdict.json").write_text(json.dumps(found.rows, indent=1), encoding="utf-8")
-
 def write_text(found: Outcome, folder: Path):
     """The verdict in words, printed too, and the picture."""
     *sides, baseline = found.sides
@@ -118,5 +108,4 @@ def write_text(found: Outcome, folder: Path):
     text = "".join(f"{note}\n" for note in found.notes) + out.getvalue()
     print(f"\n{text}", end="", flush=True)
     (folder / "verdict.txt").write_text(text, encoding="utf-8")
-    pairs = judge.pairs_of(sides[0], baseline) if len(sides) == 1 else ()
-    plot.save(str(folder / "race.png"), found.sides, found.target, pairs, found.level)
+    plot.save(folder / "race.png", found.sides, found.comparisons, found.target)

@@ -22,11 +22,6 @@ def say(text: str, file=None):
     with suppress(OSError):  # a run outlives its console
         print(f"run.sh: {text}", file=file, flush=True)
 
-def checkpoint_of(run: Path) -> Path:
-    """A checkpoint itself; the newest one of a run, named by its log or its folder; or that of the
-    newest run in a folder of logs."""
-    return sample.find_checkpoint(max(run.glob("*.log"), default=run, key=lambda log: log.name))
-
 def pass_errors(pipe, ended: dict):
     """Passes on what the ranks write to stderr. Keeps their last error, and the exit code that
     torchrun reports."""
@@ -102,7 +97,7 @@ def train(path: str, flags: list[str], ranks: int) -> Path:
 
 def how_to_go_on(path: str, log: Path | None) -> str:
     try:
-        checkpoint = checkpoint_of(log or Path("no log"))
+        checkpoint = sample.find_checkpoint(log or Path("no log"))
     except (UserError, logs.BadInput):
         return "it has saved no checkpoint to go on from; the same command starts it again"
     script = [path] * (path != "train_gpt.py")
