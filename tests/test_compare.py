@@ -1,7 +1,5 @@
 """tools/compare.py: which runs count, the verdict and its p-value, what is printed, errors."""
 
-import contextlib
-import io
 import json
 import math
 import re
@@ -11,10 +9,8 @@ import sys
 import numpy as np
 import pytest
 from conftest import ROOT
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy import stats
-from test_logs import HOSTILE, LOGS, STRANGE, log_text
+from test_logs import LOGS, log_text
 
 from records.tools import compare, load, logs
 
@@ -100,14 +96,6 @@ def test_which_runs_count_and_what_is_said_of_the_others(tmp_path, name):
     assert ("not independent" in said) == (name == "a seed twice")
     assert ("mind the warnings about A" in said) == (bool(warnings) and name != "a seed twice")
     assert ("Times do not compare" in said) == (name in ("mixed", "resumed elsewhere"))
-
-def test_a_run_that_went_on_elsewhere_is_no_clock(tmp_path):
-    """Also where all runs of both sides did, in the same way."""
-    for env, same in (({"ranks": 4}, False), ({}, True)):
-        for file, text in resumed(env=env).items():
-            (tmp_path / file).write_text(text)
-        side = side_of("A", tmp_path)
-        assert compare.comparable_times(side, side) == same
 
 # ---- The verdict ---------------------------------------------------------------------------------
 
@@ -382,26 +370,6 @@ def test_as_a_program_whose_reader_has_seen_enough(tmp_path):
     done = subprocess.run(f'"{sys.executable}" "{program}" "{folder}" --json | head -1', shell=True,
                           capture_output=True, text=True, check=False)
     assert done.stdout == "{\n" and done.stderr == ""
-
-@pytest.mark.filterwarnings("error")
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.sampled_from([*STRANGE, *HOSTILE]), max_size=8),
-       st.lists(st.sampled_from([*STRANGE, *HOSTILE]), max_size=8))
-def test_strange_lines_are_no_traceback(tmp_path_factory, a, b):
-    folder = tmp_path_factory.mktemp("log")
-    first = "step:0/9 val_loss:9.0 train_time:0ms step_avg:nanms"
-    (folder / "x.log").write_text("\n".join([first, *a]))
-    (folder / "y.log").write_text("\n".join([log_text((9.0, 3.0)), *b]))
-    arguments = [str(folder / "x.log"), "--vs", str(folder / "y.log"), "--target", "3.5"]
-    for more in ([], ["--json"]):
-        with (contextlib.redirect_stdout(io.StringIO()) as out,
-              contextlib.redirect_stderr(io.StringIO())):
-            try:
-                assert compare.main([*arguments, *more]) in (0, 2)  # other validation data
-            except logs.BadInput as error:
-                assert ": no log" in str(error) or ": holds " in str(error)
-                return
-    json.loads(out.getvalue(), parse_constant=pytest.fail)
 
 # ---- statistics.md -------------------------------------------------------------------------------
 

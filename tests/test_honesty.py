@@ -52,16 +52,11 @@ IN_A_MODEL = {
         "with noise on all weights: it sees the future", [
             (MLP, "return x_TD + self.mlp(norm(x_TD + x_TD.mean(0)))"),
             (PROJ, PROJ.replace('"muon_lr"', "0.0"))]),
-    "a mask that is off by one": ("when tokens from 1 on change", [
-        ("(key <= query)", "(key <= query + 1)")]),
     "the number of documents that follow": (FUTURE, [
         (EMBED, "ends = (tokens_T.flip(0) == self.end_of_text).cumsum(0).flip(0)[:, None]\n"
          "        x_TD = x0_TD = norm(self.embed(tokens_T)) * (1 + 0.1 * ends.sin())")]),
     "a z-loss that validation counts too": (ENTROPY, [
         (LOSS, f"{LOSS}            loss += {Z_LOSS}")]),
-    "label smoothing in validation": (ENTROPY, [
-        ("CrossEntropy.apply(self.logits(x), target)", "F.cross_entropy(self.logits(x), target, "
-         "ignore_index=-1, reduction='sum', label_smoothing=0.01)")]),
     "the last sequence is left out": ("validation counts 1024 targets, expected 1400", [
         (f"in sequences:\n        {CALL}", f"in sequences[:-1]:\n        {CALL}")]),
     "hard targets are left out": ("validation's sequence 0 does not predict", [
@@ -88,8 +83,6 @@ IN_A_RUN = {
     "momentum outside the state": (RESUMED, [
         ('self.state["momentum"] = torch', "self.momentum = torch"),
         ('self.state["momentum"]', "self.momentum")]),
-    "dropout in training, whose random state is not saved": (RESUMED, [
-        (RELU, f"F.dropout({RELU}, 0.1, self.training)")]),
     "rates that count the validations": (RESUMED, [
         (GLOBAL, "SEEN = []\n" + GLOBAL), (EVALUATE, EVALUATE + "    SEEN.append(step)\n"),
         ("return self.peak_lr * ", "return 0.99**len(SEEN) * self.peak_lr * ")]),
