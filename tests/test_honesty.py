@@ -101,7 +101,10 @@ def test_what_is_planted_is_found(name, tmp_path, changed, runs_here):
 
 TRAINING = f"{LOSS}            if self.training:\n                loss += "
 RIGHT = {
-    "another softcap, a tied head, a mean of the tokens so far, and other targets in training": [
+    "another softcap, a tied head, a mean of the tokens so far, other targets in training, no "
+    "document masks, and a longer window in validation": [
+        (" & (document_T[query] == document_T[key])", ""),
+        (CALL, CALL.replace("window", "2 * window")),
         ("return 2 * c * torch.sigmoid(self.lm_head(x_TD).float() * (2 / c))",
          "return 30 * torch.tanh(self.lm_head(x_TD).float() / 30)"),
         ('    (r"lm_head\\.weight",                     zero,    Adam, dict(lr="head_lr")),    '
@@ -112,9 +115,6 @@ RIGHT = {
          "        return x_TD + 0.1 * mean.type_as(x_TD) + self.mlp(norm(x_TD))"),
         (LOSS, TRAINING + "0.1 * CrossEntropy.apply(self.logits(x), "
          "F.pad(target[1:], (0, 1), value=-1))\n")],
-    "attention without document masks, and a longer window in validation": [
-        (" & (document_T[query] == document_T[key])", ""),
-        (CALL, CALL.replace("window", "2 * window"))],
     "GELU, gated attention, the token before, weight decay, z-loss in training, other windows": [
         (RELU, "F.gelu(self.fc(x_TD))"),
         ("        self.value_mix =",
