@@ -329,18 +329,12 @@ def test_nats_become_steps_by_the_curve_of_the_baseline(tmp_path):
         assert found["paired"]["steps"]["difference"] is None
         assert "slope of its curve" not in found["verdict"]
 
-def test_json_holds_what_is_documented_and_is_strict(tmp_path, capsys):
+def test_json_is_strict(tmp_path, capsys):
     a = write(tmp_path / "a", GOOD)
     (a / "nan.log").write_text(log_text((10.8, 4.5, math.nan), seed=51))
     found = json_of(capsys, a, "--vs", write(tmp_path / "b", SAME, hyper={"muon_lr": 0.06}))
-    side = found["sides"][0]
-    assert (found["version"], found["target"], found["unread"]) == (10, 3.28, [])
-    assert {"warnings", "used", "loss", "rule"} <= set(side)
-    assert [run["loss"] for run in side["runs"]] == [None, *GOOD]
-    assert side["runs"][1]["environment"]["ranks"] == "8"
-    (result,) = found["comparisons"]
-    assert result["hyperparameters"] == [["muon_lr", ["0.06"], ["0.05"]]]
-    assert {"decision", "verdict", "source", "speaks", "level"} <= set(result)
+    assert [run["loss"] for run in found["sides"][0]["runs"]] == [None, *GOOD]
+    assert found["comparisons"][0]["hyperparameters"] == [["muon_lr", ["0.06"], ["0.05"]]]
 
 # ---- The command ---------------------------------------------------------------------------------
 

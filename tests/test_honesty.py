@@ -69,12 +69,6 @@ IN_A_MODEL = {
         (GLOBAL, "AVERAGE = {}\n" + GLOBAL),
         (EVALUATE, EVALUATE + "    for p in model.parameters():\n"
          "        p.copy_(AVERAGE.setdefault(p, p.clone()).lerp_(p, 0.5))\n")]),
-    "validation trains an optimizer's state": (
-        r"validation changes the training state \(Muon momentum, ", [
-            (GLOBAL, "STATE = []\n" + GLOBAL), (EVALUATE, EVALUATE + "    STATE[0].add_(1.0)\n"),
-            ("        self.orthogonalize = newton_schulz\n",
-             "        STATE.insert(0, self.state['momentum'])\n"
-             "        self.orthogonalize = newton_schulz\n")]),
     "a step reads more than is said": ("step 0 trains on 1280 tokens, tokens_seen says 1024", [
         ("        yield list(zip(inputs, targets))\n",
          "        yield [*zip(inputs, targets), (inputs[0].roll(1), targets[0].roll(1))]\n")]),

@@ -134,14 +134,6 @@ def test_the_validation_shards_of_new_and_former_logs(tmp_path, setting, more, c
     run = read_text(tmp_path, log_text(env=env, hyper={"val_files": setting} if setting else {}))
     assert run.validated_on == (None, "50257", *contents)
 
-def test_target_is_reached_on_the_line_between_validations(tmp_path):
-    text = log_text((11.0, 4.0, 3.0, 2.0), every=100)
-    for target, reached in ((3.25, (175, 17.5)), (4.0, (100, 10)), (2.0, (300, 30)),
-                            (11.5, (0, 0)), (1.0, None)):
-        run = read_text(tmp_path, text)
-        run.find_target(target)
-        assert run.reached == (reached and pytest.approx(reached))
-
 def test_the_gpus_limits_count_and_their_temperatures_do_not(tmp_path):
     rows = ("driver_version, clocks.current.sm [MHz], power.limit [W], temperature.gpu\n"
             "gpu: 570.1, 1200 MHz, 700.00 W, 34\ngpu: 570.1, 1201 MHz, {} W, 35")
