@@ -21,14 +21,18 @@ ENTER = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-chil
 # This host becomes one, with the script's processes; a sleeping process holds the other one. When
 # there is a file `lost`, the other one loses its power: nobody says that connections are closed.
 TWO_HOSTS = """
-ip link set lo up; hostname one; mount --bind hosts /etc/hosts
+ip link set lo up
+hostname one
+mount --bind hosts /etc/hosts
 unshare --net --uts sh -c "hostname two; exec sleep 1000" & export TWO=$!
 on_two="nsenter -t $TWO -n -u"
 until [ "$($on_two hostname)" = two ]; do sleep 0.1; done
 ip link add wire type veth peer name wire netns $TWO
-ip addr add 10.77.0.1/24 dev wire; ip link set wire up
+ip addr add 10.77.0.1/24 dev wire
+ip link set wire up
 $on_two sh -c "ip link set lo up; ip addr add 10.77.0.2/24 dev wire; ip link set wire up"
-(until [ -e lost ]; do sleep 0.1; done; ip link set wire down
+(until [ -e lost ]; do sleep 0.1; done
+ip link set wire down
 for process in /proc/[0-9]*; do
     if [ $process/ns/net -ef /proc/$TWO/ns/net ]; then kill -9 ${process#/proc/}; fi
 done) > /dev/null 2>&1 &
@@ -96,25 +100,22 @@ def test_a_host_that_dies_ends_the_other_and_one_resumes(tmp_path, shards, names
     expected = losses(log_of(one_host))
     assert losses(log_of(records)) == expected[:3] and losses(log_of(resumed))[-1] == expected[-1]
 
-def on_a_nameless_host(hosts, *words) -> str:
-    """Runs a command where no name but localhost can be looked up, as in a fresh container or on a
-    laptop off its network; what it prints."""
-    hosts.write_text("127.0.0.1 localhost\n")
-    script = ("ip link set lo up && hostname no-such-name && mount --bind $0 /etc/hosts && "
-              "! getent hosts no-such-name && exec \"$@\"")
-    done = subprocess.run([*ENTER, "sh", "-c", script, *map(str, [hosts, *words])], cwd=ROOT,
-                          env=OTHER_HOSTS | {"PYTHON": sys.executable, "NPROC": "2"}, text=True,
-                          capture_output=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
 @pytest.mark.parametrize("start", ["run.sh", "the script's own line"])
 def test_a_host_whose_own_name_leads_nowhere_trains(start, tmp_path, shards, namespaces):
+    """No name but localhost can be looked up, as in a fresh container or on a laptop off its
+    network."""
     command = ["./run.sh", str(SCRIPT)]
     if start != "run.sh":
         (line,) = re.findall("(?m)^ +(torchrun .* train_gpt[.]py)", SCRIPT.read_text())
         words = shlex.split(line.replace("=8", "=2"))[1:-1]
         command = [sys.executable, "-m", "torch.distributed.run", *words, str(SCRIPT)]
-    output = on_a_nameless_host(tmp_path / "hosts", *command, *RUN, *shards,
-                                f"--records={tmp_path}/r")
-    assert "step:9/9 val_loss" in output and "\nranks: 2\n" in log_of(tmp_path / "r")
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n")
+    enter = ("ip link set lo up && hostname no-such-name && mount --bind $0 /etc/hosts && "
+             "! getent hosts no-such-name && exec \"$@\"")
+    done = subprocess.run([*ENTER, "sh", "-c", enter, hosts, *command, *RUN, *shards,
+                           f"--records={tmp_path}/r"], cwd=ROOT, capture_output=True, text=True,
+                          env=OTHER_HOSTS | {"PYTHON": sys.executable, "NPROC": "2"}, timeout=200,
+                          check=False)
+    assert done.returncode == 0 and "step:9/9 val_loss" in done.stdout, done.stdout + done.stderr
+    assert "\nranks: 2\n" in log_of(tmp_path / "r")

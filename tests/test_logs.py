@@ -114,13 +114,10 @@ def test_runs_that_cannot_be_told_apart_are_refused(text, words, tmp_path):
         read_text(tmp_path, text)
 
 def test_our_own_log(tmp_path):
-    run = read_text(tmp_path, log_text(seed=7, env={"data": "a 1 tokens\ndata: b 2 tokens"}))
-    assert (run.steps, run.total, run.loss, run.seconds, run.tokens) == (250, 250, 3.279, 25, 250e3)
-    assert (run.hardware, run.torch, run.ranks, run.seed) == ("8x H100", "2.11.0", "8", "7")
-    assert run.hyperparameters["name"] == "'x'" and run.source == "import torch\n" and run.finished
+    text = log_text(env={"data": "a 1 tokens\ndata: b 2 tokens", "cpu": "2 x AMD EPYC, AVX2"})
+    run = read_text(tmp_path, text)
+    assert (run.total, run.tokens, run.ranks, run.hardware) == (250, 250e3, "8", "8x H100")
     assert run.environment["data"] == "a 1 tokens; b 2 tokens" and "script" not in run.environment
-    text = log_text(env={"cpu": "2 x AMD EPYC, AVX2"})
-    assert read_text(tmp_path, text).hardware == "8x H100"
     assert read_text(tmp_path, text.replace("gpus: ", "other: ")).hardware == "2x AMD EPYC, AVX2"
 
 @pytest.mark.parametrize("setting, more, contents", [
@@ -295,15 +292,6 @@ def test_a_parent_is_found_where_folders_have_moved_to(tmp_path):
     assert len(run.logs) == 2 and run.mixed == []
     (older / "2026_x.v1.log").rename(new / "2026_x.v1.log")
     assert len(read(new)["b"].logs) == 2
-
-def test_a_finished_run_that_is_continued_is_a_run_too(tmp_path):
-    for name, more in (("a", {"total": 250}), ("b", {"parent": "gone/a", "first": 250})):
-        text = log_text((3.3, 3.2, 3.1), hyper={"num_iterations": more.get("total", 500)}, **more)
-        (tmp_path / f"{name}.log").write_text(text)
-    runs = read(tmp_path)
-    assert {name: (run.steps, run.finished) for name, run in runs.items()} == {
-        "a": (250, True), "b": (500, True)}
-    assert runs["b"].changed == ["num_iterations was 250 and is 500"]
 
 HARMLESS = {"name": "'y'", "records": "'z'", "save_every": 9}
 
