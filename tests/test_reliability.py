@@ -434,8 +434,7 @@ def test_a_run_needs_no_console(tmp_path, shards, whole, console):
 
 # ---- Weights and data that go wrong during a run -------------------------------------------------
 
-@pytest.mark.parametrize("bad", ["nan", "inf"])
-def test_weights_that_are_not_finite_are_never_saved(tmp_path, shards, whole, bad):
+def test_weights_that_are_not_finite_are_never_saved(tmp_path, shards, whole):
     """Here the last step before a save makes them; its loss was computed before, and no validation
     was due. The run resumes from the checkpoint before it."""
     train_step = train_gpt.train_step
@@ -443,7 +442,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, shards, whole, ba
     def poisoned(model, batches, optimizers, step, hp, world):
         loss = train_step(model, batches, optimizers, step, hp, world)
         if step == 5:
-            next(model.parameters()).data[:] = float(bad)
+            next(model.parameters()).data[:] = float("inf")
         return loss
 
     with pytest.MonkeyPatch.context() as patch:
