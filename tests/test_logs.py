@@ -297,7 +297,7 @@ HARMLESS = {"name": "'y'", "records": "'z'", "save_every": 9}
 
 @pytest.mark.parametrize("b, c, mixed, changed", [
     ({"source": "import torch as t\n"}, {}, ["script"], []),
-    ({"env": {"gpus": "8 x NVIDIA H200", "threads": "2"}}, {}, ["gpus", "threads"], []),
+    ({"env": {"gpus": "8 x NVIDIA H200", "threads": "2"}}, {}, ["threads", "gpus"], []),
     ({"env": {"torch": "2.11.0, Python 3.13.0", "git": "abc", "command": "x"}}, {}, [], []),
     ({"env": {"ranks": 4, "torch": "2.12.0"}}, {}, ["ranks", "torch"], []),
     ({"hyper": {"muon_lr": 0.06} | HARMLESS}, {"hyper": {"new": 1}}, [],
