@@ -7,8 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 from conftest import (ENVIRONMENT, ROOT, SCRIPT, TINY, launch, log_of, losses, newest_checkpoint,
@@ -19,157 +17,105 @@ RUN = [*TINY, "--num_iterations=9", "--val_loss_every=3", "--save_every=3", "--m
 PAGE = (ROOT / "records" / "cluster.md").read_text()
 OTHER_HOSTS = {name: value for name, value in ENVIRONMENT.items() if name != "GLOO_SOCKET_IFNAME"}
 
-def ip(*words):
-    return subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
-
-class Hosts:
-    """Two namespaces, and what a job script finds on a cluster: `srun`, which starts its command on
-    both of them, `scontrol`, and an environment. Skips the test where the kernel refuses."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.names = [f"speedrun{os.getpid()}{side}" for side in "ab"]
-        a, b = self.names
-        self.etc = [Path("/etc/netns", name) for name in self.names]
-        words = [f"netns add {a}", f"netns add {b}",
-                 f"-n {a} link add wire type veth peer name wire netns {b}"]
-        for number, name in enumerate(self.names, 1):
-            words += [f"-n {name} addr add 10.77.0.{number}/24 dev wire",
-                      f"-n {name} link set lo up", f"-n {name} link set wire up"]
-        for command in words:
-            done = ip(*command.split())
-            if done.returncode:
-                self.remove()
-                pytest.skip(f"ip {command}: {done.stderr.strip()}")
-        for etc in self.etc:
-            etc.mkdir(parents=True)
-            (etc / "hosts").write_text(f"127.0.0.1 localhost\n10.77.0.1 {a}\n10.77.0.2 {b}\n")
-        (folder / ".venv" / "bin").mkdir(parents=True)
-        (folder / ".venv" / "bin" / "activate").touch()
-        python = f'exec {sys.executable} -m torch.distributed.run "$@"'
-        enter = f'unshare --uts {folder}/.venv/bin/enter'
-        for name, text in dict(
-                torchrun=python, scontrol=f"echo {a}; echo {b}",
-                enter='echo "$1" > /proc/sys/kernel/hostname; shift; exec "$@"',
-                srun="export SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2\n"
-                     f'ip netns exec {a} {enter} {a} "$@" & first=$!\n'
-                     f'ip netns exec {b} {enter} {b} "$@"; second=$?\n'
-                     'wait $first && exit $second').items():
-            path = folder / ".venv" / "bin" / name
-            path.write_text(f"#!/bin/sh\n{text}\n")
-            path.chmod(0o755)
-
-    def start(self, script, *flags) -> subprocess.Popen:
-        """Hands the page's job to the scheduler, with one process on each host and small
-        settings."""
-        job = PAGE.split("<!-- two nodes -->\n```\n")[1].split("```")[0]
-        assert len(job.splitlines()) <= 10 and job.count("nproc_per_node=8") == 1
-        job, count = re.subn(r"train_gpt\.py --preset=.*", " ".join([str(script), *flags]),
-                             job.replace("nproc_per_node=8", "nproc_per_node=1"))
-        assert count == 1
-        (self.folder / "job.sh").write_text(job)
-        path = f"{self.folder}/.venv/bin:{os.environ['PATH']}"
-        return subprocess.Popen(
-            ["bash", "-eu", "job.sh"], cwd=self.folder, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True,
-            env=OTHER_HOSTS | {"PATH": path, "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2",
-                               "SLURM_JOB_NODELIST": "speedrun[a-b]"})
-
-    def processes(self, number: int) -> list[int]:
-        return [int(pid) for pid in ip("netns", "pids", self.names[number]).stdout.split()]
-
-    def lose_power(self, number: int):
-        """Nobody tells the other host that the connections are closed."""
-        ip("-n", self.names[number], "link", "set", "wire", "down")
-        for pid in self.processes(number):
-            os.kill(pid, 9)
-
-    def remove(self):
-        for number, name in enumerate(self.names):
-            for pid in self.processes(number):
-                os.kill(pid, 9)
-            ip("netns", "del", name)
-        for etc in self.etc:
-            if etc.exists():
-                (etc / "hosts").unlink()
-                etc.rmdir()
+ENTER = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+# This host becomes one, with the script's processes; a sleeping process holds the other one. When
+# there is a file `lost`, the other one loses its power: nobody says that connections are closed.
+TWO_HOSTS = """
+ip link set lo up
+hostname one
+mount --bind hosts /etc/hosts
+unshare --net --uts sh -c "hostname two; exec sleep 1000" & export TWO=$!
+on_two="nsenter -t $TWO -n -u"
+until [ "$($on_two hostname)" = two ]; do sleep 0.1; done
+ip link add wire type veth peer name wire netns $TWO
+ip addr add 10.77.0.1/24 dev wire
+ip link set wire up
+$on_two sh -c "ip link set lo up; ip addr add 10.77.0.2/24 dev wire; ip link set wire up"
+(until [ -e lost ]; do sleep 0.1; done
+ip link set wire down
+for process in /proc/[0-9]*; do
+    if [ $process/ns/net -ef /proc/$TWO/ns/net ]; then kill -9 ${process#/proc/}; fi
+done) > /dev/null 2>&1 &
+bash -eu job.sh
+"""
+# What a job script finds on a cluster.
+PROGRAMS = {"activate": "", "scontrol": "echo one; echo two",
+            "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+            "srun": 'export SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2\n"$@" & first=$!\n'
+                    'nsenter -t $TWO -n -u "$@"; second=$?\nwait $first && exit $second'}
 
 @pytest.fixture
-def hosts(tmp_path):
-    if not Path("/proc/sys/user/max_net_namespaces").exists() or os.geteuid():
-        pytest.skip("network namespaces need Linux and root")
-    try:
-        found = Hosts(tmp_path)
-    except FileNotFoundError:
-        pytest.skip("there is no program `ip`")
-    yield found
-    found.remove()
+def namespaces():
+    done = subprocess.run([*ENTER, "ip", "link"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"namespaces need Linux, root and `ip`: {done.stderr}")
 
-@pytest.fixture(scope="module")
-def one_host(tmp_path_factory, shards) -> Path:
-    """The records of a run on two processes of one host."""
-    folder = tmp_path_factory.mktemp("one_host")
-    launch(*RUN, *shards, f"--records={folder}", ranks=2)
-    return folder
+def start_job(folder, script, *flags) -> subprocess.Popen:
+    """Hands the page's job to the scheduler, with one process on each host and small settings."""
+    job = PAGE.split("<!-- two nodes -->\n```\n")[1].split("```")[0]
+    assert len(job.splitlines()) <= 10 and job.count("nproc_per_node=8") == 1
+    job, count = re.subn(r"train_gpt\.py --preset=.*", " ".join([str(script), *flags]),
+                         job.replace("nproc_per_node=8", "nproc_per_node=1"))
+    assert count == 1
+    (folder / "job.sh").write_text(job)
+    (folder / "hosts").write_text("127.0.0.1 localhost\n10.77.0.1 one\n10.77.0.2 two\n")
+    programs = folder / ".venv" / "bin"
+    programs.mkdir(parents=True, exist_ok=True)
+    for name, text in PROGRAMS.items():
+        (programs / name).write_text(f"#!/bin/sh\n{text}\n")
+        (programs / name).chmod(0o755)
+    return subprocess.Popen([*ENTER, "bash", "-euc", TWO_HOSTS], cwd=folder, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=OTHER_HOSTS | {
+                                "PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "7",
+                                "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "[one,two]"})
 
-def test_two_hosts_train_what_one_trains(hosts, one_host, shards):
-    records = hosts.folder / "records"
-    job = hosts.start(SCRIPT, *RUN, *shards, f"--records={records}")
-    output, _ = job.communicate(timeout=200)
-    assert job.returncode == 0 and output.count("step:9/9 val_loss") == 1, output
-    for kind in ("val_loss", "train_loss"):
-        assert losses(log_of(records), kind) == losses(log_of(one_host), kind)
-    assert_same_state(records, one_host)
-
-def test_a_host_that_dies_ends_the_other_and_one_resumes(hosts, one_host, shards):
+def test_a_host_that_dies_ends_the_other_and_one_resumes(tmp_path, shards, namespaces):
     """The second process stops before step 7, and then its host loses its power. The first one
-    gives up after the script's timeout, which this copy has shorter."""
+    gives up after the script's timeout, which this copy has shorter. All ends as two processes of
+    one host end."""
+    records, resumed, one_host = (tmp_path / name for name in ("records", "resumed", "one_host"))
+    launch(*RUN, *shards, f"--records={one_host}", ranks=2)
     text = SCRIPT.read_text()
     long, short = "TIMEOUT = timedelta(minutes=10)", "TIMEOUT = timedelta(seconds=20)"
     assert text.count(long) == 1
-    script = hosts.folder / "short.py"
-    script.write_text(text.replace(long, short))
-    script = planted(hosts.folder, "if step == 7 and world.rank == 1: time.sleep(1000)", script)
-    records = hosts.folder / "records"
-    job = hosts.start(script, *RUN, *shards, f"--records={records}")
+    (tmp_path / "short.py").write_text(text.replace(long, short))
+    script = planted(tmp_path, "if step == 7 and world.rank == 1: time.sleep(1000)",
+                     tmp_path / "short.py")
+    job = start_job(tmp_path, script, *RUN, *shards, f"--records={records}")
     lines = []
     for line in job.stdout:
         lines.append(line)
         if line.startswith("checkpoint: ") and "step00000006.pt" in line:
             break
-    began = time.monotonic()
-    hosts.lose_power(1)
-    output = "".join(lines) + job.communicate(timeout=60)[0]
-    assert job.returncode and time.monotonic() - began < 20 + 15, output
-    assert not hosts.processes(0) and "step:9/9" not in output
-    assert newest_checkpoint(records).name == "step00000006.pt"
-
-    resumed = hosts.folder / "resumed"
-    launch(f"--resume={newest_checkpoint(records)}", f"--records={resumed}", ranks=2)
+    (tmp_path / "lost").touch()
+    output = "".join(lines) + job.communicate(timeout=100)[0]  # until nothing of it is left
+    assert job.returncode and "step:9/9" not in output, output
+    checkpoint = newest_checkpoint(records)
+    assert checkpoint.name == "step00000006.pt" and output.count("step:6/9 val_loss") == 1
+    (tmp_path / "lost").unlink()
+    job = start_job(tmp_path, SCRIPT, f"--resume={checkpoint}", f"--records={resumed}")
+    output, _ = job.communicate(timeout=200)
+    assert job.returncode == 0 and output.count("step:9/9 val_loss") == 1, output
     assert_same_state(resumed, one_host)
-    assert losses(log_of(resumed))[-1] == losses(log_of(one_host))[-1]
-
-def on_a_nameless_host(*words) -> str:
-    """Runs a command where no name but localhost can be looked up, as in a fresh container or on a
-    laptop off its network; what it prints. Skips the test where the kernel refuses."""
-    enter = ["unshare", "--net", "--uts", "--mount"]
-    if subprocess.run([*enter, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("namespaces need Linux and root")
-    script = ("ip link set lo up && hostname no-such-name && echo 127.0.0.1 localhost > $0 && "
-              "mount --bind $0 /etc/hosts && ! getent hosts no-such-name && exec \"$@\"")
-    done = subprocess.run([*enter, "sh", "-c", script, *map(str, words)], cwd=ROOT, text=True,
-                          env=OTHER_HOSTS | {"PYTHON": sys.executable, "NPROC": "2"},
-                          capture_output=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    expected = losses(log_of(one_host))
+    assert losses(log_of(records)) == expected[:3] and losses(log_of(resumed))[-1] == expected[-1]
 
 @pytest.mark.parametrize("start", ["run.sh", "the script's own line"])
-def test_a_host_whose_own_name_leads_nowhere_trains(start, tmp_path, shards):
+def test_a_host_whose_own_name_leads_nowhere_trains(start, tmp_path, shards, namespaces):
+    """No name but localhost can be looked up, as in a fresh container or on a laptop off its
+    network."""
     command = ["./run.sh", str(SCRIPT)]
     if start != "run.sh":
         (line,) = re.findall("(?m)^ +(torchrun .* train_gpt[.]py)", SCRIPT.read_text())
         words = shlex.split(line.replace("=8", "=2"))[1:-1]
         command = [sys.executable, "-m", "torch.distributed.run", *words, str(SCRIPT)]
-    output = on_a_nameless_host(tmp_path / "hosts", *command, *RUN, *shards,
-                                f"--records={tmp_path}/r")
-    assert "step:9/9 val_loss" in output and "\nranks: 2\n" in log_of(tmp_path / "r")
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n")
+    enter = ("ip link set lo up && hostname no-such-name && mount --bind $0 /etc/hosts && "
+             "! getent hosts no-such-name && exec \"$@\"")
+    done = subprocess.run([*ENTER, "sh", "-c", enter, hosts, *command, *RUN, *shards,
+                           f"--records={tmp_path}/r"], cwd=ROOT, capture_output=True, text=True,
+                          env=OTHER_HOSTS | {"PYTHON": sys.executable, "NPROC": "2"}, timeout=200,
+                          check=False)
+    assert done.returncode == 0 and "step:9/9 val_loss" in done.stdout, done.stdout + done.stderr
+    assert "\nranks: 2\n" in log_of(tmp_path / "r")

@@ -1,7 +1,5 @@
 """tools/compare.py: which runs count, the verdict and its p-value, what is printed, errors."""
 
-import contextlib
-import io
 import json
 import math
 import re
@@ -11,10 +9,8 @@ import sys
 import numpy as np
 import pytest
 from conftest import ROOT
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy import stats
-from test_logs import HOSTILE, LOGS, STRANGE, log_text
+from test_logs import LOGS, log_text
 
 from records.tools import compare, load, logs
 
@@ -100,14 +96,6 @@ def test_which_runs_count_and_what_is_said_of_the_others(tmp_path, name):
     assert ("not independent" in said) == (name == "a seed twice")
     assert ("mind the warnings about A" in said) == (bool(warnings) and name != "a seed twice")
     assert ("Times do not compare" in said) == (name in ("mixed", "resumed elsewhere"))
-
-def test_a_run_that_went_on_elsewhere_is_no_clock(tmp_path):
-    """Also where all runs of both sides did, in the same way."""
-    for env, same in (({"ranks": 4}, False), ({}, True)):
-        for file, text in resumed(env=env).items():
-            (tmp_path / file).write_text(text)
-        side = side_of("A", tmp_path)
-        assert compare.comparable_times(side, side) == same
 
 # ---- The verdict ---------------------------------------------------------------------------------
 
@@ -221,7 +209,7 @@ def test_pairs_that_were_added_until_decided_have_an_e_value(tmp_path, capsys):
         run_main(capsys, a, "--vs", base)[1].split())
 
 @pytest.mark.parametrize("level", [None, 0.01, 0.2])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_word_and_the_intervals_agree(tmp_path, level, seed):
     """In nats, in steps and on the page: 0 is outside where a side is better or worse, and only
     there, also after the adjustment for the number of candidates."""
@@ -339,18 +327,12 @@ def test_nats_become_steps_by_the_curve_of_the_baseline(tmp_path):
         assert found["paired"]["steps"]["difference"] is None
         assert "slope of its curve" not in found["verdict"]
 
-def test_json_holds_what_is_documented_and_is_strict(tmp_path, capsys):
+def test_json_is_strict(tmp_path, capsys):
     a = write(tmp_path / "a", GOOD)
     (a / "nan.log").write_text(log_text((10.8, 4.5, math.nan), seed=51))
     found = json_of(capsys, a, "--vs", write(tmp_path / "b", SAME, hyper={"muon_lr": 0.06}))
-    side = found["sides"][0]
-    assert (found["version"], found["target"], found["unread"]) == (11, 3.28, [])
-    assert {"warnings", "used", "loss", "rule"} <= set(side)
-    assert [run["loss"] for run in side["runs"]] == [None, *GOOD]
-    assert side["runs"][1]["environment"]["ranks"] == "8"
-    (result,) = found["comparisons"]
-    assert result["hyperparameters"] == [["muon_lr", ["0.06"], ["0.05"]]]
-    assert {"decision", "verdict", "source", "speaks", "level"} <= set(result)
+    assert [run["loss"] for run in found["sides"][0]["runs"]] == [None, *GOOD]
+    assert found["comparisons"][0]["hyperparameters"] == [["muon_lr", ["0.06"], ["0.05"]]]
 
 # ---- The command ---------------------------------------------------------------------------------
 
@@ -380,26 +362,6 @@ def test_as_a_program_whose_reader_has_seen_enough(tmp_path):
     done = subprocess.run(f'"{sys.executable}" "{program}" "{folder}" --json | head -1', shell=True,
                           capture_output=True, text=True, check=False)
     assert done.stdout == "{\n" and done.stderr == ""
-
-@pytest.mark.filterwarnings("error")
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.sampled_from([*STRANGE, *HOSTILE]), max_size=8),
-       st.lists(st.sampled_from([*STRANGE, *HOSTILE]), max_size=8))
-def test_strange_lines_are_no_traceback(tmp_path_factory, a, b):
-    folder = tmp_path_factory.mktemp("log")
-    first = "step:0/9 val_loss:9.0 train_time:0ms step_avg:nanms"
-    (folder / "x.log").write_text("\n".join([first, *a]))
-    (folder / "y.log").write_text("\n".join([log_text((9.0, 3.0)), *b]))
-    arguments = [str(folder / "x.log"), "--vs", str(folder / "y.log"), "--target", "3.5"]
-    for more in ([], ["--json"]):
-        with (contextlib.redirect_stdout(io.StringIO()) as out,
-              contextlib.redirect_stderr(io.StringIO())):
-            try:
-                assert compare.main([*arguments, *more]) in (0, 2)  # other validation data
-            except logs.BadInput as error:
-                assert ": no log" in str(error) or ": holds " in str(error)
-                return
-    json.loads(out.getvalue(), parse_constant=pytest.fail)
 
 # ---- statistics.md -------------------------------------------------------------------------------
 

@@ -1,7 +1,6 @@
 """tools/logs.py: log formats, text that is no result, chains of resumed runs."""
 
 import hashlib
-import os
 import re
 import subprocess
 import sys
@@ -115,13 +114,10 @@ def test_runs_that_cannot_be_told_apart_are_refused(text, words, tmp_path):
         read_text(tmp_path, text)
 
 def test_our_own_log(tmp_path):
-    run = read_text(tmp_path, log_text(seed=7, env={"data": "a 1 tokens\ndata: b 2 tokens"}))
-    assert (run.steps, run.total, run.loss, run.seconds, run.tokens) == (250, 250, 3.279, 25, 250e3)
-    assert (run.hardware, run.torch, run.ranks, run.seed) == ("8x H100", "2.11.0", "8", "7")
-    assert run.hyperparameters["name"] == "'x'" and run.source == "import torch\n" and run.finished
+    text = log_text(env={"data": "a 1 tokens\ndata: b 2 tokens", "cpu": "2 x AMD EPYC, AVX2"})
+    run = read_text(tmp_path, text)
+    assert (run.total, run.tokens, run.ranks, run.hardware) == (250, 250e3, "8", "8x H100")
     assert run.environment["data"] == "a 1 tokens; b 2 tokens" and "script" not in run.environment
-    text = log_text(env={"cpu": "2 x AMD EPYC, AVX2"})
-    assert read_text(tmp_path, text).hardware == "8x H100"
     assert read_text(tmp_path, text.replace("gpus: ", "other: ")).hardware == "2x AMD EPYC, AVX2"
 
 @pytest.mark.parametrize("setting, more, contents", [
@@ -134,14 +130,6 @@ def test_the_validation_shards_of_new_and_former_logs(tmp_path, setting, more, c
     env = {"data": "a/held.bin 5 tokens 0f\ndata: a/interval.bin 6 tokens 1f"} | more
     run = read_text(tmp_path, log_text(env=env, hyper={"val_files": setting} if setting else {}))
     assert run.validated_on == (None, "50257", *contents)
-
-def test_target_is_reached_on_the_line_between_validations(tmp_path):
-    text = log_text((11.0, 4.0, 3.0, 2.0), every=100)
-    for target, reached in ((3.25, (175, 17.5)), (4.0, (100, 10)), (2.0, (300, 30)),
-                            (11.5, (0, 0)), (1.0, None)):
-        run = read_text(tmp_path, text)
-        run.find_target(target)
-        assert run.reached == (reached and pytest.approx(reached))
 
 def test_the_gpus_limits_count_and_their_temperatures_do_not(tmp_path):
     rows = ("driver_version, clocks.current.sm [MHz], power.limit [W], temperature.gpu\n"
@@ -239,10 +227,6 @@ def test_a_log_as_consoles_and_editors_leave_it(tmp_path, name):
         lines = list(dict.fromkeys(run.lines)) if name == "one line" else run.lines
         assert lines == want and run.source == ("import torch\n" if own is text else "")
 
-STRANGE = [*HALF, "step:5/0 val_loss:3.0 train_time:1ms step_avg:1ms",
-           WHOLE.replace("3.0", "inf"), "step:20/9 val_loss:2.0 train_time:5ms step_avg:0ms",
-           "step:9/9 val_loss:-1.0 train_time:0ms step_avg:0ms tokens:0"]
-
 # ---- Chains: a resumed run has a log of its own --------------------------------------------------
 
 CHAIN = {  # name: losses, its parent, the step where it begins
@@ -289,32 +273,6 @@ def test_a_chain_is_one_run(tmp_path, names, argument, expected):
         assert steps == sorted(set(steps)) and run.missing is None
         assert len(run.logs) == {"a": 1, "c": 3}.get(name, 2) and run.logs[-1][1] == CHAIN[name][2]
 
-@settings(max_examples=100, deadline=None)
-@given(st.data())
-def test_pieces_of_a_run_make_up_the_run(tmp_path_factory, data):
-    """However often it was killed, and in the middle of whatever line."""
-    folder = tmp_path_factory.mktemp("chain")
-    losses = [9 - i / 7 for i in range(9)]
-    (folder / "whole.txt").write_text(log_text(losses, every=4))
-    first = number = 0
-    while True:
-        last = data.draw(st.integers(min(first + 1, 8), 8))
-        parent = f"gone/{number - 1}" if number else None
-        text = log_text(losses[first:last + 1], every=4, total=32, parent=parent, first=4 * first)
-        if last < 8:
-            after = log_text(losses, every=4).partition(f"step:{4 * last}/32 val")[2]
-            text = text.partition("peak_memory")[0]
-            text += after[after.index("\n") + 1:][:data.draw(st.integers(0, 250))]
-        (folder / f"{number}.log").write_text(text)
-        if last == 8:
-            break
-        first = data.draw(st.integers(first + 1, last))
-        number += 1
-    (folder / "whole.txt").rename(folder.parent / f"{folder.name}.log")
-    (whole,) = read(folder.parent / f"{folder.name}.log").values()
-    (run,) = read(folder).values()
-    assert run.lines == whole.lines and run.finished and len(run.logs) == number + 1
-
 def test_a_parent_is_found_where_folders_have_moved_to(tmp_path):
     """Beside the log; where the checkpoint's path says; in another folder that is named."""
     old, older, new = (tmp_path / name for name in ("old", "older", "new"))
@@ -335,22 +293,11 @@ def test_a_parent_is_found_where_folders_have_moved_to(tmp_path):
     (older / "2026_x.v1.log").rename(new / "2026_x.v1.log")
     assert len(read(new)["b"].logs) == 2
 
-def test_a_finished_run_that_is_continued_is_a_run_too(tmp_path):
-    for name, more in (("a", {"total": 250}), ("b", {"parent": "gone/a", "first": 250})):
-        text = log_text((3.3, 3.2, 3.1), hyper={"num_iterations": more.get("total", 500)}, **more)
-        (tmp_path / f"{name}.log").write_text(text)
-    runs = read(tmp_path)
-    assert {name: (run.steps, run.finished) for name, run in runs.items()} == {
-        "a": (250, True), "b": (500, True)}
-    assert runs["b"].changed == ["num_iterations was 250 and is 500"]
-
 HARMLESS = {"name": "'y'", "records": "'z'", "save_every": 9}
 
 @pytest.mark.parametrize("b, c, mixed, changed", [
     ({"source": "import torch as t\n"}, {}, ["script"], []),
-    ({"env": {"ranks": 4}}, {}, ["ranks"], []),
-    ({"env": {"gpus": "8 x NVIDIA H200"}}, {}, ["gpus"], []),
-    ({"env": {"threads": "2"}}, {}, ["threads"], []),
+    ({"env": {"gpus": "8 x NVIDIA H200", "threads": "2"}}, {}, ["threads", "gpus"], []),
     ({"env": {"torch": "2.11.0, Python 3.13.0", "git": "abc", "command": "x"}}, {}, [], []),
     ({"env": {"ranks": 4, "torch": "2.12.0"}}, {}, ["ranks", "torch"], []),
     ({"hyper": {"muon_lr": 0.06} | HARMLESS}, {"hyper": {"new": 1}}, [],
@@ -374,8 +321,7 @@ def test_a_line_that_a_full_disk_has_cut_is_no_result(tmp_path):
 # ---- Without the packages ------------------------------------------------------------------------
 
 @pytest.mark.parametrize("package, program, arguments", [
-    ("torch", "sample", []), ("torch", "hellaswag", []), ("scipy", "compare", []),
-    ("scipy", "race", []), ("plotly", "compare", [LOGS, "--html", "no_page.html"])])
+    ("torch", "hellaswag", []), ("scipy", "race", []), ("plotly", "compare", [LOGS, "--html", "no_page.html"])])
 def test_a_missing_package_is_one_line(package, program, arguments):
     code = ("import runpy, sys; sys.modules[sys.argv.pop(1)] = None; del sys.argv[0]; "
             "runpy.run_path(sys.argv[0], run_name='__main__')")

@@ -2,22 +2,17 @@
 that differ, full disks, consoles that go away, weights that go wrong."""
 
 import functools
-import glob
 import inspect
-import itertools
 import os
 import random
 import re
 import resource
-import select
 import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
@@ -104,104 +99,43 @@ def whole(tmp_path_factory, shards):
     train(train_gpt, *RUN, *shards, f"--records={folder}")
     return folder
 
-@pytest.fixture(scope="module")
-def long(tmp_path_factory, shards):
-    """An uninterrupted run of LONG on one rank."""
-    folder = tmp_path_factory.mktemp("long")
-    train(train_gpt, *LONG, *shards, f"--records={folder}")
-    return folder
-
-def two_launchers(*flags, scripts, folders=(None, None)) -> tuple[list[int], str]:
-    """The status of each of two torchrun agents, as on two machines, and what both print. Each
-    starts a rank of its own script in its own folder; they meet by a c10d rendezvous."""
-    port = random.randint(20000, 50000)
-    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1",
-             "--rdzv_backend=c10d", "--rdzv_id=test", f"--rdzv_endpoint=127.0.0.1:{port}",
-             "--local_addr=127.0.0.1"]
-    agents = [subprocess.Popen([*agent, script, *flags], stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT, cwd=folder)
-              for script, folder in zip(scripts, folders)]
-    output = [agent.communicate(timeout=200)[0] for agent in agents]
-    return [agent.returncode for agent in agents], "".join(output)
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory, shards):
-    """An uninterrupted run of LONG on two ranks, which two launchers start."""
-    folder = tmp_path_factory.mktemp("two")
-    status, output = two_launchers(*LONG, *shards, f"--records={folder}",
-                                   scripts=[train_gpt.__file__] * 2)
-    assert status == [0, 0], output
-    return folder
-
 # ---- Killed at any time --------------------------------------------------------------------------
 
-def processes_of(name: str) -> list[int]:
-    """The ids of those with a word --name=NAME in their command line."""
-    found = []
-    for path in glob.glob("/proc/[0-9]*/cmdline"):
-        with suppress(OSError):  # it has ended meanwhile
-            if f"\0--name={name}\0" in Path(path).read_text(errors="replace"):
-                found.append(int(path.split("/")[2]))
-    return found
-
-def kill_once(words: list[str], name: str, ranks, number, to_launcher: bool, chance):
-    """Starts a run and kills it at a random moment: while it starts, or up to 10 ms after a random
-    line. Nothing may be left of it, but ranks whose launcher got SIGKILL: these are then ended as
-    well."""
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-                               env=ENVIRONMENT)
-    with process.stdout:
-        lines = chance.choice([0, 0, *range(1, 17)])
-        for _ in range(lines):
-            assert process.stdout.readline(), "it ended by itself"
-        if lines:
-            time.sleep(chance.uniform(0, 0.01))
-        else:  # at its first line at the latest, so that it does not end before
-            select.select([process.stdout], [], [], chance.uniform(0, 2))
-        workers = sorted({*processes_of(name)} - {process.pid}) or [process.pid]
-        os.kill(process.pid if to_launcher else chance.choice(workers), number)
-        assert process.wait(60) != 0, "it ended by itself"
-        if ranks and number == signal.SIGKILL and to_launcher:
-            for pid in processes_of(name):
-                os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + 60
-        while processes_of(name) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not processes_of(name)
-
-def killed_run(records: Path, ranks: int | None, shards):
-    """A run that is killed by each signal twice, and resumed each time from its newest checkpoint,
-    or begun anew where there is none. Of two ranks, it kills one or the launcher."""
-    chance = random.Random(ranks or 1)
-    name = f"killed_{os.getpid()}_{ranks}"
-    flags = [*LONG, *shards, f"--name={name}", f"--records={records}"]
-    ends = list(itertools.product([signal.SIGKILL, signal.SIGTERM, signal.SIGINT], [True, False]))
+def test_kills_at_random_moments(tmp_path, shards):
+    """One of two ranks or their launcher is killed up to 10 ms after a random line, and the run is
+    resumed from its newest checkpoint, or begun anew where there is none. Nothing is left of it,
+    and it ends in the bits of a run that was left alone."""
+    chance = random.Random(1)
+    records, whole = tmp_path / "killed", tmp_path / "whole"
+    flags = [*LONG, *shards]
+    launch(*flags, f"--records={whole}", ranks=2)
+    flags.append(f"--records={records}")
     logs = {}  # {path: content when its process had ended}
-    for end in chance.sample(ends, 6):
-        kill_once(command(*flags, ranks=ranks), name, ranks, *end, chance)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        run = subprocess.Popen(command(*flags, ranks=2), stdout=subprocess.PIPE, text=True,
+                               stderr=subprocess.DEVNULL, env=ENVIRONMENT)
+        for _ in range(chance.randrange(1, 17)):
+            assert run.stdout.readline(), "it ended by itself"
+        time.sleep(chance.uniform(0, 0.01))
+        ranks = subprocess.check_output(["pgrep", "-P", str(run.pid)], text=True).split()
+        os.kill(int(chance.choice(ranks)) if number == signal.SIGKILL else run.pid, number)
+        run.communicate(timeout=60)  # until none is left that could write
         before, logs = logs, {log: log.read_bytes() for log in records.glob("*.log")}
-        assert before.items() <= logs.items(), "a log has changed after its process ended"
+        assert run.returncode != 0 and before.items() <= logs.items()
         assert len(logs) <= len(before) + 1, "each start has one log"
         if list(records.glob("*/step*.pt")):
-            flags = [f"--resume={newest_checkpoint(records)}", f"--name={name}"]
-    launch(*flags, ranks=ranks)
-    assert logs.items() < {log: log.read_bytes() for log in records.glob("*.log")}.items()
+            flags = [f"--resume={newest_checkpoint(records)}"]
+    launch(*flags, ranks=2)
+    assert_same_run(records, whole)
 
-def test_twelve_kills_at_random_moments(tmp_path, shards, long, two):
-    """Two runs at a time, which end with the losses and the bits of one that was left alone."""
-    with ThreadPoolExecutor(2) as pool:
-        for run in [pool.submit(killed_run, tmp_path / str(ranks), ranks, shards)
-                    for ranks in (None, 2)]:
-            run.result()
-    assert_same_run(tmp_path / "None", long)
-    assert_same_run(tmp_path / "2", two)
-
-def test_kills_at_every_place(tmp_path, shards, long):
+def test_kills_at_every_place(tmp_path, shards):
     """In a step, a validation, a save, a resumption, a line: killed_runs.py names the places."""
-    done = run_helper("killed_runs.py", train_gpt.__file__, tmp_path, *SAVES, *shards)
-    assert done == "17\n"
-    assert_same_run(tmp_path, long)
-    assert checkpoints(tmp_path).count("unfinished") == 2, "they do no harm"
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    train(train_gpt, *LONG, *shards, f"--records={whole}")
+    done = run_helper("killed_runs.py", train_gpt.__file__, killed, *SAVES, *shards)
+    assert done == "15\n"
+    assert_same_run(killed, whole)
+    assert checkpoints(killed).count("unfinished") == 2, "they do no harm"
 
 # ---- Checkpoints and --resume --------------------------------------------------------------------
 
@@ -360,26 +294,21 @@ def test_what_is_no_whole_checkpoint_is_one_line(tmp_path, shards, whole, monkey
 
 WEIGHTS = torch.arange(300.0)
 
-def damaged(content: bytes, data) -> bytes:
-    """Cut at any byte, overwritten from there, or with anything appended."""
-    at = data.draw(st.integers(0, len(content) - 1) | st.integers(0, 16))
-    new = data.draw(st.binary(min_size=1, max_size=64))
-    return data.draw(st.sampled_from([
-        content[:at], content[:at] + new + content[at + len(new):], content + new,
-        content[:at] + bytes(min(600, len(content) - at)) + content[at + 600:]]))
-
-many_examples = settings(max_examples=300, deadline=None,
-                         suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-@many_examples
+@settings(max_examples=150, deadline=None,
+          suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_damage_to_a_checkpoint_changes_what_is_read(tmp_path, data):
-    """It is refused in one line, or the damage lies where nothing is read."""
+    """It is cut at any byte, overwritten from there, or has anything appended. It is refused in one
+    line, or the damage lies where nothing is read."""
     path = tmp_path / "step00000003.pt"
     facts = {"step": 3, "settings": {"name": "a"}, "data_read": "b"}
     torch.save(facts | {"state": {"w": WEIGHTS}}, path)
     content = path.read_bytes()
-    path.write_bytes(damaged(content, data))
+    at = data.draw(st.integers(0, len(content) - 1) | st.integers(0, 16))
+    new = data.draw(st.binary(min_size=1, max_size=64))
+    path.write_bytes(data.draw(st.sampled_from([
+        content[:at], content[:at] + new + content[at + len(new):], content + new,
+        content[:at] + bytes(min(600, len(content) - at)) + content[at + 600:]])))
     try:
         read = read_checkpoint(path)
     except UserError as e:
@@ -388,54 +317,27 @@ def test_no_damage_to_a_checkpoint_changes_what_is_read(tmp_path, data):
         assert len(path.read_bytes()) >= len(content)
         assert torch.equal(read.pop("state")["w"], WEIGHTS) and read == facts
 
-@many_examples
-@given(data=st.data())
-def test_a_damaged_shard_is_refused_or_still_a_shard(tmp_path, data):
-    """It is refused in one line, or what is left is a right shard of tokens in range."""
-    path = write_shard(tmp_path / "s.bin", [256, *range(250)] * 5)
-    content = damaged(Path(path).read_bytes(), data)
-    Path(path).write_bytes(content)
-    try:
-        (shard,) = train_gpt.find_shards(path)
-        tokens = train_gpt.read_tokens(path, 0, shard.tokens, 257)
-    except UserError as e:
-        assert path in str(e) and "\n" not in str(e)
-    else:
-        header = train_gpt.np.array([20240520, 1, shard.tokens], dtype="<i4").tobytes()
-        assert shard.path == path and content[:12] == header
-        assert len(content) == 1024 + 2 * shard.tokens
-        assert len(tokens) == shard.tokens and tokens.to(torch.int32).max() < 257
-
 # ---- Ranks and machines --------------------------------------------------------------------------
-
-def assert_same_losses(folder, other):
-    """But for the rounding of another number of ranks."""
-    mine, theirs = curve(folder), curve(other)
-    assert [line._replace(loss=0) for line in mine] == [line._replace(loss=0) for line in theirs]
-    assert [line.loss for line in mine] == pytest.approx([line.loss for line in theirs], abs=0.02)
-
-def test_two_launchers_train_as_one_process(two, long):
-    assert "\nranks: 2\n" in log_of(two) and "\nranks: 1\n" in log_of(long)
-    assert_same_losses(two, long)
 
 @pytest.mark.parametrize("changed", ["same.py", "t_train_000002.bin"])
 def test_two_machines_with_different_files_are_refused(tmp_path, shards, changed):
     """As where one copy was edited, or the second machine has other shards under the same names,
     on which it would train and validate by itself."""
-    folders = [tmp_path / "a", tmp_path / "b"]
-    for folder in folders:
-        shutil.copytree(Path(shards[0].split("=")[1]).parent, folder)
-        shutil.copy(train_gpt.__file__, folder / "same.py")
-    text = bytearray((folders[1] / changed).read_bytes())
+    for rank in "01":
+        shutil.copytree(Path(shards[0].split("=")[1]).parent, tmp_path / rank)
+        shutil.copy(train_gpt.__file__, tmp_path / rank / "same.py")
+    path = tmp_path / "1" / changed
+    text = bytearray(path.read_bytes())
     text[-1:] = b" " if changed == "same.py" else bytes([text[-1] ^ 1])  # of the last token
-    (folders[1] / changed).write_bytes(text)
-    status, output = two_launchers(*LONG, "--train_files=t_train*.bin", "--val_files=t_val*.bin",
-                                   f"--records={tmp_path}/r", scripts=["same.py"] * 2,
-                                   folders=folders)
-    assert all(status), output
-    errors = re.findall("(?m)^error: .*", output)
-    assert errors and all("data differ between " in line for line in errors), output
-    assert not (tmp_path / "r").exists(), "nothing was begun"
+    path.write_bytes(text)
+    start = tmp_path / "start.py"
+    start.write_text("import os, runpy\nos.chdir(os.environ['RANK'])\n"
+                     "runpy.run_path(os.path.abspath('same.py'), run_name='__main__')\n")
+    done = launch(*LONG, "--train_files=t_train*.bin", "--val_files=t_val*.bin", ranks=2,
+                  script=start, cwd=tmp_path, check=False)
+    errors = re.findall("(?m)^error: .*", done.stderr)
+    assert done.returncode and all("data differ between " in line for line in errors), done.stderr
+    assert errors and not list(tmp_path.glob("?/records")), "nothing was begun"
 
 def test_other_numbers_of_ranks_and_an_error_on_one_of_them(tmp_path, shards, whole):
     """A run of one rank is resumed on two, is ended by an error on rank 1 alone, which is printed
@@ -450,7 +352,9 @@ def test_other_numbers_of_ranks_and_an_error_on_one_of_them(tmp_path, shards, wh
     assert [re.findall(r"(?m)^ranks: (\d)", head) for head in heads] == [["1"], ["2"], ["1"]]
     assert [re.findall(r"(?m)^resumed: .* at step (\d)$", head) for head in heads[1:]] == [
         ["3"], ["6"]]
-    assert_same_losses(tmp_path, whole)
+    mine, theirs = curve(tmp_path), curve(whole)  # but for the rounding of other sums
+    assert [line._replace(loss=0) for line in mine] == [line._replace(loss=0) for line in theirs]
+    assert [line.loss for line in mine] == pytest.approx([line.loss for line in theirs], abs=0.02)
 
 def test_logs_of_one_second_take_the_next_free_name(tmp_path, shards, monkeypatch):
     class Frozen(datetime):
@@ -518,11 +422,10 @@ def test_a_records_folder_that_cannot_be_made_is_one_line(tmp_path, shards, fold
     with refused(f"^--records={tmp_path / folder} takes no log: "):
         train(train_gpt, *TINY, *shards, f"--records={tmp_path / folder}")
 
-@pytest.mark.parametrize("console", ["| head -3", "> /dev/full", ">&- 2>&-"])
+@pytest.mark.parametrize("console", ["> /dev/full", ">&- 2>&-"])
 def test_a_run_needs_no_console(tmp_path, shards, whole, console):
-    """It may be a pipe that closes, full, or closed."""
     words = shlex.join(command(*RUN, *shards, f"--records={tmp_path}/r"))
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", f"{words} {console}"], env=ENVIRONMENT,
+    done = subprocess.run(["bash", "-c", f"{words} {console}"], env=ENVIRONMENT,
                           capture_output=True, text=True, timeout=200)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert_same_run(tmp_path / "r", whole)
@@ -531,8 +434,7 @@ def test_a_run_needs_no_console(tmp_path, shards, whole, console):
 
 # ---- Weights and data that go wrong during a run -------------------------------------------------
 
-@pytest.mark.parametrize("bad", ["nan", "inf"])
-def test_weights_that_are_not_finite_are_never_saved(tmp_path, shards, whole, bad):
+def test_weights_that_are_not_finite_are_never_saved(tmp_path, shards, whole):
     """Here the last step before a save makes them; its loss was computed before, and no validation
     was due. The run resumes from the checkpoint before it."""
     train_step = train_gpt.train_step
@@ -540,7 +442,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, shards, whole, ba
     def poisoned(model, batches, optimizers, step, hp, world):
         loss = train_step(model, batches, optimizers, step, hp, world)
         if step == 5:
-            next(model.parameters()).data[:] = float(bad)
+            next(model.parameters()).data[:] = float("inf")
         return loss
 
     with pytest.MonkeyPatch.context() as patch:

@@ -20,20 +20,17 @@ def test_on_a_terminal_a_training_step_is_shown_every_two_seconds(monkeypatch):
     kept = list(watch.thinned(lines))
     assert kept[:2] == lines[:2] and kept[-2:] == lines[-2:] and 4 <= len(kept) <= 7
 
-class Started:
+def started(*argv, until, **env) -> subprocess.Popen:
     """A run.sh in the middle of its training, and in a session of its own, as in a terminal."""
-
-    def __init__(self, *argv, until, **env):
-        self.process = subprocess.Popen([str(ROOT / "run.sh"), *argv], stdout=subprocess.PIPE,
-                                        stderr=subprocess.STDOUT, text=True,
-                                        start_new_session=True, env={**os.environ, **RUN_SH,
-                                                                     **env})
-        output = []
-        for line in self.process.stdout:
-            output.append(line)
-            if until in line:
-                return
-        raise AssertionError("".join(output))
+    run = subprocess.Popen([str(ROOT / "run.sh"), *argv], stdout=subprocess.PIPE, text=True,
+                           stderr=subprocess.STDOUT, start_new_session=True,
+                           env={**os.environ, **RUN_SH, **env})
+    output = []
+    for line in run.stdout:
+        output.append(line)
+        if until in line:
+            return run
+    raise AssertionError("".join(output))
 
 @pytest.mark.parametrize("number, to_all, ranks, steps", [
     (signal.SIGINT, True, "1", 0), (signal.SIGINT, True, "2", 10), (signal.SIGTERM, False, "2", 0)])
@@ -43,10 +40,10 @@ def test_a_signal_leaves_nothing_behind_and_says_how_to_go_on(tmp_path, shards, 
     pipe is closed when the last of its programs has ended."""
     flags = [*TINY[1:], "--num_iterations=4000", "--epochs=10000", "--val_loss_every=0",
              f"--save_every={steps}"]
-    run = Started("demo", *flags, *shards, f"--records={tmp_path}", until="step:50/", NPROC=ranks)
-    (os.killpg if to_all else os.kill)(run.process.pid, number)
-    output, _ = run.process.communicate(timeout=20)
-    assert run.process.returncode == 128 + number, output
+    run = started("demo", *flags, *shards, f"--records={tmp_path}", until="step:50/", NPROC=ranks)
+    (os.killpg if to_all else os.kill)(run.pid, number)
+    output, _ = run.communicate(timeout=20)
+    assert run.returncode == 128 + number, output
     what = "it has saved no checkpoint to go on from; the same command starts it again"
     if steps:
         what = f"to go on: ./run.sh --resume={newest_checkpoint(tmp_path)}"
@@ -70,8 +67,8 @@ def test_a_rank_that_fails_is_said_last_without_torchruns_report(tmp_path, shard
     assert ("AssertionError: a defect" in done.stderr) == (status == 1)
 
 def test_a_console_that_goes_away_does_not_end_the_run(tmp_path, shards):
-    run = Started("demo", *TINY[1:], *shards, f"--records={tmp_path}", "--num_iterations=40",
+    run = started("demo", *TINY[1:], *shards, f"--records={tmp_path}", "--num_iterations=40",
                   until="step:3/", NPROC="2")
-    run.process.stdout.close()
-    run.process.wait(timeout=100)
+    run.stdout.close()
+    run.wait(timeout=100)
     assert "\nfinal_val_loss: " in log_path(tmp_path).read_text()
