@@ -103,20 +103,15 @@ IDEAS = {
                 [r"blocks\.\d+\..*«_mix→(_mix|lambdas)»"]),
 }
 
-def edited(folder, *edits) -> Path:
-    """A copy of the script."""
+def loaded(folder, *edits):
+    """A copy of the script with these edits, as a module."""
     text = Path(train_gpt.__file__).read_text()
     for edit in edits:
-        old, new = (re.sub("(?s)«(.*?)→(.*?)»", lambda m: m[side], edit) for side in (1, 2))
+        old, new = (re.sub("(?s)«(.*?)→(.*?)»", side, edit) for side in (r"\1", r"\2"))
         assert text.count(old) == 1, f"the script has no single {old!r} any more"
         text = text.replace(old, new)
-    path = folder / "edited.py"
-    path.write_text(text)
-    return path
-
-def loaded(folder, *edits):
-    """... as a module."""
-    return load_script(edited(folder, *edits), "edited")
+    (folder / "edited.py").write_text(text)
+    return load_script(folder / "edited.py", "edited")
 
 @pytest.mark.parametrize("edits, words, mended", IDEAS.values(), ids=IDEAS)
 def test_an_idea_is_refused_by_name_or_trains_and_resumes(edits, words, mended, tmp_path, shards):

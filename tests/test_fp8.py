@@ -1,7 +1,6 @@
 """The head: the FP8 linear on the CPU's reference kernels, at small sizes, and the loss."""
 
 import dataclasses
-import math
 
 import pytest
 import torch
@@ -82,17 +81,19 @@ def test_plain_outside_training_and_without_fp8():
 
 # ---- The loss
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("dtype, vocabulary, tolerance", [
+    (torch.float64, 500, 1e-13), (torch.float32, 500, 1e-5), (torch.float32, 65536, 1e-5)])
 @pytest.mark.parametrize("largest", [1.0, 76.0])
-def test_the_loss_and_its_gradient_are_those_of_torch(dtype, tolerance, largest, monkeypatch):
+def test_the_loss_and_its_gradient_are_those_of_torch(dtype, vocabulary, tolerance, largest,
+                                                      monkeypatch):
     """Also at the largest logits that a softcap of 38 lets through, and for targets of -1."""
     if dtype == torch.float64:
         monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     generator = torch.Generator().manual_seed(0)
-    values = largest * torch.rand(300, 500, dtype=dtype, generator=generator)
-    values[0], values[1], values[2, :250] = 0, largest, largest
-    target = torch.randint(500, (300,), generator=generator)
-    target[[2, 3, 299]] = torch.tensor([499, -1, -1])
+    values = largest * torch.rand(40, vocabulary, dtype=dtype, generator=generator)
+    values[0], values[1], values[2, 1:] = 0, largest, largest
+    target = torch.randint(vocabulary, (40,), generator=generator)
+    target[[2, 3, 39]] = torch.tensor([0, -1, -1])
     ours, theirs = values.clone().requires_grad_(), values.clone().requires_grad_()
     got = CrossEntropy.apply(ours, target)
     want = F.cross_entropy(theirs, target, ignore_index=-1, reduction="sum")
@@ -100,18 +101,8 @@ def test_the_loss_and_its_gradient_are_those_of_torch(dtype, tolerance, largest,
     for loss in (got, want):
         (loss / 7).backward()
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=tolerance)
-    assert not ours.grad[[3, 299]].any() and ours.grad[2].any()
-    assert CrossEntropy.apply(values, torch.full((300,), -1)) == 0
-
-def test_the_largest_logits_in_the_largest_vocabulary_do_not_overflow():
-    logits = torch.full((2, 65536), 76.0, requires_grad=True)
-    loss = CrossEntropy.apply(logits, torch.tensor([65535, -1]))
-    loss.backward()
-    assert loss.item() == pytest.approx(math.log(65536), rel=1e-5)
-    want = torch.full((2, 65536), 2.0**-16)
-    want[0, -1] -= 1
-    want[1] = 0
-    torch.testing.assert_close(logits.grad, want, rtol=1e-4, atol=0)
+    assert not ours.grad[[3, 39]].any() and ours.grad[2].any()
+    assert CrossEntropy.apply(values, torch.full((40,), -1)) == 0
 
 def test_small_gradients_survive_the_cast():
     """e5m2 reaches down to 2^-16, e4m3 to 2^-9 alone."""

@@ -7,7 +7,6 @@ import pytest
 import torch
 from conftest import refused
 from test_model import ALONE, HP, tiny_model
-from test_optimizers import take_step
 from torch import nn
 
 import train_gpt
@@ -54,10 +53,11 @@ def test_draws_depend_on_seed_and_name_alone():
     assert {"embed.weight", "blocks.3.mlp.fc.weight", "blocks.0.attn.qkv"} <= random
     for changes in (dict(windows="LSSLSS", attention="xx.xxx", value_embeds="0..0.."),
                     dict(windows="LS", attention="xx", value_embeds="0."),
-                    dict(attention="xxxx"), dict(value_embeds="01.0")):
+                    dict(attention="xxxx"), dict(value_embeds="01.0"), dict(value_embeds="...."),
+                    dict(attention="....", value_embeds="....")):
         other = drawn(**changes)
         shared = {name for name in random & set(other) if base[name].shape == other[name].shape}
-        assert "embed.weight" in shared and len(shared) >= len(random) - 3
+        assert "embed.weight" in shared and len(shared) >= len(random) - 4
         assert all(torch.equal(base[name], other[name]) for name in shared), changes
     torch.manual_seed(5)
     assert torch.equal(drawn()["embed.weight"], base["embed.weight"])
@@ -91,12 +91,9 @@ def put(name, value):
 
 # Changes of a model, and what is said of them. Each names the parameter or the row.
 REFUSED = {
-    "a matrix without a row": (put("own", parameter(2, 3)), r"no row for own \(2, 3\)"),
-    "a vector without a row": (put("gains", nn.Parameter(torch.ones(7))), r"no row for gains \(7,"),
     "rows without a parameter": (without_vectors, "no parameter belongs to the row skip_weights"),
     "a new name": (lambda model: setattr(model, "tokens", model._modules.pop("embed")),
                    r"no row for tokens\.weight \(320, 32\)"),
-    "nn.Embedding": (put("embed", nn.Embedding(320, 32)), r"embed\.weight has values"),
     "a bias": (put("blocks.0.mlp.fc.bias", nn.Parameter(torch.zeros(128))),
                r"no row for blocks\.0\.mlp\.fc\.bias"),
     "a name that begins like a row's": (put("skip_weights_2", nn.Parameter(torch.ones(2))),
@@ -113,17 +110,6 @@ def test_a_model_that_does_not_fit_the_table_is_refused(change, words):
         change(model)
     with refused(words):
         draw_weights(model, 0)
-
-@pytest.mark.parametrize("options, error, words", [
-    (dict(lr="head_rate"), AttributeError, "no attribute 'head_rate'"),
-    (dict(lr=0.1, momentum=0.9), TypeError, "unexpected keyword argument 'momentum'"),
-    (dict(), TypeError, "missing 1 required positional argument: 'lr'")])
-def test_a_row_with_a_mistake_in_its_options_keeps_its_traceback(options, error, words,
-                                                                 monkeypatch):
-    with_row(monkeypatch, r"lm_head\.weight", zero, Adam, options, without=0)
-    model, hp = fresh_model()
-    with refused(words, error):
-        build_optimizers(model, hp, ALONE)
 
 # ---- Who trains what
 
@@ -148,40 +134,23 @@ def test_the_optimizers_of_the_table():
         else:
             assert len({p.shape for p in each.params.values()}) == 1
 
-def test_the_options_of_a_row_reach_the_kernel(monkeypatch):
-    """After one step with these betas Adam's mean is half of the gradient, and its mean square a
-    quarter of the square; a large epsilon makes its update small, and weights decay."""
+def test_the_options_of_a_row_reach_its_optimizer(monkeypatch):
     options = dict(lr="embed_lr", betas=(0.5, 0.75), eps=1000.0, weight_decay=0.5)
     with_row(monkeypatch, r"embed\.weight", normal, Adam, options)
     model, hp = tiny_model()
     (adam,) = (o for o in build_optimizers(model, hp, ALONE) if "embed.weight" in o.params)
-    assert list(adam.params) == ["embed.weight"]
-    before = model.embed.weight.detach().clone()
-    model.embed.weight.grad = torch.full_like(before, 4.0)
-    take_step(adam)
-    assert torch.equal(adam.state["mean"][0], torch.full_like(before, 2.0))
-    assert torch.equal(adam.state["mean_square"][0], torch.full_like(before, 4.0))
-    want = before * (1 - 0.5 * hp.embed_lr) - hp.embed_lr * 4 / (4 + 1000)
-    torch.testing.assert_close(model.embed.weight.detach(), want)
-
-class Sign(Muon):
-    """Another optimizer of matrices."""
-
-    def direction(self, gradients, step):
-        return gradients.sign()
+    assert list(adam.params) == ["embed.weight"] and adam.peak_lr == hp.embed_lr
+    assert (adam.betas, adam.eps, adam.weight_decay) == ((0.5, 0.75), 1000.0, 0.5)
 
 def test_a_subclass_of_muon_gets_groups_by_shape_too(monkeypatch):
+    class Sign(Muon):
+        pass
+
     with_row(monkeypatch, r"blocks\..*\.(fc|proj)\.weight", uniform, Sign, dict(lr=0.5), without=3)
     model, hp = tiny_model(attention="xxxx", num_kv_heads=2)
     signs = [o for o in build_optimizers(model, hp, ALONE) if type(o) is Sign]
     shapes = {next(iter(o.params.values())).shape: len(o.params) for o in signs}
     assert shapes == {(128, 32): 4, (32, 128): 4, (32, 64): 4}
-    p = signs[0].params["blocks.1.attn.proj.weight"]
-    before = p.detach().clone()
-    for each in signs[0].params.values():
-        each.grad = torch.full_like(each, -3.0)
-    take_step(signs[0])
-    torch.testing.assert_close(p.detach(), before + 0.5)
 
 def test_parameters_of_two_dtypes_do_not_share_an_adam():
     model, hp = tiny_model()

@@ -35,9 +35,6 @@ def test_momentum_warms_up_and_stays():
     assert momenta == pytest.approx([0.85, 0.9, 0.95, 0.95])
     assert muon_momentum(0, replace(HP, muon_momentum_steps=0)) == 0.95
 
-def test_tokens_are_counted_before_the_step():
-    assert [tokens_seen(step, HP) for step in (0, 1, 1770)] == [0, 393216, 1770 * 393216]
-
 def test_the_short_preset_is_the_speedruns_model_and_step():
     """... so that it compiles the same program, with the momentum's warmup in proportion."""
     short = PRESETS["short"]
