@@ -47,7 +47,8 @@ MISTAKES = {
         ("a block that a border crosses is called full", "(first_N == «last_N→first_N»[:, None])"),
         ("the diagonal is called full", "all_NN = «earlier_NN→(distance_NN >= 0)» &"),
         ("a short window of no block", "«.clamp(min=1)→»)]"),
-        ("a block's last key is left out", "int(query[-1])« + 1→»"),
+        ("a block's last key is left out", "int(query[-1])« + 1→»")],
+    (2, "test_model.py"): [
         ("kv heads in turn",
          "«repeat_interleave(→repeat(1, »q.size(1) // x.size(1), «dim=1→1, 1»)")],
     (3, "test_fp8.py"): [

@@ -4,12 +4,10 @@ what is unfinished never gets a final name."""
 import errno
 import multiprocessing
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT, refused, write_shard
+from conftest import refused, write_shard
 
 import train_gpt
 from data import common

@@ -163,23 +163,13 @@ def test_ideas_do_the_same_on_two_ranks(tmp_path, shards):
     for name, tensor in one.items():
         assert (tensor - two[name]).abs().max() < 0.02, name
 
-@pytest.mark.parametrize("forgets", [False, True])
-def test_an_optimizer_that_forgets_its_shard_is_an_error_on_two_ranks(tmp_path, forgets):
-    script = loaded(tmp_path, *LION, *["«self.world.shard(mean)→mean»\n"] * forgets)
-
-    class World(script.World):
-        def all_gather(self, whole):
-            return script.Exchange(whole)
-
+def test_an_optimizer_that_forgets_its_shard_is_an_error_on_two_ranks(tmp_path):
+    script = loaded(tmp_path, *LION, "«self.world.shard(mean)→mean»\n")
     lion = script.Lion({"own": torch.nn.Parameter(torch.zeros(4, 4))}, script.PRESETS["demo"],
-                       World(0, 2, torch.device("cpu")), lr=0.1)
+                       script.World(0, 2, torch.device("cpu")), lr=0.1)
     lion.sums = [script.Exchange(torch.ones(2, 4))]
-    if forgets:
-        with pytest.raises(RuntimeError, match="The size of tensor"):
-            lion.update(0)
-    else:
+    with pytest.raises(RuntimeError, match="The size of tensor"):
         lion.update(0)
-        assert lion.params["own"].sum(1).tolist() == pytest.approx([-0.4, -0.4, 0, 0])
 
 # ---- A parameter more
 

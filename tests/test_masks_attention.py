@@ -1,12 +1,11 @@
-"""Block masks, for FlexAttention and for a CPU's attention, against a dense reference, and a CPU's
-attention against dense attention."""
+"""Block masks, for FlexAttention and for a CPU's attention, against a dense reference. (Attention is
+in test_model.py.)"""
 
 import random
 
-import pytest
 import torch
 
-from train_gpt import BLOCK, attention, build_block_masks
+from train_gpt import BLOCK, build_block_masks
 
 EOT = 9
 
@@ -82,31 +81,6 @@ def test_masks_equal_the_dense_reference_and_split_exactly():
                 assert partial_blocks == {tuple(b) for b in (touched & ~full).nonzero().tolist()}
                 tried += 1
     assert tried > 200
-
-def dense_attention(q, k, v, seen, scale):
-    """Plain attention, in which kv heads are repeated for the query heads that share them."""
-    k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
-    return torch.where(seen, q @ k.mT * scale, -torch.inf).softmax(-1) @ v
-
-@pytest.mark.parametrize("heads, kv_heads", [(2, 2), (4, 2), (3, 1)])
-def test_attention_by_query_blocks_equals_dense_attention_forward_and_backward(heads, kv_heads):
-    generator = torch.Generator().manual_seed(1)
-
-    def random(heads, T):
-        return torch.randn(1, heads, T, 16, dtype=torch.float64, generator=generator)
-
-    for tokens in list(layouts())[21::3]:
-        T = len(tokens)
-        for window in (128, 384, 102400):
-            mask = build_block_masks(tokens, EOT, torch.tensor(window), flex=False)[0]
-            qkv = [random(n, T).requires_grad_() for n in (heads, kv_heads, kv_heads)]
-            dy = random(heads, T)
-            got = attention(*qkv, mask, 0.12)
-            want = dense_attention(*qkv, dense_mask(tokens, window // BLOCK), 0.12)
-            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
-            gradients = torch.autograd.grad(got, qkv, dy)
-            for a, b in zip(gradients, torch.autograd.grad(want, qkv, dy)):
-                torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 def test_no_scores_are_quadratic_in_the_sequence_length():
     """Nor is their bias: plain_attention takes a block of queries at a time."""

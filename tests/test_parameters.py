@@ -11,7 +11,7 @@ from torch import nn
 
 import train_gpt
 from train_gpt import (GPT, PARAMETERS, Adam, Muon, build_optimizers, draw_weights, normal,
-                       parameter, uniform, zero)
+                       parameter, uniform)
 
 def with_row(monkeypatch, *row, without=None):
     """Puts a row in front of the table, which may leave nothing to another one."""
@@ -27,20 +27,16 @@ def fresh_model(**changes):
 
 def test_initial_weights():
     model, _ = tiny_model(randomize=False, model_dim=256, num_kv_heads=2)
-    for block in model.blocks:
-        assert not block.mlp.proj.weight.any()
-        assert float(block.mlp.fc.weight.detach().std()) == pytest.approx(0.5 / 16, rel=0.02)
-        assert block.residual_mix.tolist() == [1, 0]
-        if block.attn is not None:
-            assert block.attn.qkv.shape == (2 + 1 + 1, 2 * 16, 256)  # four matrices for Muon
-            assert float(block.attn.qkv.detach().std()) == pytest.approx(0.5 / 16, rel=0.02)
-            assert not block.attn.proj.weight.any()
-            assert block.attn.value_mix.tolist() == [0.5, 0.5]
-    assert not model.lm_head.weight.any()
+    vectors = dict(residual_mix=[1, 0], value_mix=[0.5, 0.5], skip_weights=[1, 1])
+    spread = dict(qkv=0.5 / 16, fc=0.5 / 16, proj=0, lm_head=0, embed=1)
+    for name, p in model.named_parameters():
+        kind = name.replace("value_embeds.0", "embed").removesuffix(".weight").split(".")[-1]
+        if kind in vectors:
+            assert p.tolist() == vectors[kind]
+        else:
+            assert float(p.detach().std()) == pytest.approx(spread[kind], rel=0.02), name
+    assert model.blocks[0].attn.qkv.shape == (2 + 1 + 1, 2 * 16, 256), "four matrices for Muon"
     assert len(model.lm_head.weight) == 320 == len(model.embed.weight), "the padded vocabulary"
-    for embed in (model.embed, *model.value_embeds.values()):
-        assert float(embed.weight.detach().std()) == pytest.approx(1, rel=0.02)
-    assert model.skip_weights.tolist() == [1, 1]
 
 def drawn(seed=3, dtype=torch.float32, **changes):
     """The initial weights of a tiny model, by name."""

@@ -1,12 +1,12 @@
 """The ranks of a run: each takes its place and its GPU, all train what one trains, and an error on
 one ends all. (What they exchange is in test_optimizers.py; machines that differ, and another number
-of ranks after a kill, are in test_reliability.py.)"""
+of ranks after a kill, are in test_reliability.py; a defect on one rank is in test_watch.py.)"""
 
 import re
 
 import pytest
 import torch
-from conftest import SCRIPT, TINY, launch, log_of, losses, planted, refused, train
+from conftest import SCRIPT, TINY, launch, log_of, losses, refused, train
 
 import train_gpt
 from train_gpt import World, world_of_this_process
@@ -87,10 +87,3 @@ def test_an_error_on_several_ranks_is_printed_once_and_none_hangs(tmp_path, shar
     for log in tmp_path.glob("*.log"):
         assert log.read_text().endswith(f"\n{errors[0]}\n")
 
-def test_a_rank_that_fails_ends_the_run_with_its_traceback(tmp_path, shards):
-    """A defect in the script that meets rank 1 alone, in the middle of the training."""
-    copy = planted(tmp_path, "assert step < 2 or world.rank == 0, 'planted defect'")
-    done = launch(*TINY, *shards, f"--records={tmp_path}/r", ranks=2, script=copy, check=False)
-    assert done.returncode == 1 and "AssertionError: planted defect" in done.stderr, done.stderr
-    assert f'{copy}", line' in done.stderr, "the place is there to read"
-    assert len(losses(log_of(tmp_path / "r"), "train_loss")) <= 2
