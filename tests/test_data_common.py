@@ -57,19 +57,16 @@ def test_a_damaged_header_or_size_is_named(tmp_path, change, words):
 
 # ---- Errors and files ----------------------------------------------------------------------------
 
-class ScriptsError(Exception):
-    """Stands for an error of another module."""
-
 @pytest.mark.parametrize("error, status, said", [
     (UserError("wrong; do this"), 2, "error: wrong; do this"),
-    (ScriptsError("of the script"), 2, "error: of the script"),
+    (EOFError("of another module"), 2, "error: of another module"),
     (FileNotFoundError(2, "No such file", "a.txt"), 2, "error: a.txt: No such file"),
     (KeyboardInterrupt(signal.SIGTERM), 143, "interrupted"),
     (KeyboardInterrupt(), 130, "interrupted")])
 def test_errors_are_one_line_with_a_status(capsys, error, status, said):
     def main():
         raise error
-    assert status_of(main, errors=(ScriptsError,)) == status
+    assert status_of(main, errors=(EOFError,)) == status
     assert capsys.readouterr().err == f"{said}\n"
 
 def test_a_defect_is_a_traceback():

@@ -18,6 +18,8 @@ import sysconfig
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, refused
 from hypothesis import given, settings
@@ -58,14 +60,6 @@ def write_jsonl(path, texts, opener=open):
 def corpus(tmp_path):
     return write_jsonl(tmp_path / "corpus.jsonl", some_documents())
 
-@pytest.fixture
-def small_pieces(monkeypatch):
-    """Small buffers, so that documents straddle every border there is."""
-    monkeypatch.setattr(tokenize_text, "BATCH_BYTES", 5000)
-    monkeypatch.setattr(tokenize_text, "PIECE_TOKENS", 1003)
-    for module in (tokenize_text, vocab):
-        monkeypatch.setattr(module, "PIECE_BYTES", 256)
-
 # ---- What lands where ----------------------------------------------------------------------------
 
 @settings(max_examples=60, deadline=None)
@@ -102,9 +96,13 @@ def test_however_few_the_documents_validation_gets_its_share(tmp_path_factory, l
         assert held == wanted + is_cut
         assert train + val == texts or is_cut
 
-def test_copies_of_a_document_go_to_one_side_wherever_they_stand(tmp_path, small_pieces):
+def test_copies_of_a_document_go_to_one_side_wherever_they_stand(tmp_path, monkeypatch):
     """Whole documents go to validation, which is spread over the corpus. The number of workers
-    changes nothing."""
+    changes nothing, nor do small buffers, every border of which documents straddle."""
+    for module, name, size in ((tokenize_text, "BATCH_BYTES", 5000), (vocab, "PIECE_BYTES", 256),
+                               (tokenize_text, "PIECE_TOKENS", 1003),
+                               (tokenize_text, "PIECE_BYTES", 256)):
+        monkeypatch.setattr(module, name, size)
     texts = some_documents(900)
     texts += texts[:200]
     sides = []
@@ -128,8 +126,6 @@ def test_copies_of_a_document_go_to_one_side_wherever_they_stand(tmp_path, small
 # ---- The same however it is made -----------------------------------------------------------------
 
 def test_every_way_to_hand_in_the_same_documents_gives_the_same_tokens(tmp_path):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
     texts = [text.strip() for text in some_documents(40)]
     (tmp_path / "folder").mkdir()
     for i, text in enumerate(texts):
@@ -196,8 +192,6 @@ def holding(content: bytes):
     return lambda path: path.write_bytes(content)
 
 def parquet_of_numbers(path):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
     pq.write_table(pa.table({"text": [1, 2]}), path)
 
 @pytest.mark.parametrize("name, make, options, expected", [

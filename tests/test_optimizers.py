@@ -36,8 +36,6 @@ def test_singular_values_of_an_update_lie_in_the_band(rows, cols, dtype):
     values = torch.linalg.svdvals(u.float())
     assert float(values.max()) < 1.3 and float(values[:2].median()) > 0.6
     assert float((values[:2] > 0.5).float().mean()) > 0.95
-    before = torch.linalg.svdvals(x[2])
-    assert float(before.max() / before.min()) > 5  # what went in was far from flat
     assert not newton_schulz(torch.zeros_like(x)).any()
 
 def test_agrees_with_the_muon_of_torch(monkeypatch):

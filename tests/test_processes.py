@@ -86,4 +86,3 @@ def test_an_error_on_several_ranks_is_printed_once_and_none_hangs(tmp_path, shar
     assert f"{SCRIPT.name}\", line" not in done.stderr
     for log in tmp_path.glob("*.log"):
         assert log.read_text().endswith(f"\n{errors[0]}\n")
-

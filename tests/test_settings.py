@@ -4,6 +4,7 @@ make no sense, and data that are damaged, too few or the same twice."""
 import dataclasses
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -43,15 +44,14 @@ def test_every_field_is_a_flag_of_its_name(capsys):
 def test_forms_of_flags(monkeypatch):
     hp, _ = parse_flags(["--preset=speedrun", "--seed", "3", "--seed=4", "--use_fp8=false"])
     assert hp == dataclasses.replace(HP, seed=4, use_fp8=False)
-    assert parse_flags(["--preset=demo", "--use_fp8=True"])[0].use_fp8
     hp, command = parse_flags(["--check"])
     assert (command.check, command.resume, command.named) == (True, None, {})
-    assert not parse_flags([])[1].check
     assert parse_flags(["--resume=a/b.pt"])[1].resume == Path("a/b.pt")
     for has_gpu, preset in ((True, "speedrun"), (False, "demo")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
         hp, command = parse_flags([])
         assert (hp, command.preset) == (PRESETS[preset], preset), "the hardware's"
+        assert not command.check
 
 # ---- What the machine decides
 
@@ -59,13 +59,10 @@ def test_forms_of_flags(monkeypatch):
     ("avx2 amx_bf16", "bfloat16"), ("avx2 avx512_bf16", "bfloat16"), ("avx512f", "float32"),
     (None, "float32")])
 def test_a_cpu_has_no_fp8_and_takes_fast_or_chosen_bfloat16(monkeypatch, units, dtype):
-    info = {"model name": "a CPU", "flags": units} if units else {}
-    monkeypatch.setattr(train_gpt, "cpu_info", lambda: info)
-    hp = dataclasses.replace(HP, seed=1)
-    assert resolve(hp, CPU) == dataclasses.replace(hp, use_fp8=False, dtype=dtype)
-    for chosen in ("bfloat16", "float32"):
+    monkeypatch.setattr(train_gpt, "cpu_info", lambda: {"flags": units} if units else {})
+    for chosen, got in dict(auto=dtype, bfloat16="bfloat16", float32="float32").items():
         hp = dataclasses.replace(HP, dtype=chosen, seed=1)
-        assert resolve(hp, CPU) == dataclasses.replace(hp, use_fp8=False)
+        assert resolve(hp, CPU) == dataclasses.replace(hp, use_fp8=False, dtype=got)
 
 @pytest.mark.parametrize("capability, dtype, fp8", [
     ((9, 0), "bfloat16", True), ((8, 9), "bfloat16", True), ((8, 0), "bfloat16", False),
@@ -99,9 +96,7 @@ def tiny(tmp_path):
 
 def test_a_plan_has_the_shards_and_the_settings(tiny):
     plan = prepare(*tiny, ranks=2)
-    assert [shard.tokens for shard in plan.train_shards] == [10050]
-    assert [shard.tokens for shard in plan.val_shards] == [2010]
-    assert plan.step == plan.seconds == 0
+    assert [shard.tokens for shard in (*plan.train_shards, *plan.val_shards)] == [10050, 2010]
     assert prepare(*tiny, "--val_tokens=0").hp.val_tokens == 2009
     assert prepare(*tiny, "--num_iterations=20", "--epochs=2").hp.epochs == 2
     seeds = {prepare(*tiny, "--seed=-1").hp.seed for _ in range(3)}
@@ -196,19 +191,14 @@ def test_validation_on_training_data_is_refused(tmp_path, shards, link):
             prepare(*flags)
 
 @pytest.mark.method
-def test_training_shards_without_a_step_are_refused(tmp_path, shards):
+@pytest.mark.parametrize("sizes, short", [
+    ([8000, 2048, 2048], 2), ([8000, 164], 1), ([8000, 2049], 0), ([8000, 163], 0)], ids=str)
+def test_training_shards_without_a_step_are_refused(tmp_path, shards, sizes, short):
     """Where they hold more than 2 % of the tokens, since no step would read them. A step of 2048
     tokens needs one more, as a target."""
-    def sizes_of(*sizes):
-        for path in tmp_path.glob("*.bin"):
-            path.unlink()
-        for number, size in enumerate(sizes):
-            write_shard(tmp_path / f"{number}.bin", [256, *range(number, number + size - 1)])
+    for number, size in enumerate(sizes):
+        write_shard(tmp_path / f"{number}.bin", [256, *range(number, number + size - 1)])
+    words = f"{short} training shards have no more tokens than a step's 2048: join them"
+    with refused(words) if short else nullcontext():
         plan = prepare(shards[1], f"--train_files={tmp_path}/*.bin", "--micro_batches=8")
-        return tuple(shard.tokens for shard in plan.train_shards)
-
-    for sizes, short in (((8000, 2048, 2048), 2), ((8000, 164), 1)):
-        with refused(f"{short} training shards have no more tokens than a step's 2048: join them"):
-            sizes_of(*sizes)
-    for sizes in ((8000, 2049), (8000, 163)):
-        assert sizes_of(*sizes) == sizes
+        assert [shard.tokens for shard in plan.train_shards] == sizes

@@ -52,10 +52,8 @@ def test_the_warmup_leaves_no_trace(tmp_path, shards, monkeypatch):
     train(train_gpt, *TINY, *shards, f"--records={tmp_path}/a")
     monkeypatch.setattr(train_gpt, "warm_up", lambda *args: None)
     train(train_gpt, *TINY, *shards, f"--records={tmp_path}/b")
-    mine, theirs = (load_checkpoint(tmp_path / folder)["state"] for folder in "ab")
-    for kind, tensors in mine.items():
-        for name, tensor in tensors.items():
-            assert torch.equal(tensor, theirs[kind][name]), (kind, name)
+    states = [load_checkpoint(tmp_path / folder)["state"] for folder in "ab"]
+    torch.testing.assert_close(*states, rtol=0, atol=0)
 
 # ---- Validation
 
@@ -133,8 +131,7 @@ def test_the_log_has_its_sections_and_its_last_lines(tmp_path, shards, capsys):
     train(train_gpt, *TINY, *shards, f"--records={tmp_path}", "--name=my_try", "--head_lr=0.0123")
     log = log_of(tmp_path)
     console = capsys.readouterr().out
-    name = r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\dZ_my_try\.log"
-    assert re.fullmatch(name, log_path(tmp_path).name)
+    assert re.fullmatch(r"[\d-]{10}T[\d-]{8}Z_my_try\.log", log_path(tmp_path).name)
     separator = "\n" + "=" * 100 + "\n"
     settings, environment, rest = log.split(separator, 2)
     source, steps = rest.rsplit(separator, 1)
@@ -156,16 +153,9 @@ def test_the_log_has_its_sections_and_its_last_lines(tmp_path, shards, capsys):
     final = f"final_val_loss: {losses(log)[-1]:.4f} nats per token, "
     assert final in steps and "on 1000 tokens" in steps.split(final)[1]
     assert steps.splitlines()[-1] == f"log: {log_path(tmp_path)}"
-    rows = re.findall(r"^\w+, lr [\d.e-]+: .+\n", steps, re.M)
-    trained = [name for row in rows for name in row.rstrip("\n").partition(": ")[2].split(", ")]
-    weights = load_checkpoint(tmp_path)["state"]["model"]
-    parameters = [name for name, weight in weights.items() if weight.is_floating_point()]
-    assert sorted(trained) == sorted(parameters), "in one row each"
-    assert "Adam, lr 0.0123: lm_head.weight\n" in rows
-    (saving,) = re.findall(r"(?m)^saving: \d+\.\d s, untimed\n", steps)
-    for row in [*rows, saving]:
-        steps = steps.replace(row, "")
-    assert console == steps, "the console shows all else that follows the source"
+    assert "\nAdam, lr 0.0123: lm_head.weight\n" in steps
+    hidden = r"(?m)^(\w+, lr [\d.e-]+: .+|saving: \d+\.\d s, untimed)\n"
+    assert console == re.sub(hidden, "", steps), "the console shows all else after the source"
 
 @pytest.mark.method
 def test_step_lines_give_the_tokens_and_the_schedules(tmp_path, shards):
