@@ -21,8 +21,6 @@ def status_of(main, **options):
     finally:
         signal.signal(signal.SIGTERM, handler)
 
-# ---- The format ----------------------------------------------------------------------------------
-
 def test_the_format_is_the_scripts():
     for name in ("SHARD_MAGIC", "SHARD_HEADER_BYTES"):
         assert getattr(common, name) == getattr(train_gpt, name), name
@@ -54,8 +52,6 @@ def test_a_damaged_header_or_size_is_named(tmp_path, change, words):
     path.write_bytes(change(path.read_bytes()))
     with refused(f"^{path}: .*{words}", UserError):
         check_shard(path, 257)
-
-# ---- Errors and files ----------------------------------------------------------------------------
 
 @pytest.mark.parametrize("error, status, said", [
     (UserError("wrong; do this"), 2, "error: wrong; do this"),

@@ -169,8 +169,6 @@ def test_an_optimizer_that_forgets_its_shard_is_an_error_on_two_ranks(tmp_path):
     with pytest.raises(RuntimeError, match="The size of tensor"):
         lion.update(0)
 
-# ---- A parameter more
-
 OWN = [HEAD + "«→        self.own = parameter(2, 3)\n»",
        TABLE.format("('own', normal, Muon, dict(lr=0.1))")]
 

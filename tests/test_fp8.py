@@ -83,8 +83,6 @@ def test_plain_outside_training_and_without_fp8():
     layer.fp8_scale = None
     torch.testing.assert_close(layer.train()(x), plain, rtol=0, atol=0)
 
-# ---- The loss
-
 @pytest.mark.parametrize("dtype, vocabulary, tolerance", [
     (torch.float64, 500, 1e-13), (torch.float32, 500, 1e-5), (torch.float32, 65536, 1e-5)])
 @pytest.mark.parametrize("largest", [1.0, 76.0])

@@ -22,8 +22,6 @@ def take_step(optimizer, step=0):
         optimizer.update(step)
         optimizer.finish(step)
 
-# ---- Newton-Schulz and Muon
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows, cols", [(64, 64), (256, 64), (64, 256)])
 def test_singular_values_of_an_update_lie_in_the_band(rows, cols, dtype):
@@ -71,8 +69,6 @@ def test_agrees_with_the_muon_of_torch(monkeypatch):
             # Updates of size 0.05 and less, each rounded to bfloat16
             torch.testing.assert_close(matrix, q, rtol=0, atol=0.005)
 
-# ---- Adam
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adam_is_torchs(dtype, monkeypatch):
     """By the settings' betas and epsilon, and by an optimizer's own."""
@@ -104,8 +100,6 @@ def test_adam_is_torchs(dtype, monkeypatch):
         assert torch.equal(state["Adam mean"][str(i)], moments["exp_avg"])
         assert torch.equal(state["Adam mean_square"][str(i)], moments["exp_avg_sq"])
 
-# ---- Training steps
-
 def test_a_step_takes_the_mean_gradient_of_its_micro_batches():
     """And leaves no gradient to the next one."""
     model, hp = tiny_model(micro_batches=3)
@@ -125,8 +119,6 @@ def test_a_step_takes_the_mean_gradient_of_its_micro_batches():
         torch.testing.assert_close(gradients[name], want, rtol=1e-5, atol=1e-6)
         assert params[name].grad is None and want.any(), name
 
-# ---- What is saved
-
 @pytest.mark.parametrize("kind, state", [
     (Adam, [torch.zeros(4, 4)]),  # one for two parameters
     (Adam, [torch.zeros(4), torch.zeros(4)]),  # of a matrix's rows, but World shards no vector
@@ -140,8 +132,6 @@ def test_a_state_that_would_not_be_saved_whole_is_refused(kind, state):
     optimizer.state["more"] = state
     with pytest.raises((AssertionError, ValueError)):
         gather_training_state(model, [optimizer])
-
-# ---- Several ranks
 
 def test_distributed_optimizers_equal_a_single_rank():
     """With 5, 2 and 1 parameters of a shape: the stacks are filled up, and some ranks have none of

@@ -23,8 +23,6 @@ def fresh_model(**changes):
     hp = dataclasses.replace(HP, **changes)
     return GPT(hp, torch.float32, flex=False), hp
 
-# ---- Initial weights
-
 def test_initial_weights():
     model, _ = tiny_model(randomize=False, model_dim=256, num_kv_heads=2)
     vectors = dict(residual_mix=[1, 0], value_mix=[0.5, 0.5], skip_weights=[1, 1])
@@ -71,15 +69,6 @@ def test_weights_are_drawn_once_and_nothing_trains_before():
     with refused("has values"):
         draw_weights(model, 0)
 
-# ---- What is refused
-
-def without_vectors(model):
-    del model.skip_weights
-    for block in model.blocks:
-        del block.residual_mix
-        if block.attn:
-            del block.attn.value_mix
-
 def put(name, value):
     """A change of a model."""
     owner, _, name = f".{name}".rpartition(".")
@@ -87,7 +76,8 @@ def put(name, value):
 
 # Changes of a model, and what is said of them. Each names the parameter or the row.
 REFUSED = {
-    "rows without a parameter": (without_vectors, "no parameter belongs to the row skip_weights"),
+    "a row without a parameter": (lambda model: setattr(model, "lm_head", model.embed),
+                                  r"no parameter belongs to the row lm_head"),
     "a new name": (lambda model: setattr(model, "tokens", model._modules.pop("embed")),
                    r"no row for tokens\.weight \(320, 32\)"),
     "a bias": (put("blocks.0.mlp.fc.bias", nn.Parameter(torch.zeros(128))),
@@ -106,8 +96,6 @@ def test_a_model_that_does_not_fit_the_table_is_refused(change, words):
         change(model)
     with refused(words):
         draw_weights(model, 0)
-
-# ---- Who trains what
 
 def test_the_optimizers_of_the_table():
     model, hp = tiny_model(num_kv_heads=2)

@@ -57,10 +57,9 @@ def test_a_process_on_a_cpu_has_one_thread_if_nobody_chose(monkeypatch, chosen, 
         torch.set_num_threads(before)
 
 def test_ranks_do_not_change_the_training(tmp_path, shards):
-    """The demo preset, made narrower, on 1 and 4 ranks in float32. The ranks sum the same gradients
-    in another order. With this epsilon of Adam's, right ones differ by less than 0.004 over 20
-    steps, and processes that read the same data by more than 0.1. With a smaller epsilon, a
-    gradient that is a mere rounding error makes a full-size step."""
+    """The ranks sum the same gradients in another order. With this epsilon of Adam's, right ones
+    differ by less than 0.004 over 20 steps, and processes that read the same data by more than 0.1.
+    With a smaller one, a gradient that is a mere rounding error makes a full-size step."""
     flags = ["--preset=demo", *shards, "--num_iterations=20", "--val_loss_every=10",
              "--val_tokens=0", "--epochs=200", "--train_seq_len=128", "--val_seq_len=1024",
              "--model_dim=64", "--num_heads=2", "--head_dim=32", "--micro_batches=4",

@@ -65,13 +65,8 @@ def test_a_validation_is_the_mean_over_its_targets(shards, runs_here, monkeypatc
     sums = []  # of each rank, in place of an exchange
     monkeypatch.setattr(World, "all_reduce", lambda world, whole: (
         sums.append(whole.clone()), train_gpt.Exchange(whole))[1])
-    hp, _ = train_gpt.parse_flags([*TINY, *shards, f"--val_tokens={val_tokens}",
-                                  "--use_fp8=false"])
-    model = train_gpt.GPT(hp, torch.float32, flex=False)
-    train_gpt.draw_weights(model, 1)
-    for p in model.parameters():  # none stays zero
-        p.data += 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
-    (shard,) = train_gpt.find_shards(hp.val_files)
+    model, hp = tiny_model(val_tokens=val_tokens)
+    (shard,) = train_gpt.find_shards(shards[1].removeprefix("--val_files="))
     stream = train_gpt.read_tokens(shard.path, 0, val_tokens + 1, 257).long()
     wanted = 0.0
     for at in range(0, val_tokens, hp.val_seq_len):
@@ -177,14 +172,11 @@ def test_validating_and_saving_stop_the_clock(tmp_path, shards, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: now[0])
 
-    def slowed(seconds, original):
-        def slow(*args, **kwargs):
+    for name, seconds in dict(evaluate=1000, save_checkpoint=500, train_step=2).items():
+        def slow(*args, original=getattr(train_gpt, name), seconds=seconds, **kwargs):
             now[0] += seconds
             return original(*args, **kwargs)
-        return slow
-
-    for name, seconds in dict(evaluate=1000, save_checkpoint=500, train_step=2).items():
-        monkeypatch.setattr(train_gpt, name, slowed(seconds, getattr(train_gpt, name)))
+        monkeypatch.setattr(train_gpt, name, slow)
     train(train_gpt, *TINY, *shards, f"--records={tmp_path}", "--save_every=2")
     form = r"step:(\d+)/6 \w+:\S+ train_time:(\d+)ms step_avg:(\S+)ms"
     times = re.findall(form, log_of(tmp_path))
