@@ -5,6 +5,7 @@ import bz2
 import codecs
 import gzip
 import hashlib
+import itertools
 import json
 import lzma
 import multiprocessing
@@ -29,16 +30,13 @@ from data import common, tokenize_text, vocab
 from data.common import UserError, check_shard, run
 from records.tools import launch
 
-EOT = 256
-
 def documents(folder, side, name="t"):
     """The documents of one side. Each shard is checked."""
-    paths = sorted(Path(folder).glob(f"{name}_{side}_*.bin"))
-    tokens = np.concatenate([np.empty(0, "<u2"), *(check_shard(path, 257) for path in paths)])
-    starts = np.flatnonzero(tokens == EOT)
-    assert len(tokens) == 0 or starts[0] == 0
-    split = np.split(tokens, starts[1:]) if len(tokens) else []
-    return [bytes(document[1:].astype(np.uint8)) for document in split]
+    paths = sorted(folder.glob(f"{name}_{side}_*.bin"))
+    tokens = np.concatenate([check_shard(path, 257) for path in paths])
+    before, *found = np.split(tokens, np.flatnonzero(tokens == 256))
+    assert len(before) == 0
+    return [bytes(document[1:].astype(np.uint8)) for document in found]
 
 def tokenize(out, *argv):
     """What the sidecar says of the result."""
@@ -59,8 +57,6 @@ def write_jsonl(path, texts, opener=open):
 @pytest.fixture
 def corpus(tmp_path):
     return write_jsonl(tmp_path / "corpus.jsonl", some_documents())
-
-# ---- What lands where ----------------------------------------------------------------------------
 
 @settings(max_examples=60, deadline=None)
 @given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=12),
@@ -123,8 +119,6 @@ def test_copies_of_a_document_go_to_one_side_wherever_they_stand(tmp_path, monke
         sides.append(sorted(val))
     assert sides[0] == sides[1]
 
-# ---- The same however it is made -----------------------------------------------------------------
-
 def test_every_way_to_hand_in_the_same_documents_gives_the_same_tokens(tmp_path):
     texts = [text.strip() for text in some_documents(40)]
     (tmp_path / "folder").mkdir()
@@ -166,8 +160,6 @@ def test_files_are_taken_in_the_order_of_their_paths_and_once(tmp_path, monkeypa
     shuffled = tokenize_text.find_files([top], ["*.py"], [], shuffle=True)
     assert [path.relative_to(top).as_posix() for path in shuffled] == sorted(
         every.split(), key=lambda name: hashlib.sha512(name.encode()).digest())
-
-# ---- What is odd or wrong ------------------------------------------------------------------------
 
 def test_odd_files_and_lines_do_not_stop_a_run(tmp_path, capsys):
     folder = tmp_path / "in"
@@ -233,11 +225,10 @@ def test_it_never_overwrites(tmp_path, corpus):
 def run_and_die(argv, signum, where):
     """In a process of its own: sends itself a signal while it reads, or when it has written all."""
     function = getattr(tokenize_text, where)
-    calls = []
+    calls = itertools.count(1)
 
     def call_and_die(*args):
-        calls.append(args)
-        if where == "publish" or len(calls) == 40:
+        if where == "publish" or next(calls) == 40:
             os.kill(os.getpid(), signum)
         return function(*args)
     setattr(tokenize_text, where, call_and_die)

@@ -129,9 +129,3 @@ def test_a_subclass_of_muon_gets_groups_by_shape_too(monkeypatch):
     signs = [o for o in build_optimizers(model, hp, ALONE) if type(o) is Sign]
     shapes = {next(iter(o.params.values())).shape: len(o.params) for o in signs}
     assert shapes == {(128, 32): 4, (32, 128): 4, (32, 64): 4}
-
-def test_parameters_of_two_dtypes_do_not_share_an_adam():
-    model, hp = tiny_model()
-    model.embed.weight.data = model.embed.weight.data.bfloat16()
-    groups = [set(o.params) for o in build_optimizers(model, hp, ALONE)]
-    assert {"embed.weight"} in groups and {"value_embeds.0.weight"} in groups

@@ -3,6 +3,7 @@ one ends all. (What they exchange is in test_optimizers.py; machines that differ
 of ranks after a kill, are in test_reliability.py; a defect on one rank is in test_watch.py.)"""
 
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,9 +12,16 @@ from conftest import SCRIPT, TINY, launch, log_of, losses, refused, train
 import train_gpt
 from train_gpt import World, world_of_this_process
 
-def as_rank(monkeypatch, **variables):
-    """Sets what torchrun tells a process in its environment, and gives this machine four GPUs. What
-    the process does with them is noted in the list that is returned."""
+def on_gpu(rank, size, number):
+    return World(rank, size, torch.device("cuda", number))
+
+@pytest.mark.parametrize("variables, expected", [
+    (dict(RANK=6, LOCAL_RANK=2, WORLD_SIZE=8), on_gpu(6, 8, 2)),  # on a second machine
+    (dict(SLURM_STEP_NUM_TASKS=8, WORLD_SIZE=1), on_gpu(0, 1, 0)), ({}, on_gpu(0, 1, 0)),
+    (dict(RANK=4, LOCAL_RANK=4, WORLD_SIZE=8), "one process per GPU"),
+    (dict(SLURM_STEP_NUM_TASKS=8), "srun")], ids=str)
+def test_a_process_takes_the_gpu_of_its_local_rank(monkeypatch, variables, expected):
+    """On a machine with four."""
     chosen = []
     for name, answer in dict(is_available=lambda: True, device_count=lambda: 4,
                              set_device=chosen.append).items():
@@ -23,25 +31,9 @@ def as_rank(monkeypatch, **variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")  # which the script sets
-    return chosen
-
-def test_a_process_takes_the_gpu_of_its_local_rank(monkeypatch):
-    """On a second machine rank and local rank differ."""
-    chosen = as_rank(monkeypatch, RANK=6, LOCAL_RANK=2, WORLD_SIZE=8)
-    assert world_of_this_process() == World(6, 8, torch.device("cuda", 2)) and chosen == [2]
-    chosen = as_rank(monkeypatch)
-    assert world_of_this_process() == World(0, 1, torch.device("cuda", 0)) and chosen == [0]
-
-@pytest.mark.parametrize("variables, words", [
-    (dict(RANK=4, LOCAL_RANK=4, WORLD_SIZE=8), "one process per GPU"),
-    (dict(SLURM_STEP_NUM_TASKS=8), "srun")], ids=str)
-def test_an_environment_that_makes_no_sense_is_refused(monkeypatch, variables, words):
-    chosen = as_rank(monkeypatch, **variables)
-    with refused(words):
-        world_of_this_process()
-    assert not chosen
-    as_rank(monkeypatch, SLURM_STEP_NUM_TASKS=8, WORLD_SIZE=1)
-    assert world_of_this_process().size == 1, "one that trains alone"
+    with refused(expected) if isinstance(expected, str) else nullcontext():
+        assert world_of_this_process() == expected
+    assert chosen == ([] if isinstance(expected, str) else [expected.device.index])
 
 @pytest.mark.parametrize("chosen, threads", [(None, 1), ("2", 2)])
 def test_a_process_on_a_cpu_has_one_thread_if_nobody_chose(monkeypatch, chosen, threads):

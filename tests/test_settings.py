@@ -24,8 +24,6 @@ def prepare(*flags, ranks=1):
     hp, command = train_gpt.parse_flags([*TINY, "--use_fp8=false", *map(str, flags)])
     return train_gpt.prepare(hp, command, "", train_gpt.World(0, ranks, CPU), None)
 
-# ---- Flags and presets
-
 def test_every_field_is_a_flag_of_its_name(capsys):
     for f in dataclasses.fields(Hyperparameters):
         value = getattr(PRESETS["demo"], f.name)
@@ -52,8 +50,6 @@ def test_forms_of_flags(monkeypatch):
         hp, command = parse_flags([])
         assert (hp, command.preset) == (PRESETS[preset], preset), "the hardware's"
         assert not command.check
-
-# ---- What the machine decides
 
 @pytest.mark.parametrize("units, dtype", [
     ("avx2 amx_bf16", "bfloat16"), ("avx2 avx512_bf16", "bfloat16"), ("avx512f", "float32"),
@@ -82,8 +78,6 @@ def test_importing_has_no_side_effect_and_a_cpu_never_loads_the_compiler(tmp_pat
                          "--num_iterations=2", "--save_every=1", PYTHONWARNINGS="error")
     assert printed.startswith("after import: False False\n")
     assert printed.endswith("\ncompiler: False\n") and "\nfinal_val_loss: " in printed
-
-# ---- Settings that are refused, and those that are not
 
 @pytest.fixture
 def tiny(tmp_path):
@@ -172,8 +166,6 @@ def test_strange_settings_make_a_plan_or_one_line(shards, tmp_path, monkeypatch,
             assert 0 <= train_gpt.lr_scale(step, hp) <= 100
             assert train_gpt.window_tokens(step, hp) > 0 <= train_gpt.tokens_seen(step, hp)
         assert all(0 <= train_gpt.muon_momentum(step, hp) <= 1 for step in (0, 5, 10**6))
-
-# ---- Data that are refused
 
 @pytest.mark.parametrize("link", [shutil.copy, os.symlink])
 def test_validation_on_training_data_is_refused(tmp_path, shards, link):

@@ -20,8 +20,6 @@ from test_model import ALONE, tiny_model
 import train_gpt
 from train_gpt import World
 
-# ---- The method
-
 # Settings of the method, so that the presets may change without changing the trajectory.
 GOLDEN = [*TINY, "--num_iterations=30", "--val_loss_every=10", "--micro_batches=4",
           "--val_tokens=0", "--windows=LSSL", "--attention=xx.x", "--value_embeds=0..0",
@@ -54,8 +52,6 @@ def test_the_warmup_leaves_no_trace(tmp_path, shards, monkeypatch):
     train(train_gpt, *TINY, *shards, f"--records={tmp_path}/b")
     states = [load_checkpoint(tmp_path / folder)["state"] for folder in "ab"]
     torch.testing.assert_close(*states, rtol=0, atol=0)
-
-# ---- Validation
 
 @pytest.mark.method
 @pytest.mark.parametrize("val_tokens", [700, 1024, 1111])
@@ -99,8 +95,6 @@ def test_the_warmups_gradients_are_of_a_steps_mean():
     train_gpt.warm_up(model, train_gpt.build_optimizers(model, hp, ALONE), hp, ALONE)
     assert scales == pytest.approx([1 / hp.tokens_per_step] * 2)
 
-# ---- What is read of a text
-
 @pytest.mark.method
 @pytest.mark.parametrize("sizes", [
     [8000], [12000], [4097], [4098], [8193], [8400], [100_000, 8000, 4200], [700_000, 700_001],
@@ -119,8 +113,6 @@ def test_a_pass_leaves_out_at_most_a_fiftieth(sizes):
     assert too_short <= count <= too_short + train_gpt.UNREAD * sum(sizes)
     lines = train_gpt.environment(train_gpt.Plan(hp, "", shards, [], None), ALONE)
     assert f"unread: {count} of {sum(sizes)} training tokens, in a pass" in lines
-
-# ---- The log and the clock
 
 def test_the_log_has_its_sections_and_its_last_lines(tmp_path, shards, capsys):
     train(train_gpt, *TINY, *shards, f"--records={tmp_path}", "--name=my_try", "--head_lr=0.0123")
@@ -240,8 +232,6 @@ def test_the_clock_on_cuda_has_the_devices_time_of_each_step(monkeypatch):
     now += 0.3
     clock.stop()
     assert len(times) == 5 and clock.seconds == pytest.approx(3.9 + 15 + 0.3)
-
-# ---- Errors and checks
 
 def test_a_copy_elsewhere_under_another_name_runs_and_an_error_in_it_keeps_its_traceback(
         tmp_path, shards):

@@ -3,10 +3,12 @@ part of the micro-batches, with a save and a restore in the middle, against one 
 micro-batches. The ranks exchange by gloo, and by collectives that are as early or as late as NCCL's
 may be, with the same bits."""
 
+import copy
 import dataclasses
 import functools
 import os
 import sys
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -66,11 +68,8 @@ def take_steps(model, optimizers, steps, mine=range(MICRO_BATCHES)):
                     p.grad += gradient / MICRO_BATCHES
         # What train_step does after its micro-batches, of which it gets none here.
         train_step(model, [], optimizers, step, HP, optimizers[0].world)
-    used, train_gpt.dist = train_gpt.dist, dist
-    state = {kind: {name: tensor.clone() for name, tensor in tensors.items()}
-             for kind, tensors in gather_training_state(model, optimizers).items()}
-    train_gpt.dist = used
-    return state
+    with mock.patch.object(train_gpt, "dist", dist):
+        return copy.deepcopy(gather_training_state(model, optimizers))
 
 assert_same = functools.partial(torch.testing.assert_close, rtol=0.0, atol=0.0)
 
