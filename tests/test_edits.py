@@ -1,5 +1,5 @@
 """Ideas that people try first, each as a naive edit of a copy of the script: it trains, resumes to
-the same losses, and does the same on two ranks, or it is refused by a line that names what is
+the same losses, and does the same on four ranks, or it is refused by a line that names what is
 missing."""
 
 import math
@@ -150,15 +150,16 @@ def test_a_growing_batch_and_a_term_for_training_are_reported_right(tmp_path, sh
     counts = re.findall(r"train_loss.* tokens:(\d+)", log)
     assert list(map(int, counts)) == [512, 1024, 1536, 2560, 3584, 4608]
 
-def test_ideas_do_the_same_on_two_ranks(tmp_path, shards):
+def test_ideas_do_the_same_on_four_ranks(tmp_path, shards):
     edits = [*SWIGLU, SWIGLU_ROW, *HEAD_GATE, HEAD_GATE_ROW, *LION, *AVERAGE, *GROWING, *Z_LOSS]
-    flags = [*TINY, *shards, "--save_every=6"]
+    flags = [*TINY, *shards, "--save_every=6", "--micro_batches=8"]
     train(loaded(tmp_path, *edits), *flags, f"--records={tmp_path}/1")
-    launch(*flags, f"--records={tmp_path}/2", ranks=2, script=tmp_path / "edited.py")
-    one, two = (log_of(tmp_path / ranks) for ranks in "12")
+    launch(*flags, f"--records={tmp_path}/4", ranks=4, script=tmp_path / "edited.py")
+    one, four = (log_of(tmp_path / ranks) for ranks in "14")
+    assert "\nranks: 1\n" in one and "\nranks: 4\n" in four
     for kind in ("val_loss", "train_loss"):
-        assert losses(one, kind) == pytest.approx(losses(two, kind), abs=2e-4)
-    weights = [load_checkpoint(tmp_path / ranks)["state"]["model"] for ranks in "12"]
+        assert losses(one, kind) == pytest.approx(losses(four, kind), abs=2e-4)
+    weights = [load_checkpoint(tmp_path / ranks)["state"]["model"] for ranks in "14"]
     torch.testing.assert_close(*weights, rtol=0, atol=0.02)
 
 def test_an_optimizer_that_forgets_its_shard_is_an_error_on_two_ranks(tmp_path):

@@ -10,13 +10,8 @@ from test_model import ALONE, HP, tiny_model
 from torch import nn
 
 import train_gpt
-from train_gpt import (GPT, PARAMETERS, Adam, Muon, build_optimizers, draw_weights, normal,
-                       parameter, uniform)
-
-def with_row(monkeypatch, *row, without=None):
-    """Puts a row in front of the table, which may leave nothing to another one."""
-    others = [other for i, other in enumerate(PARAMETERS) if i != without]
-    monkeypatch.setattr(train_gpt, "PARAMETERS", [row, *others])
+from train_gpt import (GPT, PARAMETERS, Adam, Muon, build_optimizers, draw_weights, parameter,
+                       uniform)
 
 def fresh_model(**changes):
     """A model that is not drawn yet, and its settings."""
@@ -112,20 +107,15 @@ def test_the_optimizers_of_the_table():
         *((Muon, hp.muon_lr, frozenset(f"blocks.{i}.{name}" for i in which))
           for name, which in layers.items())}
 
-def test_the_options_of_a_row_reach_its_optimizer(monkeypatch):
-    options = dict(lr="embed_lr", betas=(0.5, 0.75), eps=1000.0, weight_decay=0.5)
-    with_row(monkeypatch, r"embed\.weight", normal, Adam, options)
-    model, hp = tiny_model()
-    (adam,) = (o for o in build_optimizers(model, hp, ALONE) if "embed.weight" in o.params)
-    assert list(adam.params) == ["embed.weight"] and adam.peak_lr == hp.embed_lr
-    assert (adam.betas, adam.eps, adam.weight_decay) == ((0.5, 0.75), 1000.0, 0.5)
-
-def test_a_subclass_of_muon_gets_groups_by_shape_too(monkeypatch):
+def test_a_row_of_ones_own_with_a_subclass_of_muon(monkeypatch):
+    """Its options reach its optimizers, which are one for each shape."""
     class Sign(Muon):
         pass
 
-    with_row(monkeypatch, r"blocks\..*\.(fc|proj)\.weight", uniform, Sign, dict(lr=0.5), without=3)
+    row = r"blocks\..*\.(fc|proj)\.weight", uniform, Sign, dict(lr="embed_lr", weight_decay=0.5)
+    monkeypatch.setattr(train_gpt, "PARAMETERS", [row, *PARAMETERS[:3], PARAMETERS[4]])
     model, hp = tiny_model(attention="xxxx", num_kv_heads=2)
     signs = [o for o in build_optimizers(model, hp, ALONE) if type(o) is Sign]
     shapes = {next(iter(o.params.values())).shape: len(o.params) for o in signs}
     assert shapes == {(128, 32): 4, (32, 128): 4, (32, 64): 4}
+    assert all((o.peak_lr, o.weight_decay) == (hp.embed_lr, 0.5) for o in signs)
