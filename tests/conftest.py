@@ -1,11 +1,10 @@
-"""Options, fixtures and helpers of all tests.
+"""Options, fixtures and helpers of all tests. `import train_gpt` gets the script under test.
 
-Every test that imports `train_gpt` gets the script under test: the repository's, or with
-`--script=my_record.py` another one. Then only the tests run that every script must pass: those in
-EVERY_SCRIPT that are not marked `method`, which is for tests that pin what train_gpt.py trains.
-"""
+With `--script=my_record.py` only the tests run that every script must pass: those in EVERY_SCRIPT
+that are not marked `method`, which is for tests that pin what train_gpt.py trains."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -187,5 +186,4 @@ def load_checkpoint(folder) -> dict:
     return torch.load(newest_checkpoint(folder), weights_only=True)
 
 def losses(text: str, kind: str = "val_loss") -> list[float]:
-    return [float(part.split(":")[1]) for line in text.splitlines() if line.startswith("step:")
-            for part in line.split() if part.startswith(kind + ":")]
+    return [float(loss) for loss in re.findall(rf"(?m)^step:\S+ {kind}:(\S+)", text)]

@@ -1,5 +1,4 @@
-"""data/common.py: the format is the script's, nothing of it is imported, errors are one line, and
-what is unfinished never gets a final name."""
+"""data/common.py: the format, errors of one line, and files that are published when whole."""
 
 import errno
 import multiprocessing

@@ -1,5 +1,4 @@
-"""data/fineweb.py: fetching FineWeb from a hub on this machine: what lands, what is fetched again,
-and what does not stay."""
+"""data/fineweb.py: what lands from a hub on this machine, what is fetched again, what not."""
 
 import hashlib
 import http.server
@@ -44,8 +43,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path_factory, monkeypatch):
-    """A server, with the folder of its files, etags other than their SHA-256, and the names of all
-    that is fetched."""
+    """A server of the files, with etags other than their SHA-256, and the names of all it sent."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.folder, server.sums, server.fetched = tmp_path_factory.mktemp("hub"), {}, []
     server.files = {name: shard(server.folder / name, i) for i, name in enumerate(NAMES)}

@@ -1,5 +1,4 @@
-"""data/tokenize_text.py: what lands where, that it is the same however it is made, and that a
-failure leaves nothing."""
+"""data/tokenize_text.py: what lands where, however it is made, and that a failure leaves none."""
 
 import bz2
 import codecs
@@ -63,8 +62,7 @@ def corpus(tmp_path):
        fraction=st.floats(0.01, 0.6), shard_size=st.integers(100, 2000))
 def test_however_few_the_documents_validation_gets_its_share(tmp_path_factory, lengths, fraction,
                                                              shard_size):
-    """And no shard is longer than asked, or much shorter than another one, so that none is too
-    short to train on."""
+    """And no shard is longer than asked, or much shorter than another one."""
     folder = tmp_path_factory.mktemp("few")
     texts = [bytes([97 + number]) * length for number, length in enumerate(lengths)]
     write_jsonl(folder / "a.jsonl", [text.decode() for text in texts])

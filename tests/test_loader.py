@@ -1,5 +1,4 @@
-"""The loader's stream: the same for any number of ranks, without gap or repeat, and validation on
-exactly what was asked."""
+"""The loader's stream, the same for any number of ranks, and what validation predicts."""
 
 import dataclasses
 
@@ -17,8 +16,7 @@ SIZES = [5000, 130, 9000]
 
 @pytest.fixture
 def shards(tmp_path):
-    """Shards whose tokens count up across them, so that a token says where it comes from. The first
-    one is the end-of-text token."""
+    """Tokens count up across the shards, from end-of-text on: each says where it comes from."""
     start = -1
     for i, size in enumerate(SIZES):
         write_shard(tmp_path / f"s_{i}.bin", np.arange(start, start + size) % sum(SIZES))
@@ -30,9 +28,6 @@ def shards(tmp_path):
 def hyperparameters(**changes):
     settings = dict(vocab_size=sum(SIZES), train_seq_len=256, micro_batches=6) | changes
     return dataclasses.replace(PRESETS["demo"], **settings)
-
-def written(path, tokens) -> list[Shard]:
-    return [Shard(write_shard(path, tokens), len(tokens), "")]
 
 def batches_of(shards, hp, rank=0, world_size=1, first=0):
     return train_batches(shards, hp, World(rank, world_size, CPU), first)
@@ -71,7 +66,7 @@ def test_ranks_and_a_run_that_goes_on_share_one_stream(shards):
 def test_what_is_wrong_with_a_shard_is_said_when_it_is_read(tmp_path):
     tokens = np.full(5000, 60000)  # negative in int16
     tokens[4000] = 65000
-    shards = written(tmp_path / "bad.bin", tokens)
+    shards = [Shard(write_shard(tmp_path / "bad.bin", tokens), 5000, "")]
     batches = batches_of(shards, hyperparameters(vocab_size=65000))
     inputs, targets = next(batches)[0]
     assert (inputs == 60000).all() and (targets == 60000).all()

@@ -1,5 +1,4 @@
-"""Block masks, for FlexAttention and for a CPU's attention, against a dense reference. (Attention is
-in test_model.py.)"""
+"""Block masks against a dense reference. (Attention on them is in test_model.py.)"""
 
 import random
 
@@ -27,8 +26,7 @@ def blocks_of(mask, kind):
     return set(named)
 
 def as_dense(mask, T):
-    """What a BlockMask makes visible [T, T], and its partial and its full blocks as sets of (query
-    block, key block)."""
+    """What a BlockMask makes visible [T, T], and its partial and its full blocks as sets."""
     position = torch.arange(T)
     inside = mask.mask_mod(0, 0, position[:, None], position[None, :])
     seen = torch.zeros(T, T, dtype=torch.bool)
@@ -50,8 +48,7 @@ def plain_as_dense(mask):
     return seen
 
 def layouts():
-    """Sequences with documents of many lengths: shorter than a block, with borders on those of
-    blocks, one document that fills the sequence."""
+    """Sequences with documents of many lengths, also with borders on those of blocks."""
     rng = random.Random(0)
     for T in (128, 512):
         starts = [[], range(T), *(rng.sample(range(T), density) for density in (1, 3, 10, 40))]

@@ -1,5 +1,4 @@
-"""Newton-Schulz, Muon and Adam: against oracles, on one rank and (with gloo, by torchrun) on
-several; the state that is saved."""
+"""Newton-Schulz, Muon and Adam against oracles, on one rank and on several; what is saved."""
 
 import dataclasses
 from unittest.mock import Mock, call
@@ -134,7 +133,6 @@ def test_a_state_that_would_not_be_saved_whole_is_refused(kind, state):
         gather_training_state(model, [optimizer])
 
 def test_distributed_optimizers_equal_a_single_rank():
-    """With 5, 2 and 1 parameters of a shape: the stacks are filled up, and some ranks have none of
-    the matrices. One optimizer is a user's own. The collectives come early or late, as NCCL's
-    may, and the state is saved in the middle and restored."""
+    """Some have none of the matrices, and one optimizer is a user's own. Collectives come early or
+    late, as NCCL's may; the state is saved in the middle and restored."""
     assert run_helper("optimizer_worker.py", "float32", "bfloat16", ranks=3).count("equal") == 6

@@ -1,5 +1,4 @@
-"""The table PARAMETERS: what each parameter starts from, which optimizer trains it and how fast,
-and what is refused."""
+"""The table PARAMETERS: how each parameter starts, who trains it, and what is refused."""
 
 import dataclasses
 

@@ -1,6 +1,5 @@
-"""The ranks of a run: each takes its place and its GPU, and an error on one ends all. (Ranks train
-what one trains in test_edits.py and test_reliability.py, what they exchange is in
-test_optimizers.py, a defect on one rank in test_watch.py.)"""
+"""A process takes its place and its GPU, and an error on one ends all. (Ranks train what one
+trains in test_edits.py and test_reliability.py; test_optimizers.py has what they exchange.)"""
 
 import re
 from contextlib import nullcontext

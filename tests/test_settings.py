@@ -1,5 +1,4 @@
-"""Settings, flags and presets, and what is refused before a run begins, in one line: settings that
-make no sense, and data that are damaged, too few or the same twice."""
+"""Settings, flags and presets, and what is refused in one line before a run begins."""
 
 import dataclasses
 import os
@@ -81,8 +80,7 @@ def test_importing_has_no_side_effect_and_a_cpu_never_loads_the_compiler(tmp_pat
 
 @pytest.fixture
 def tiny(tmp_path):
-    """Flags for data of ten steps a pass, the last of which overlaps the ninth, and of 2,010 tokens
-    to validate on."""
+    """Flags for data of ten steps a pass, and of 2,010 tokens to validate on."""
     write_shard(tmp_path / "a_train_000001.bin", [256, *range(200)] * 50)
     write_shard(tmp_path / "a_val_000000.bin", [256, *range(200)] * 10)
     return [f"--train_files={tmp_path}/a_train_*.bin", f"--val_files={tmp_path}/a_val_*.bin",
@@ -90,10 +88,8 @@ def tiny(tmp_path):
 
 def test_a_plan_fills_in_the_tokens_to_validate_on_and_a_seed(tiny):
     assert prepare(*tiny, "--val_tokens=0").hp.val_tokens == 2009
-    assert prepare(*tiny, "--num_iterations=20", "--epochs=2").hp.epochs == 2
     seeds = {prepare(*tiny, "--seed=-1").hp.seed for _ in range(3)}
     assert len(seeds) == 3 and min(seeds) >= 0, "a seed is drawn where none is given"
-    assert prepare(*tiny, "--seed=5").hp.seed == 5
 
 OUT_OF_RANGE = f"""
     --adam_beta1=-0.1 --adam_beta1=nan --adam_beta2=1 --adam_eps=0 --adam_eps=1e-19
@@ -181,8 +177,7 @@ def test_validation_on_training_data_is_refused(tmp_path, shards, link):
 @pytest.mark.parametrize("sizes, short", [
     ([8000, 2048, 2048], 2), ([8000, 164], 1), ([8000, 2049], 0), ([8000, 163], 0)], ids=str)
 def test_training_shards_without_a_step_are_refused(tmp_path, shards, sizes, short):
-    """Where they hold more than 2 % of the tokens, since no step would read them. A step of 2048
-    tokens needs one more, as a target."""
+    """Where they hold more than 2 % of the tokens. A step's last target is one token further."""
     for number, size in enumerate(sizes):
         write_shard(tmp_path / f"{number}.bin", [256, *range(number, number + size - 1)])
     words = f"{short} training shards have no more tokens than a step's 2048: join them"
