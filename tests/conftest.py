@@ -144,8 +144,7 @@ def run_sh(*argv, run=ROOT / "run.sh", **env):
                           timeout=200, env={**os.environ, **RUN_SH, **env}, check=False)
 
 def run_helper(name: str, *arguments, ranks=None, **env) -> str:
-    """Runs a program in tests/helpers in a process of its own, by torchrun if ranks is given; what
-    it prints. It must end with status 0."""
+    """Runs a program of tests/helpers to its end, by torchrun if ranks is given; what it prints."""
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
     done = launch(*arguments, ranks=ranks, script=ROOT / "tests" / "helpers" / name,
                   PYTHONPATH=paths, **env)
@@ -186,4 +185,4 @@ def load_checkpoint(folder) -> dict:
     return torch.load(newest_checkpoint(folder), weights_only=True)
 
 def losses(text: str, kind: str = "val_loss") -> list[float]:
-    return [float(loss) for loss in re.findall(rf"(?m)^step:\S+ {kind}:(\S+)", text)]
+    return [float(loss) for loss in re.findall(rf"(?m)^step:.* {kind}:(\S+)", text)]

@@ -53,10 +53,6 @@ def write_jsonl(path, texts, opener=open):
         f.writelines(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts))
     return path
 
-@pytest.fixture
-def corpus(tmp_path):
-    return write_jsonl(tmp_path / "corpus.jsonl", some_documents())
-
 @settings(max_examples=60, deadline=None)
 @given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=12),
        fraction=st.floats(0.01, 0.6), shard_size=st.integers(100, 2000))
@@ -207,8 +203,8 @@ def test_user_errors(tmp_path, name, make, options, expected):
         tokenize(out, tmp_path / name, *options)
     assert not out.exists() or not list(out.iterdir())
 
-def test_it_never_overwrites(tmp_path, corpus):
-    out = tmp_path / "out"
+def test_it_never_overwrites(tmp_path):
+    corpus, out = write_jsonl(tmp_path / "corpus.jsonl", some_documents()), tmp_path / "out"
     tokenize(out, corpus)
     before = {p: p.read_bytes() for p in out.iterdir()}
     tokenize(out, corpus, "--name=u", "--val_fraction=0.2")  # another name is welcome
@@ -235,8 +231,8 @@ def run_and_die(argv, signum, where):
 
 @pytest.mark.parametrize("where", ["utf8", "publish"])
 @pytest.mark.parametrize("signum, status", [(signal.SIGKILL, -9), (signal.SIGTERM, 143)])
-def test_an_interrupted_run_leaves_nothing_in_the_way(tmp_path, corpus, signum, status, where):
-    out = tmp_path / "out"
+def test_an_interrupted_run_leaves_nothing_in_the_way(tmp_path, signum, status, where):
+    corpus, out = write_jsonl(tmp_path / "corpus.jsonl", some_documents()), tmp_path / "out"
     argv = [str(corpus), f"--out={out}", "--name=t", "--tokenizer=bytes", "--workers=2"]
     child = multiprocessing.get_context("fork").Process(target=run_and_die,
                                                         args=(argv, signum, where))

@@ -1,7 +1,5 @@
 """The table PARAMETERS: how each parameter starts, who trains it, and what is refused."""
 
-import dataclasses
-
 import pytest
 import torch
 from conftest import refused
@@ -11,11 +9,6 @@ from torch import nn
 import train_gpt
 from train_gpt import (GPT, PARAMETERS, Adam, Muon, build_optimizers, draw_weights, parameter,
                        uniform)
-
-def fresh_model(**changes):
-    """A model that is not drawn yet, and its settings."""
-    hp = dataclasses.replace(HP, **changes)
-    return GPT(hp, torch.float32, flex=False), hp
 
 def test_initial_weights():
     model, _ = tiny_model(randomize=False, model_dim=256, num_kv_heads=2)
@@ -56,7 +49,7 @@ def test_draws_depend_on_seed_and_name_alone():
     assert torch.equal(rounded, base["embed.weight"].bfloat16())
 
 def test_weights_are_drawn_once_and_nothing_trains_before():
-    model, _ = fresh_model()
+    model = GPT(HP, torch.float32, flex=False)
     undrawn = {name for name, p in model.named_parameters() if p.isnan().all()}
     assert undrawn == {name for name, p in model.named_parameters() if p.ndim > 1}
     draw_weights(model, 0)
@@ -85,7 +78,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("change, words", REFUSED.values(), ids=REFUSED)
 def test_a_model_that_does_not_fit_the_table_is_refused(change, words):
-    model, _ = fresh_model()
+    model = GPT(HP, torch.float32, flex=False)
     with torch.no_grad():
         change(model)
     with refused(words):

@@ -187,7 +187,7 @@ def test_each_switch_of_the_compiler_turns_flex_attention_off(shards, monkeypatc
     assert model.call_args.kwargs == {"flex": switch == "NEITHER"}
 
 def test_the_clock_on_cuda_has_the_devices_time_of_each_step(monkeypatch):
-    """A loss comes with the time at which the device was done with its step, whenever it is read."""
+    """A loss comes with the time at which the device was done with its step, however late."""
     now = 10.0  # when the device will have done all that was launched
 
     class Event:

@@ -28,8 +28,7 @@ SHAPES = [(3, 8, 8)] * 5 + [(8, 24)] * 2 + [(16, 8), (60, 8), (24,), (5,), (), (
 SHAPES += 3 * [(6, 4)]
 
 class Whitened(Muon):
-    """Preconditions gradients, in a way of Shampoo and SOAP: one method, and state in shapes that
-    are not the parameters'."""
+    """Preconditioned as in Shampoo, so with state in shapes that are not the parameters'."""
 
     def __init__(self, params, hp, world, lr):
         super().__init__(params, hp, world, lr)
