@@ -1,11 +1,10 @@
-"""Options, fixtures and helpers of all tests.
+"""Options, fixtures and helpers of all tests. `import train_gpt` gets the script under test.
 
-Every test that imports `train_gpt` gets the script under test: the repository's, or with
-`--script=my_record.py` another one. Then only the tests run that every script must pass: those in
-EVERY_SCRIPT that are not marked `method`, which is for tests that pin what train_gpt.py trains.
-"""
+With `--script=my_record.py` only the tests run that every script must pass: those in EVERY_SCRIPT
+that are not marked `method`, which is for tests that pin what train_gpt.py trains."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -145,8 +144,7 @@ def run_sh(*argv, run=ROOT / "run.sh", **env):
                           timeout=200, env={**os.environ, **RUN_SH, **env}, check=False)
 
 def run_helper(name: str, *arguments, ranks=None, **env) -> str:
-    """Runs a program in tests/helpers in a process of its own, by torchrun if ranks is given; what
-    it prints. It must end with status 0."""
+    """Runs a program of tests/helpers to its end, by torchrun if ranks is given; what it prints."""
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
     done = launch(*arguments, ranks=ranks, script=ROOT / "tests" / "helpers" / name,
                   PYTHONPATH=paths, **env)
@@ -187,5 +185,4 @@ def load_checkpoint(folder) -> dict:
     return torch.load(newest_checkpoint(folder), weights_only=True)
 
 def losses(text: str, kind: str = "val_loss") -> list[float]:
-    return [float(part.split(":")[1]) for line in text.splitlines() if line.startswith("step:")
-            for part in line.split() if part.startswith(kind + ":")]
+    return [float(loss) for loss in re.findall(rf"(?m)^step:.* {kind}:(\S+)", text)]

@@ -1,15 +1,12 @@
-"""data/common.py: the format is the script's, nothing of it is imported, errors are one line, and
-what is unfinished never gets a final name."""
+"""data/common.py: the format, errors of one line, and files that are published when whole."""
 
 import errno
 import multiprocessing
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT, refused, write_shard
+from conftest import refused, write_shard
 
 import train_gpt
 from data import common
@@ -23,30 +20,11 @@ def status_of(main, **options):
     finally:
         signal.signal(signal.SIGTERM, handler)
 
-# ---- The format ----------------------------------------------------------------------------------
-
 def test_the_format_is_the_scripts():
     for name in ("SHARD_MAGIC", "SHARD_HEADER_BYTES"):
         assert getattr(common, name) == getattr(train_gpt, name), name
     assert shard_header(7)[:12] == np.array([20240520, 1, 7], dtype="<i4").tobytes()
     assert shard_header(7)[12:] == bytes(1012)
-
-def test_the_programs_need_neither_the_script_nor_torch(tmp_path):
-    """A broken tweak of the script breaks no tool, and tokenizing starts without torch."""
-    (tmp_path / "a.txt").write_text("hello\n" * 100)
-    code = f"""
-import sys
-for name in ("train_gpt", "torch"):
-    sys.modules[name] = None
-sys.path.insert(0, {str(ROOT)!r})
-from data import fineweb, inspect_shards, tokenize_text
-tokenize_text.main(["a.txt", "--out=out", "--name=t", "--tokenizer=bytes", "--val_fraction=0.1"])
-inspect_shards.main(["out/t_train_000001.bin", "out/t_val_000000.bin"])
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True,
-                          text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "1 documents begin here" in done.stdout and "it begins: 'hello" in done.stdout
 
 def test_every_token_of_a_shard_is_checked_and_the_first_bad_one_named(tmp_path):
     tokens = np.arange(20) + 100
@@ -74,21 +52,16 @@ def test_a_damaged_header_or_size_is_named(tmp_path, change, words):
     with refused(f"^{path}: .*{words}", UserError):
         check_shard(path, 257)
 
-# ---- Errors and files ----------------------------------------------------------------------------
-
-class ScriptsError(Exception):
-    """Stands for an error of another module."""
-
 @pytest.mark.parametrize("error, status, said", [
     (UserError("wrong; do this"), 2, "error: wrong; do this"),
-    (ScriptsError("of the script"), 2, "error: of the script"),
+    (EOFError("of another module"), 2, "error: of another module"),
     (FileNotFoundError(2, "No such file", "a.txt"), 2, "error: a.txt: No such file"),
     (KeyboardInterrupt(signal.SIGTERM), 143, "interrupted"),
     (KeyboardInterrupt(), 130, "interrupted")])
 def test_errors_are_one_line_with_a_status(capsys, error, status, said):
     def main():
         raise error
-    assert status_of(main, errors=(ScriptsError,)) == status
+    assert status_of(main, errors=(EOFError,)) == status
     assert capsys.readouterr().err == f"{said}\n"
 
 def test_a_defect_is_a_traceback():

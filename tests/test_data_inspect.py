@@ -31,15 +31,6 @@ def test_the_numbers(tmp_path, capsys):
         + "one document",
         "  it begins: 'no start'"]
 
-def test_without_a_vocabulary_all_but_the_text_is_told(tmp_path, monkeypatch, capsys):
-    def unavailable(*_):
-        raise UserError("no vocabulary")
-    monkeypatch.setattr(inspect_shards, "load_tokenizer", unavailable)
-    path = write_shard(tmp_path / "fineweb_val_000000.bin", [50256, 1, 2])
-    _, said, _ = inspected(capsys, path)
-    assert "3 tokens (gpt2), ids 1 to 50256, 1 documents" in said
-    assert "not decoded: no vocabulary" in said
-
 def test_a_bad_shard_is_named_and_the_others_are_still_reported(tmp_path, capsys):
     with_sidecar(tmp_path)
     good = write_shard(tmp_path / "t_val_000000.bin", [256, 65])

@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import refused
+from conftest import refused, write_shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -85,7 +85,7 @@ def test_what_both_promise(name, gpt2):
     assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a\ufffdb"
     assert tokenizer.decode(tokenizer.encode_utf8(b"a\xffb").tolist()) == "a\ufffdb"
 
-def test_where_the_vocabulary_cannot_be_had(vocab_dir, tmp_path, monkeypatch):
+def test_where_the_vocabulary_cannot_be_had(vocab_dir, tmp_path, monkeypatch, capsys):
     from tiktoken_ext import openai_public
 
     def no_network():
@@ -93,6 +93,9 @@ def test_where_the_vocabulary_cannot_be_had(vocab_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(openai_public, "gpt2", no_network)
     with refused("could not be downloaded .ConnectionError: no network.; give --vocab", UserError):
         load_tokenizer("gpt2")
+    inspect_shards.main([write_shard(tmp_path / "fineweb_val_000000.bin", [50256, 1, 2])])
+    said = capsys.readouterr().out
+    assert "3 tokens (gpt2), ids 1 to 50256, 1 documents" in said and "not decoded: GPT-2" in said
     with refused("could not be read from .*No such file.*vocab.bpe", UserError):
         load_tokenizer("gpt2", str(tmp_path))
     (tmp_path / "vocab.bpe").write_bytes((vocab_dir / "vocab.bpe").read_bytes() + b"\n")

@@ -1,7 +1,6 @@
 """The head: the FP8 linear on the CPU's reference kernels, at small sizes, and the loss."""
 
 import dataclasses
-import math
 
 import pytest
 import torch
@@ -21,8 +20,12 @@ def relative_error(got, want):
     got, want = got.detach().float(), want.detach().float()
     return float((got - want).norm() / want.norm())
 
-def test_forward_and_gradients_are_close_to_float32():
+@pytest.mark.parametrize("small", [False, True])
+def test_forward_and_gradients_are_close_to_float32(small):
+    """Also gradients that e5m2 has, which reaches down to 2^-16, and e4m3 has not (2^-9)."""
     x, w, g = operands()
+    if small:
+        g.fill_(2.0**-14 / 2**19)
     x8, w8 = x.clone().requires_grad_(), w.clone().requires_grad_()
     got = FP8Linear.apply(x8, w8, 2.0**19)
     got.backward(g)
@@ -44,8 +47,7 @@ def test_casts_saturate_and_stay_finite():
     assert to_e4m3(broken, 1.0).float().isnan().all()  # a broken run must stay visible
 
 def test_scales_fit_the_losses_of_a_training_step():
-    """At the values that the speedrun's head meets, the casts neither saturate nor flush much to
-    zero."""
+    """The casts of the speedrun's head neither saturate nor flush much to zero."""
     hp = PRESETS["speedrun"]
     tokens, V, D = hp.tokens_per_step, 2048, 768
     with torch.device("meta"):
@@ -80,19 +82,19 @@ def test_plain_outside_training_and_without_fp8():
     layer.fp8_scale = None
     torch.testing.assert_close(layer.train()(x), plain, rtol=0, atol=0)
 
-# ---- The loss
-
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("dtype, vocabulary, tolerance", [
+    (torch.float64, 500, 1e-13), (torch.float32, 500, 1e-5), (torch.float32, 65536, 1e-5)])
 @pytest.mark.parametrize("largest", [1.0, 76.0])
-def test_the_loss_and_its_gradient_are_those_of_torch(dtype, tolerance, largest, monkeypatch):
+def test_the_loss_and_its_gradient_are_those_of_torch(dtype, vocabulary, tolerance, largest,
+                                                      monkeypatch):
     """Also at the largest logits that a softcap of 38 lets through, and for targets of -1."""
     if dtype == torch.float64:
         monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     generator = torch.Generator().manual_seed(0)
-    values = largest * torch.rand(300, 500, dtype=dtype, generator=generator)
-    values[0], values[1], values[2, :250] = 0, largest, largest
-    target = torch.randint(500, (300,), generator=generator)
-    target[[2, 3, 299]] = torch.tensor([499, -1, -1])
+    values = largest * torch.rand(40, vocabulary, dtype=dtype, generator=generator)
+    values[0], values[1], values[2, 1:] = 0, largest, largest
+    target = torch.randint(vocabulary, (40,), generator=generator)
+    target[[2, 3, 39]] = torch.tensor([0, -1, -1])
     ours, theirs = values.clone().requires_grad_(), values.clone().requires_grad_()
     got = CrossEntropy.apply(ours, target)
     want = F.cross_entropy(theirs, target, ignore_index=-1, reduction="sum")
@@ -100,22 +102,5 @@ def test_the_loss_and_its_gradient_are_those_of_torch(dtype, tolerance, largest,
     for loss in (got, want):
         (loss / 7).backward()
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=tolerance)
-    assert not ours.grad[[3, 299]].any() and ours.grad[2].any()
-    assert CrossEntropy.apply(values, torch.full((300,), -1)) == 0
-
-def test_the_largest_logits_in_the_largest_vocabulary_do_not_overflow():
-    logits = torch.full((2, 65536), 76.0, requires_grad=True)
-    loss = CrossEntropy.apply(logits, torch.tensor([65535, -1]))
-    loss.backward()
-    assert loss.item() == pytest.approx(math.log(65536), rel=1e-5)
-    want = torch.full((2, 65536), 2.0**-16)
-    want[0, -1] -= 1
-    want[1] = 0
-    torch.testing.assert_close(logits.grad, want, rtol=1e-4, atol=0)
-
-def test_small_gradients_survive_the_cast():
-    """e5m2 reaches down to 2^-16, e4m3 to 2^-9 alone."""
-    x, w, _ = operands()
-    x.requires_grad_()
-    FP8Linear.apply(x, w, 2.0**19).backward(torch.full((32, 64), 2.0**-14 / 2**19).bfloat16())
-    assert relative_error(x.grad, 2.0**-33 * w.sum(0).expand(32, -1)) < 0.12
+    assert not ours.grad[[3, 39]].any() and ours.grad[2].any()
+    assert CrossEntropy.apply(values, torch.full((40,), -1)) == 0

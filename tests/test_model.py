@@ -35,8 +35,6 @@ def sequence(length=256, seed=0, eots=(0, 100, 130)):
     tokens[list(eots)] = 256
     return tokens, torch.roll(tokens, -1).long()
 
-# ---- The same model, written plainly
-
 def rms_norm(x):
     return x / (x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt()
 
@@ -127,8 +125,6 @@ def test_the_model_equals_its_definition_in_float64(changes, window, monkeypatch
         assert want.any(), name
         error = float((got - want).norm() / want.norm())
         assert error < 1e-11, (name, error)
-
-# ---- Precision
 
 def test_rotary_is_exact_at_256k():
     rotary = Rotary(8, 262144, 1024.0)

@@ -1,19 +1,25 @@
-"""The ranks of a run: each takes its place and its GPU, all train what one trains, and an error on
-one ends all. (What they exchange is in test_optimizers.py; machines that differ, and another number
-of ranks after a kill, are in test_reliability.py.)"""
+"""A process takes its place and its GPU, and an error on one ends all. (Ranks train what one
+trains in test_edits.py and test_reliability.py; test_optimizers.py has what they exchange.)"""
 
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import SCRIPT, TINY, launch, log_of, losses, planted, refused, train
+from conftest import SCRIPT, TINY, launch, refused
 
-import train_gpt
 from train_gpt import World, world_of_this_process
 
-def as_rank(monkeypatch, **variables):
-    """Sets what torchrun tells a process in its environment, and gives this machine four GPUs. What
-    the process does with them is noted in the list that is returned."""
+def on_gpu(rank, size, number):
+    return World(rank, size, torch.device("cuda", number))
+
+@pytest.mark.parametrize("variables, expected", [
+    (dict(RANK=6, LOCAL_RANK=2, WORLD_SIZE=8), on_gpu(6, 8, 2)),  # on a second machine
+    (dict(SLURM_STEP_NUM_TASKS=8, WORLD_SIZE=1), on_gpu(0, 1, 0)), ({}, on_gpu(0, 1, 0)),
+    (dict(RANK=4, LOCAL_RANK=4, WORLD_SIZE=8), "one process per GPU"),
+    (dict(SLURM_STEP_NUM_TASKS=8), "srun")], ids=str)
+def test_a_process_takes_the_gpu_of_its_local_rank(monkeypatch, variables, expected):
+    """On a machine with four."""
     chosen = []
     for name, answer in dict(is_available=lambda: True, device_count=lambda: 4,
                              set_device=chosen.append).items():
@@ -23,55 +29,19 @@ def as_rank(monkeypatch, **variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")  # which the script sets
-    return chosen
-
-def test_a_process_takes_the_gpu_of_its_local_rank(monkeypatch):
-    """On a second machine rank and local rank differ."""
-    chosen = as_rank(monkeypatch, RANK=6, LOCAL_RANK=2, WORLD_SIZE=8)
-    assert world_of_this_process() == World(6, 8, torch.device("cuda", 2)) and chosen == [2]
-    chosen = as_rank(monkeypatch)
-    assert world_of_this_process() == World(0, 1, torch.device("cuda", 0)) and chosen == [0]
-
-@pytest.mark.parametrize("variables, words", [
-    (dict(RANK=4, LOCAL_RANK=4, WORLD_SIZE=8), "one process per GPU"),
-    (dict(SLURM_STEP_NUM_TASKS=8), "srun")], ids=str)
-def test_an_environment_that_makes_no_sense_is_refused(monkeypatch, variables, words):
-    chosen = as_rank(monkeypatch, **variables)
-    with refused(words):
-        world_of_this_process()
-    assert not chosen
-    as_rank(monkeypatch, SLURM_STEP_NUM_TASKS=8, WORLD_SIZE=1)
-    assert world_of_this_process().size == 1, "one that trains alone"
+    with refused(expected) if isinstance(expected, str) else nullcontext():
+        assert world_of_this_process() == expected
+    assert chosen == ([] if isinstance(expected, str) else [expected.device.index])
 
 @pytest.mark.parametrize("chosen, threads", [(None, 1), ("2", 2)])
-def test_a_process_on_a_cpu_has_one_thread_if_nobody_chose(monkeypatch, chosen, threads):
+def test_a_process_on_a_cpu_has_one_thread_if_nobody_chose(monkeypatch, runs_here, chosen,
+                                                                threads):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if chosen:
         monkeypatch.setenv("OMP_NUM_THREADS", chosen)
-    before = torch.get_num_threads()
     torch.set_num_threads(2)
-    try:
-        assert world_of_this_process() == World(0, 1, torch.device("cpu"))
-        assert torch.get_num_threads() == threads
-    finally:
-        torch.set_num_threads(before)
-
-def test_ranks_do_not_change_the_training(tmp_path, shards):
-    """The demo preset, made narrower, on 1 and 4 ranks in float32. The ranks sum the same gradients
-    in another order. With this epsilon of Adam's, right ones differ by less than 0.004 over 20
-    steps, and processes that read the same data by more than 0.1. With a smaller epsilon, a
-    gradient that is a mere rounding error makes a full-size step."""
-    flags = ["--preset=demo", *shards, "--num_iterations=20", "--val_loss_every=10",
-             "--val_tokens=0", "--epochs=200", "--train_seq_len=128", "--val_seq_len=1024",
-             "--model_dim=64", "--num_heads=2", "--head_dim=32", "--micro_batches=4",
-             "--adam_eps=1e-6", "--seed=1", "--dtype=float32"]
-    train(train_gpt, *flags, f"--records={tmp_path}/1")
-    launch(*flags, f"--records={tmp_path}/4", ranks=4)
-    one, four = (log_of(tmp_path / ranks) for ranks in "14")
-    assert "\nranks: 1\n" in one and "\nranks: 4\n" in four
-    for kind, count in (("val_loss", 3), ("train_loss", 20)):
-        assert len(losses(one, kind)) == count
-        assert losses(four, kind) == pytest.approx(losses(one, kind), abs=0.01)
+    assert world_of_this_process() == World(0, 1, torch.device("cpu"))
+    assert torch.get_num_threads() == threads
 
 @pytest.mark.parametrize("flag, message", [
     ("--val_tokens=99999999", "99999999"),  # is found before the ranks meet
@@ -86,11 +56,3 @@ def test_an_error_on_several_ranks_is_printed_once_and_none_hangs(tmp_path, shar
     assert f"{SCRIPT.name}\", line" not in done.stderr
     for log in tmp_path.glob("*.log"):
         assert log.read_text().endswith(f"\n{errors[0]}\n")
-
-def test_a_rank_that_fails_ends_the_run_with_its_traceback(tmp_path, shards):
-    """A defect in the script that meets rank 1 alone, in the middle of the training."""
-    copy = planted(tmp_path, "assert step < 2 or world.rank == 0, 'planted defect'")
-    done = launch(*TINY, *shards, f"--records={tmp_path}/r", ranks=2, script=copy, check=False)
-    assert done.returncode == 1 and "AssertionError: planted defect" in done.stderr, done.stderr
-    assert f'{copy}", line' in done.stderr, "the place is there to read"
-    assert len(losses(log_of(tmp_path / "r"), "train_loss")) <= 2

@@ -3,9 +3,12 @@ part of the micro-batches, with a save and a restore in the middle, against one 
 micro-batches. The ranks exchange by gloo, and by collectives that are as early or as late as NCCL's
 may be, with the same bits."""
 
+import copy
 import dataclasses
+import functools
 import os
 import sys
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,8 +28,7 @@ SHAPES = [(3, 8, 8)] * 5 + [(8, 24)] * 2 + [(16, 8), (60, 8), (24,), (5,), (), (
 SHAPES += 3 * [(6, 4)]
 
 class Whitened(Muon):
-    """Preconditions gradients, in a way of Shampoo and SOAP: one method, and state in shapes that
-    are not the parameters'."""
+    """Preconditioned as in Shampoo, so with state in shapes that are not the parameters'."""
 
     def __init__(self, params, hp, world, lr):
         super().__init__(params, hp, world, lr)
@@ -65,17 +67,10 @@ def take_steps(model, optimizers, steps, mine=range(MICRO_BATCHES)):
                     p.grad += gradient / MICRO_BATCHES
         # What train_step does after its micro-batches, of which it gets none here.
         train_step(model, [], optimizers, step, HP, optimizers[0].world)
-    used, train_gpt.dist = train_gpt.dist, dist
-    state = {kind: {name: tensor.clone() for name, tensor in tensors.items()}
-             for kind, tensors in gather_training_state(model, optimizers).items()}
-    train_gpt.dist = used
-    return state
+    with mock.patch.object(train_gpt, "dist", dist):
+        return copy.deepcopy(gather_training_state(model, optimizers))
 
-def assert_same(got, want, rtol=0.0, atol=0.0):
-    assert {kind: set(got[kind]) for kind in got} == {kind: set(want[kind]) for kind in want}
-    for kind, tensors in want.items():
-        for name, tensor in tensors.items():
-            torch.testing.assert_close(got[kind][name], tensor, rtol=rtol, atol=atol)
+assert_same = functools.partial(torch.testing.assert_close, rtol=0.0, atol=0.0)
 
 def check(hp, world):
     # In bfloat16 each rank rounds its gradients.
