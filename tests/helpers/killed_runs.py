@@ -60,8 +60,7 @@ def in_line(begins: str, number: int = 1, share: float = 0.5):
 STEPS = 60  # of the run
 SOURCE = Path(SCRIPT.__file__).read_text()
 PLACES = [
-    partial(at_call, torch.Tensor, "backward", 10),  # in the fourth step; the warmup makes one
-    # more, and both have two micro-batches
+    partial(at_call, torch.Tensor, "backward", 10),  # the warmup's step makes two, so do others
     partial(at_call, SCRIPT, "load_training_state", 1),
     partial(at_call, SCRIPT, "RunLog", 1),  # before the log is there
     partial(in_line, SOURCE[:20]),  # half the source in the log
