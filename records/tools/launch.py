@@ -245,7 +245,6 @@ def main(argv=None):
     require(gpus or command.preset not in ("speedrun", "short") or command.check
             or "num_iterations" in command.named, f"{command.preset} takes weeks without a GPU; "
             "run demo, or insist by --num_iterations=N")
-
     if own.text is not None:
         flags += flags_for_text(own.text, script, hp, command.named)
     elif not own_data:
