@@ -19,7 +19,6 @@ PROGRAM = ROOT / "records" / "tools" / "bench.py"
 LOG = "tests/fixtures/record_like.txt"
 SMALL = [flag for flag in TINY if not re.match("--(num_iterations|val_loss_every|epochs)", flag)]
 
-
 def test_scripts_are_measured_as_they_are(tmp_path, shards):
     """The losses of train_gpt.py are those of a run of its own. The other copy has another width of
     the head's softcap and half as many micro-batches; the log's script has untrained logits of 0
@@ -57,7 +56,6 @@ def test_scripts_are_measured_as_they_are(tmp_path, shards):
     assert f"train_gpt.py takes {sum(ours['ratios']) / 6:.3f} times as long a token as" in text
     assert "GPU" not in text and "GB/s" not in text and "memory, reserved" not in text
 
-
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_its_half_for_a_gpu_runs_up_to_the_launch(tmp_path, monkeypatch, capsys):
     """On an H100 that is not there (on_fake_gpu.py), where nothing is launched. Each script starts
@@ -91,7 +89,6 @@ def test_its_half_for_a_gpu_runs_up_to_the_launch(tmp_path, monkeypatch, capsys)
     text = bench.text_of(result)
     assert "one cannot show" in text and "3,072 MiB" in text and " GB/s  triton_" in text
 
-
 @pytest.mark.parametrize("words, error", [
     (["--steps=0"], "takes a number above 0"),
     (["--num_iterations=9"], "leave it out"),
@@ -103,11 +100,10 @@ def test_what_cannot_be_measured_is_one_line(words, error, monkeypatch):
     with refused(error):
         bench.main(words)
 
-
 def test_run_sh_starts_it():
     done = run_sh("bench", "none.py")
-    assert done.returncode == 2 and done.stderr.startswith("error: none.py: cannot be read")
-
+    assert done.returncode == 2  # torch may have warned above
+    assert done.stderr.splitlines()[-1].startswith("error: none.py: cannot be read")
 
 def test_a_mistake_in_a_copy_keeps_its_traceback(tmp_path):
     text = SCRIPT.read_text()
@@ -116,7 +112,6 @@ def test_a_mistake_in_a_copy_keeps_its_traceback(tmp_path):
     done = launch(tmp_path / "wrong.py", *SMALL, script=PROGRAM, check=False)
     assert "wrong.py: Traceback (most recent call last)" in done.stderr
     assert done.stderr.endswith("NameError: name 'no_such_function' is not defined\n\n")
-
 
 @pytest.mark.parametrize("name, part", [
     ("triton_tem_fused__to_copy_add_flex_attention_mul_select_sort_split_10", "attention"),
@@ -140,13 +135,11 @@ def test_a_mistake_in_a_copy_keeps_its_traceback(tmp_path):
 def test_every_kernel_has_its_part(name, part):
     assert bench.part_of(name) == part
 
-
 def test_the_bytes_of_a_name_that_stands_for_two_kernels_are_not_known(tmp_path):
     line = "inductor_meta={'kernel_name': '%s', 'no_x_dim': False, 'kernel_num_gb': %s},\n"
     (tmp_path / "a.py").write_text(line % ("one", "0.25") + line % ("two", "1e-05"))
     (tmp_path / "b.py").write_text(line % ("one", "0.25") + line % ("two", "3.0"))
     assert bench.bytes_of_kernels(tmp_path) == {"one": 0.25}
-
 
 @pytest.mark.parametrize("tflops, tb_per_s, words", [
     (700, 4.0, ""), (575, 4.0, ": 575.0 TFLOP/s is SLOW, another H200 reached 720;"),

@@ -30,7 +30,6 @@ NEEDS_FP8 = pytest.mark.skipif(
 # CPU ignores the lists of blocks, so windows must not hide anything.
 FAKED = torch.cuda.is_available() and not torch.backends.cuda.is_built()
 
-
 @pytest.fixture(autouse=True)
 def fresh_compiler(runs_here):
     torch._dynamo.reset()
@@ -38,11 +37,9 @@ def fresh_compiler(runs_here):
     torch.compiler.set_stance("default")
     torch._dynamo.reset()
 
-
 def say(capsys, text):
     with capsys.disabled():
         print(f"\n{text}")
-
 
 def tokens_of(T, layout, eot=9):
     """T tokens in documents of as many as `layout` says, or of any length, among them none."""
@@ -56,7 +53,6 @@ def tokens_of(T, layout, eot=9):
     else:
         tokens[::layout] = eot
     return tokens.to("cuda")
-
 
 @needs_gpu
 @pytest.mark.parametrize("T, heads, kv_heads, layouts, windows", [
@@ -109,7 +105,6 @@ def test_compiled_flex_attention_equals_attention_in_bands(T, heads, kv_heads, l
     say(capsys, f"FlexAttention at {T} tokens, {heads} on {kv_heads} heads: largest errors "
                 f"{', '.join(f'{error:.4f} ({name})' for name, error in worst.items())}")
 
-
 @needs_gpu
 @NEEDS_FP8
 def test_fp8_head_at_full_size_is_close_to_bf16(capsys):
@@ -148,7 +143,6 @@ def test_fp8_head_at_full_size_is_close_to_bf16(capsys):
     errors = relative_error(b, a), relative_error(hx, gx), relative_error(hw, gw)
     say(capsys, f"FP8 head: relative errors of loss, x's and w's gradients {errors}")
     assert errors[0] < 0.001 and max(errors) < 0.12
-
 
 @needs_gpu
 @pytest.mark.parametrize("dtype, near", [
@@ -191,7 +185,6 @@ def test_one_training_step_equals_the_cpus(dtype, near, capsys):
     assert got == pytest.approx(want, abs=near["loss"])
     assert worst[0][1] < near["gradients"] and worst[1][1] < near["updates"], errors
 
-
 @needs_gpu
 def test_nccl_takes_what_the_script_gives_it(shards, monkeypatch, request):
     """In a group of one process, which is what one GPU can show: how the processes connect, and
@@ -213,7 +206,6 @@ def test_nccl_takes_what_the_script_gives_it(shards, monkeypatch, request):
         dist.all_reduce(whole, async_op=True).wait()
         dist.broadcast(whole, src=0)
         assert torch.equal(local, want) and torch.equal(whole, want)
-
 
 @needs_gpu
 @NEEDS_FP8
@@ -257,12 +249,10 @@ def test_a_run_of_full_size_and_its_resume_by_a_second_start(tmp_path, capsys):
     if not FAKED:  # whose cache is not PyTorch's
         assert "autograd_cache_hit" in found and "bypass" not in found and "miss" not in found
 
-
 # ---- Without a GPU -------------------------------------------------------------------------------
 
 TESTS = [name for name, test in list(globals().items())
          if name.startswith("test_") and any(m.name == "gpu" for m in test.pytestmark)]
-
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.mark.parametrize("names", [TESTS[:2], TESTS[2:-1], TESTS[-1:]],

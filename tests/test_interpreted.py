@@ -26,7 +26,6 @@ LAYOUTS = [  # where documents begin: on edges of blocks, before and after them
 LISTS = ["kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
          "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"]
 
-
 def why_not():
     """The reason why the GPU program cannot be interpreted here, or None."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
@@ -37,7 +36,6 @@ def why_not():
         installed = [each.version for each in importlib.metadata.distributions(name=package)]
         if [version.partition("+")[0] for version in installed] != [tried]:
             return f"interpreted.py patches the inside of {package} {tried}, not {installed}"
-
 
 def models(hp, dtype=torch.float32):
     """The plain model and the model of the GPU program, with the same random weights."""
@@ -50,12 +48,10 @@ def models(hp, dtype=torch.float32):
     model.load_state_dict(plain.state_dict())
     return plain, model
 
-
 def micro_batch(length, borders, window):
     tokens, targets = sequence(length, eots=borders)
     targets[5::50] = -1
     return tokens, targets, torch.tensor(window, dtype=torch.int32)
-
 
 def results(model, batch, parameters=None):
     """The loss and the gradients of one micro-batch: {"loss": ..., parameter's name: ...}."""
@@ -64,10 +60,8 @@ def results(model, batch, parameters=None):
     gradients = torch.autograd.grad(loss / HP.tokens_per_step, list(parameters.values()))
     return {"loss": loss.detach()} | dict(zip(parameters, gradients, strict=True))
 
-
 def is_mix(name):
     return name.endswith(("residual_mix", "value_mix", "skip_weights"))
-
 
 def errors(got, want):
     """The relative error of the loss and of each gradient. The gradient of a mixing weight is a sum
@@ -77,7 +71,6 @@ def errors(got, want):
     least = max(sizes[name] for name in want if is_mix(name)) / 10
     return {name: float((got[name].float() - want[name].float()).norm())
             / max(sizes[name], least * is_mix(name)) for name in want}
-
 
 # -------- The cases, which run in processes of their own
 def case_float32():
@@ -108,7 +101,6 @@ def case_float32():
             assert relative_error(program(*batch), plain(*batch)) < 1e-6
     assert len(graphs) == 3
 
-
 def case_bfloat16_and_fp8():
     """The GPU program and the plain path round in different places, so they agree only roughly; but
     the GPU program must be as near to float32 as the plain path. The head is in FP8 in all three,
@@ -133,7 +125,6 @@ def case_bfloat16_and_fp8():
                             else 1.2 * theirs[name]), name
     assert sum(code.count("_scaled_mm(") for code in sources) == 3 * 3
 
-
 def case_newton_schulz():
     """On wide, tall and square matrices."""
     from helpers.interpreted import gpu_program
@@ -142,11 +133,9 @@ def case_newton_schulz():
         error = relative_error(gpu_program(newton_schulz)(x), newton_schulz(x))
         assert error < 1e-5, shape
 
-
 def block_lists(tokens, window):
     return [getattr(mask, name) for mask in build_block_masks(tokens, EOT, window, flex=True)
             for name in LISTS]
-
 
 def case_block_lists():
     """Bit for bit those of the plain path."""
@@ -157,7 +146,6 @@ def case_block_lists():
     for name, a, b in zip(2 * LISTS, got, block_lists(tokens, window), strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b), name
 
-
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.mark.parametrize("cases", ["float32 newton_schulz", "bfloat16_and_fp8 block_lists"])
 def test_the_gpu_program_equals_the_plain_path(cases, tmp_path):
@@ -165,7 +153,6 @@ def test_the_gpu_program_equals_the_plain_path(cases, tmp_path):
     asked = dict(TRITON_INTERPRET="1", TORCHINDUCTOR_FORCE_DISABLE_CACHES="1",
                  TORCHINDUCTOR_CACHE_DIR=str(tmp_path), TRITON_CACHE_DIR=str(tmp_path))
     print(launch(*cases.split(), script=__file__, **asked).stdout)
-
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

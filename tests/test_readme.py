@@ -92,8 +92,8 @@ def test_the_first_commands(tmp_path):
     assert [line.split("#")[0].strip() for line in others] == ["./run.sh", "./run.sh test"]
 
 def test_copy_tweak_race_and_sample(copy):
-    page = section(README, "Copy, tweak, race")
-    copied, first_race = indented(page).splitlines()
+    copied, first_race = indented(section(README, "Copy, tweak, race")).splitlines()
+    page = section(README, "More commands")
     alone, sample = re.findall(r"`(\S+ my_record\.py --name=[^`]*|\./run\.sh sample [^`]*)`", page)
     tweak = r"sed -i 's/F.relu(self.fc(x_TD))/F.silu(self.fc(x_TD))/' my_record.py"
     output = bash(copy, "\n".join([copied, tweak, f"{first_race} --most=1 || [ $? = 4 ]"]))

@@ -16,7 +16,6 @@ from torch.nn.attention import flex_attention as flex_module
 
 import train_gpt
 
-
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.mark.parametrize("capability, cases", [
     (80, "shared_memory"), (89, "shared_memory"), (90, "validation shared_memory"),
@@ -26,18 +25,15 @@ def test_the_program_for_a_gpu_keeps_to_its_limits(capability, cases, tmp_path):
     run_helper("gpu_program.py", capability, *cases.split(),
                TORCHINDUCTOR_CACHE_DIR=str(tmp_path), TRITON_CACHE_DIR=str(tmp_path))
 
-
 def backward_in_another_thread(loss, backward=torch.Tensor.backward):
     """As autograd runs it on a GPU. A recompile there would be an error that nobody sees."""
     with ThreadPoolExecutor(1) as pool:
         pool.submit(backward, loss).result()
 
-
 def number_of(graph, name):
     """How often it is in a graph and in the graphs in it, such as that of an autograd function."""
     return sum(name in str(node.target) for module in graph.modules()
                if isinstance(module, torch.fx.GraphModule) for node in module.graph.nodes)
-
 
 @pytest.mark.parametrize("changes", [dict(use_fp8=True), dict(num_kv_heads=1)], ids=str)
 def test_the_warmup_compiles_everything_in_whole_graphs(changes, tmp_path, monkeypatch):

@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_map
 
 CUDA = torch.device("cuda", 0)
 
-
 def properties(name, capability, processors, shared_memory, threads, cache, memory):
     """What torch.cuda.get_device_properties says, with shared_memory in bytes per multiprocessor,
     of which a program can have all but 1 KiB; cache in MiB; memory in GB."""
@@ -34,7 +33,6 @@ def properties(name, capability, processors, shared_memory, threads, cache, memo
         shared_memory_per_multiprocessor=shared_memory, L2_cache_size=cache * 2**20,
         total_memory=memory * 10**9, is_integrated=0, gcnArchName="")
 
-
 GPUS = {  # by compute capability
     80: properties("NVIDIA A100-SXM4-80GB", 80, 108, 167936, 2048, 40, 85),
     89: properties("NVIDIA GeForce RTX 4090", 89, 128, 102400, 1536, 72, 25),
@@ -43,7 +41,6 @@ GPUS = {  # by compute capability
 
 graphs = []  # what Inductor has compiled: forward and backward pass are one each
 sources = []  # the code that it has generated for them
-
 
 def pretend(capability: int):
     """From here on the process has one of GPUS."""
@@ -89,7 +86,6 @@ def pretend(capability: int):
 
     flex_module._apply_kernel_options = options
 
-
 def moved(x):
     """x on the GPU, if it is a CPU's device or a fake tensor."""
     if isinstance(x, torch.device) and x.type == "cpu":
@@ -98,7 +94,6 @@ def moved(x):
         return x
     with x.fake_mode:
         return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=CUDA)
-
 
 def compile_as_cuda(graph, inputs, **options):
     """Inductor, on the graph with CUDA in place of the CPU wherever a node names its device."""
@@ -114,10 +109,8 @@ def compile_as_cuda(graph, inputs, **options):
     sources.append(compiled.source_code)
     return compiled
 
-
 def fused_rms_norm(x, shape, weight=None, eps=None):
     return torch.ops.aten._fused_rms_norm(x, list(shape), weight, eps)[0]
-
 
 @functools.cache  # since Dynamo takes another function for another backend, and compiles anew
 def backend_of(compile_inner):
@@ -129,7 +122,6 @@ def backend_of(compile_inner):
         return compile_fx(graph, inputs, inner_compile=compile_inner)
 
     return backend
-
 
 def gpu_program(function, compile_inner=compile_as_cuda):
     """The function, compiled with the script's options for the GPU, for CPU tensors."""

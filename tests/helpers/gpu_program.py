@@ -27,7 +27,6 @@ GIB = 2**30
 peaks = []  # GiB that each generated program takes at most, without the weights
 scaled_products = []  # [(size, stride), (size, stride)] of the operands of each _scaled_mm
 
-
 def note(self, plain=wrapper.EfficientPeakEstimate.__init__):
     """Inductor estimates the memory before it knows what stays within a kernel. It counts the
     float32 gradient of all logits, 9.2 GiB at full size, which a kernel turns into FP8 in its
@@ -46,7 +45,6 @@ def note(self, plain=wrapper.EfficientPeakEstimate.__init__):
             scaled_products.append([(tuple(map(int, x.get_size())), tuple(map(int, x.get_stride())))
                                     for x in kernel.inputs[:2]])
 
-
 def generate(function, *args):
     def compile_only(graph, inputs, **options):
         plain = copy.deepcopy(graph)
@@ -58,12 +56,10 @@ def generate(function, *args):
         result.backward()
     assert len(peaks) == len(sources), "a program without an estimate"
 
-
 def micro_batch(tokens: int):
     """Arguments of a model, for a sequence of this length."""
     inputs = torch.zeros(tokens, dtype=torch.int32)
     return inputs, inputs.long(), torch.full((), 1792, dtype=torch.int32)
-
 
 def case_shared_memory(capability):
     """FlexAttention's kernels at the speedrun's heads, forward and backward, compiled by Triton."""
@@ -93,7 +89,6 @@ def case_shared_memory(capability):
         print(f"{GPUS[capability].name}: {shared} of {limit} bytes of shared memory in {name}")
         assert shared <= limit, "the kernel cannot be launched: FlexAttention needs smaller tiles"
 
-
 def kept(processes: int) -> float:
     """GiB that one process keeps from step to step: weights, tables, optimizers, and with several
     micro-batches gradients, which with one are within what is estimated for the backward pass."""
@@ -107,7 +102,6 @@ def kept(processes: int) -> float:
                 if isinstance(x, torch.Tensor)}
     accumulated = sum(p.nbytes for p in parameters) * (SPEEDRUN.micro_batches > processes)
     return (sum(storages.values()) + accumulated) / GIB
-
 
 def case_full_size(capability):
     """The speedrun's own model: its FP8 products, and a budget for its memory, which is what the
@@ -130,7 +124,6 @@ def case_full_size(capability):
     assert one_gpu < 3.3  # 0.25 of it are rotary tables for 256K positions, of all channels
     assert eight < 2.8
 
-
 def case_validation(capability):
     """At full length, in four layers: most of the memory is the head's."""
     hp = dataclasses.replace(SPEEDRUN, windows="LSSL", value_embeds="0..0", attention="xx.x")
@@ -139,7 +132,6 @@ def case_validation(capability):
         generate(model, *micro_batch(hp.val_seq_len))
     print(f"validation: {peaks[0]:.2f} GiB")
     assert len(peaks) == 1 and peaks[0] < 7
-
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -35,12 +35,10 @@ for variable in ("TRITON_INTERPRET", "TORCHINDUCTOR_FORCE_DISABLE_CACHES"):
 
 launches = Counter()  # {name of a kernel: how often it was run}
 
-
 def poisoned(size, stride, dtype):
     """New memory, which shows where it is read before it is written."""
     memory = torch.empty_strided(size, stride, dtype=dtype)
     return memory.fill_(float("nan") if dtype.is_floating_point else 77)
-
 
 # -------- Triton's interpreter
 # The interpreter keeps these types as bit patterns, rounds them wrongly, and would add and multiply
@@ -57,7 +55,6 @@ plain_dot = Builder.create_dot
 plain_atomic = Builder.create_atomic_rmw
 plain_reduction = interpreter.ReduceOps.apply_impl
 
-
 def cast(self, x, to, rounding=None):
     """With PyTorch's rounding where a type is narrow."""
     to = to.scalar
@@ -72,18 +69,15 @@ def cast(self, x, to, rounding=None):
         return TensorHandle(values.to(dtype).view(bits).numpy(), to)
     return TensorHandle(values.numpy().astype(interpreter._get_np_dtype(to)), to)
 
-
 def dot(self, a, b, *rest):
     """Products and sums of narrow types in float32, as tensor cores have them."""
     a, b = (cast(self, x, tl.float32) if x.dtype in NARROW else x for x in (a, b))
     return plain_dot(self, a, b, *rest)
 
-
 def atomic(self, operation, pointers, values, mask, *rest):
     """The interpreter takes a mask that was broadcast, with a stride of 0, for a dense one."""
     dense = [TensorHandle(np.ascontiguousarray(x.data), x.dtype) for x in (pointers, values, mask)]
     return plain_atomic(self, operation, *dense, *rest)
-
 
 def reduction(self, values):
     """Inductor's own maximum and `any` in NumPy; the interpreter would take number by number, in
@@ -91,7 +85,6 @@ def reduction(self, values):
     if self.combine_fn in (triton_helpers.maximum, triton_helpers._any_combine):
         return self.min_max(values[0], val_reduce_op=np.max)
     return plain_reduction(self, values)
-
 
 def enlarge(block, sizes):
     """Lets each program of a kernel do more of its independent elements, for fewer and larger
@@ -105,13 +98,11 @@ def enlarge(block, sizes):
             block[name] = max(block[name], min(whole, most, room))
         room = max(1, room // block.get(name, whole))
 
-
 def run(self, *args, plain=CachingAutotuner.run, **kwargs):
     launches[self.fn.__name__] += 1
     if self.size_hints:  # which templates lack
         enlarge(self.configs[0].kwargs, self.size_hints)
     return plain(self, *args, **kwargs)
-
 
 pretend(90)
 torch._C._dynamo.guards._empty_strided_cuda = poisoned  # where generated code gets its memory

@@ -31,7 +31,6 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 
 launched = []  # names of kernels, since a profiler was started
 
-
 def generate_and_run_plain(graph, inputs, **options):
     """Has Inductor generate the program. In its place the graph itself runs."""
     with unset_fake_temporarily():
@@ -52,9 +51,7 @@ def generate_and_run_plain(graph, inputs, **options):
 
     return make_boxed_func(program)
 
-
 plain_compile = torch.compile
-
 
 def compile_here(function=None, *, backend=None, **options):
     """In place of torch.compile."""
@@ -74,7 +71,6 @@ def compile_here(function=None, *, backend=None, **options):
 
     return without_redirection
 
-
 class OnTheCpu(TorchFunctionMode):
     """Keeps on the CPU what a program puts on a CUDA device."""
 
@@ -92,7 +88,6 @@ class OnTheCpu(TorchFunctionMode):
             args = [x.flatten() if isinstance(x, torch.Tensor) else x for x in args]
         return function(*args, **kwargs)
 
-
 class Event:
     def __init__(self, enable_timing=False):
         self.timed = enable_timing
@@ -107,7 +102,6 @@ class Event:
     def elapsed_time(self, other) -> float:
         assert self.timed and other.timed, "an event without timing"
         return 1000 * (other.at - self.at)
-
 
 class Profile:
     def __init__(self, activities):
@@ -125,7 +119,6 @@ class Profile:
 
     def events(self):
         return self.seen
-
 
 def pretend_to_run():
     """pretend(90), and what a program asks of a GPU besides."""
@@ -149,7 +142,6 @@ def pretend_to_run():
     torch.profiler.profile = Profile
     torch.utils.benchmark.Timer.blocked_autorange = (
         lambda self: SimpleNamespace(median=self._timer.timeit(1)))
-
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
