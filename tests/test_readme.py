@@ -163,7 +163,9 @@ def training(words: list[str]) -> tuple[str | None, list[str]] | None:
         return None
     if words[:1] and words[0] in ("race", "ablate"):
         scripts = [word for word in words if word.endswith(".py") and not word.startswith("--")]
-        options = ablate.parse(words[1:])[2] if words[0] == "ablate" else words[1:]
+        options = words[2:]
+        if words[0] == "ablate":
+            options = ablate.parse([str(ROOT / "train_gpt.py"), *options])[2]
         flags = [word for word in options if word not in scripts and not word.startswith("--vs=")]
         words = [scripts[0], *race.parse([str(ROOT / "train_gpt.py"), *flags]).candidates[0].flags]
     own = ("train", "--repeat=", "--text=", "--resume")  # what the launcher takes for itself
