@@ -305,8 +305,8 @@ def test_the_table_of_runs(tmp_path, capsys, end, row):
 def test_the_target_is_3_28_where_the_vocabulary_is_gpt_2s(tmp_path, capsys):
     folder = write(tmp_path / "b", [3.2777, 3.2803, 3.2790], hyper={"vocab_size": 257})
     assert "\nno target: " in run_main(capsys, folder)[1]
-    assert ("below 3.28 at p < 0.01 (one-sided t-test): p = 0.16, does not hold; it takes\n  13 runs "
-            "of this mean\n") in run_main(capsys, folder, "--target=3.28")[1]
+    assert ("below 3.28 at p < 0.01 (one-sided t-test): p = 0.16, does not hold; it takes\n"
+            "  13 runs of this mean\n") in run_main(capsys, folder, "--target=3.28")[1]
 
 def test_nats_become_steps_by_the_curve_of_the_baseline(tmp_path):
     """The baseline falls from 4.00 at step 125 to 3.28 at step 250, and both sides change roles."""

@@ -321,7 +321,8 @@ def test_a_line_that_a_full_disk_has_cut_is_no_result(tmp_path):
 # ---- Without the packages ------------------------------------------------------------------------
 
 @pytest.mark.parametrize("package, program, arguments", [
-    ("torch", "hellaswag", []), ("scipy", "race", []), ("plotly", "compare", [LOGS, "--html", "no_page.html"])])
+    ("torch", "hellaswag", []), ("scipy", "race", []),
+    ("plotly", "compare", [LOGS, "--html", "no_page.html"])])
 def test_a_missing_package_is_one_line(package, program, arguments):
     code = ("import runpy, sys; sys.modules[sys.argv.pop(1)] = None; del sys.argv[0]; "
             "runpy.run_path(sys.argv[0], run_name='__main__')")
