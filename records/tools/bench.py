@@ -31,13 +31,13 @@ from pathlib import Path
 from statistics import mean, median, pstdev
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from records.tools.load import ROOT, ArgumentParser, installed, load_script, require, run
+from records.tools.load import ROOT, ArgumentParser, load_script, require, run
 
-with installed():
-    import numpy as np
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-    from torch.utils.benchmark import Timer
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.benchmark import Timer
+
 from data.common import shard_header
 
 UNTIMED = 2  # the first steps, a turn each
