@@ -52,6 +52,9 @@ def pytest_configure(config):
         config.option.script = str(SCRIPT)  # for the workers of xdist, which may start elsewhere
         if not SCRIPT.is_file():
             raise pytest.UsageError(f"--script={SCRIPT} is not a file")
+    for path in (word.partition("::")[0] for word in config.args):
+        if not Path(path).exists():  # xdist would not say which
+            raise pytest.UsageError(f"{path}: there is no such file")
     load_script(SCRIPT, "train_gpt")
     torch.manual_seed(0)
 

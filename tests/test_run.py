@@ -177,5 +177,10 @@ def test_tests_run_on_a_copy(tmp_path, quick):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "::test_the_script_is_honest" in done.stdout
     assert "golden" not in done.stdout and "test_model.py" not in done.stdout
-    done = run_sh("test", "--script", str(tmp_path / "none.py"), PYTHON=quick)
-    assert done.returncode == 4 and "none.py is not a file" in done.stderr
+
+@pytest.mark.parametrize("words, error", [
+    (["--script", "none.py"], "none.py is not a file"),
+    (["tests/none.py::test"], "tests/none.py: there is no such file")])
+def test_tests_that_are_not_there(quick, words, error):
+    done = run_sh("test", *words, PYTHON=quick)
+    assert done.returncode == 4 and error in done.stderr

@@ -158,6 +158,7 @@ def test_a_resumed_run_has_the_checkpoints_of_its_chain(tmp_path):
     (tmp_path / "d.log").write_text(text[:text.index("step:8/")])  # has not begun yet
     names = ["a.log", "a/step00000002.pt", "b.log", "b/", "c.log", "d.log"]
     assert [*map(checkpoint_of, names)] == ["a4", "a2", "b6", "b6", "a2", "a2"]
+    assert checkpoint_of("") == "b6", "of all logs, the newest that has one"
     (tmp_path / "b" / "step00000006.pt").unlink()  # b began at step 2, before a's second one
     assert {*map(checkpoint_of, names[1:])} == {"a2"}
     (tmp_path / "a.log").unlink()
