@@ -60,7 +60,8 @@ def find_files(inputs, globs, exclude, shuffle=False) -> list[Path]:
             found += [PurePosixPath(Path(folder, name).relative_to(top)) for name in names
                       if matches(name, globs or FOLDER_GLOBS) and not matches(name, hidden)]
         require(found, f"{top}: no file there matches "
-                f"{' or '.join(globs) or '.txt .md .jsonl .parquet'}; --glob chooses others")
+                f"{' or '.join(globs) or '.txt .md .jsonl .parquet'}; ./run.sh tokenize --glob=... "
+                "chooses others")
         found.sort(key=lambda path: path.parts)
         if shuffle:
             found.sort(key=lambda path: hashlib.sha512(os.fsencode(path)).digest())
@@ -182,7 +183,8 @@ def split(stream: np.ndarray, buckets, args, end_of_text: int) -> tuple[list, li
     total = len(stream)
     wanted = round(args.val_fraction * total)
     require(0 < wanted < total or not args.val_fraction, f"the inputs hold {total} tokens in all, "
-            f"of which validation would get {wanted}; change --val_fraction (0 for none)")
+            f"of which validation would get {wanted}: give a longer text, or change "
+            "--val_fraction of ./run.sh tokenize (0 for none)")
     starts = np.concatenate([at + np.flatnonzero(stream[at:at + PIECE_TOKENS] == end_of_text)
                              for at in range(0, total, PIECE_TOKENS)])
     ends = np.append(starts[1:], total)

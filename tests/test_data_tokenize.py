@@ -192,7 +192,7 @@ def parquet_of_numbers(path):
     ("a.parquet", parquet_of_numbers, ["--text_field=body"], "no column 'body' among ['text']"),
     ("A text in place of a file. " * 100, Path, [], ": no such file or folder"),
     ("a", Path.mkdir, [], "a: no file there matches"),
-    ("a.txt", holding(b"abc"), [], "hold 4 tokens in all, of which validation would get 0; change"),
+    ("a.txt", holding(b"abc"), [], "hold 4 tokens in all, of which validation would get 0: give a"),
     ("a.txt", holding(b"abc"), ["--val_fraction=nan"], "nan: expected a number from 0"),
     ("a.txt", holding(b"abc"), [f"--name={'n' * 101}"], "up to 100 letters, digits, and . _ -"),
 ])
