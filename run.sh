@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # ./run.sh [train] [SCRIPT.py] [speedrun|short|demo] [--repeat=N] [--text=FILE_OR_FOLDER] [settings]
-#     trains: the speedrun where there is a CUDA GPU, else the demo, which ends with a sample.
+#     trains, with a log in records/: the speedrun where there is a CUDA GPU, else the demo.
 #     SCRIPT.py is a copy of train_gpt.py, --repeat=N trains N times, each with a seed of its own,
 #     and compares the runs, and --text trains the demo on a text of your own.
 # ./run.sh --resume[=RUN]           continues the newest run, or that of a log, folder or checkpoint
