@@ -131,7 +131,11 @@ def run(main, errors: tuple = ()) -> int:
 
 def sha256(path) -> str:
     """The SHA-256 of a file's bytes, in hexadecimal."""
-    return hashlib.sha256(np.memmap(path, mode="r")).hexdigest()
+    digest = hashlib.sha256()
+    with open(path, "rb") as f:
+        while piece := f.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
 
 @contextlib.contextmanager
 def locked(path: Path, refusal: str):

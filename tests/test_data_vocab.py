@@ -98,9 +98,10 @@ def test_where_the_vocabulary_cannot_be_had(vocab_dir, tmp_path, monkeypatch, ca
     assert "3 tokens (gpt2), ids 1 to 50256, 1 documents" in said and "not decoded: GPT-2" in said
     with refused("could not be read from .*No such file.*vocab.bpe", UserError):
         load_tokenizer("gpt2", str(tmp_path))
-    (tmp_path / "vocab.bpe").write_bytes((vocab_dir / "vocab.bpe").read_bytes() + b"\n")
-    with refused("vocab.bpe: its checksum is not that of GPT-2's", UserError):
-        load_tokenizer("gpt2", str(tmp_path))
+    for damaged in (b"", (vocab_dir / "vocab.bpe").read_bytes() + b"\n"):
+        (tmp_path / "vocab.bpe").write_bytes(damaged)
+        with refused("vocab.bpe: its checksum is not that of GPT-2's", UserError):
+            load_tokenizer("gpt2", str(tmp_path))
     monkeypatch.setitem(sys.modules, "tiktoken.load", None)
     with refused("needs tiktoken: pip install tiktoken", UserError):
         load_tokenizer("gpt2", "elsewhere")
