@@ -282,8 +282,7 @@ def test_two_sides_and_what_they_differ_in(tmp_path, capsys):
     verdict = out.split("\n\n")[0]  # stands at the end too
     assert verdict.startswith("verdict: ") and out.endswith(f"\n{verdict}\n\n")
     _, out, _ = run_main(capsys, a, "--vs", tmp_path / "a")
-    for line in ("hyperparameters: no difference in the logs",
-                 "source, B -> A:\nthe same"):
+    for line in ("hyperparameters: no difference in the logs", "source, B -> A:\nthe same"):
         assert f"\n{line}\n" in out
     assert "missing in a log" in run_main(capsys, a, "--vs", LOGS / "console_only.log")[1]
 

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from test_model import sequence, tiny_model
 
 from train_gpt import (BLOCK, GPT, GRADIENT_SCALE, INPUT_SCALE, PRESETS, WEIGHT_SCALE, CastedLinear,
                        CrossEntropy, FP8Linear, to_e4m3)
@@ -81,6 +82,22 @@ def test_plain_outside_training_and_without_fp8():
     torch.testing.assert_close(layer.eval()(x), plain, rtol=0, atol=0)
     layer.fp8_scale = None
     torch.testing.assert_close(layer.train()(x), plain, rtol=0, atol=0)
+
+def test_a_whole_training_step_of_the_model():
+    """Loss and gradients of a tiny model with the FP8 head against the same model without it."""
+    models = [tiny_model(dtype=torch.bfloat16, use_fp8=use_fp8)[0] for use_fp8 in (False, True)]
+    tokens, targets = (t[:128] for t in sequence())
+    losses = [model(tokens, targets, torch.tensor(128)) / 128 for model in models]
+    assert losses[0] != losses[1] and losses[0].item() == pytest.approx(losses[1].item(), abs=0.002)
+    plain, with_fp8 = (torch.autograd.grad(loss, list(model.parameters()))
+                       for loss, model in zip(losses, models))
+    names = [name for name, _ in models[0].named_parameters()]
+    mixing = [i for i, name in enumerate(names) if name.endswith(("_mix", "skip_weights"))]
+    # Each of these is a sum in which most cancels, so they are compared as one vector.
+    together = [torch.cat([found[i].flatten() for i in mixing]) for found in (with_fp8, plain)]
+    assert len(mixing) == 4 + 3 + 1 and relative_error(*together) < 0.25
+    for i, name in enumerate(names):
+        assert i in mixing or relative_error(with_fp8[i], plain[i]) < 0.1, name
 
 @pytest.mark.parametrize("dtype, vocabulary, tolerance", [
     (torch.float64, 500, 1e-13), (torch.float32, 500, 1e-5), (torch.float32, 65536, 1e-5)])

@@ -69,6 +69,12 @@ IN_A_MODEL = {
         (GLOBAL, "AVERAGE = {}\n" + GLOBAL),
         (EVALUATE, EVALUATE + "    for p in model.parameters():\n"
          "        p.copy_(AVERAGE.setdefault(p, p.clone()).lerp_(p, 0.5))\n")]),
+    "validation trains an optimizer's state": (
+        r"validation changes the training state \(Muon momentum, ", [
+            (GLOBAL, "STATE = []\n" + GLOBAL), (EVALUATE, EVALUATE + "    STATE[0].add_(1.0)\n"),
+            ("        self.orthogonalize = newton_schulz\n",
+             "        STATE.insert(0, self.state['momentum'])\n"
+             "        self.orthogonalize = newton_schulz\n")]),
     "a step reads more than is said": ("step 0 trains on 1280 tokens, tokens_seen says 1024", [
         ("        yield list(zip(inputs, targets))\n",
          "        yield [*zip(inputs, targets), (inputs[0].roll(1), targets[0].roll(1))]\n")]),
@@ -77,6 +83,8 @@ IN_A_RUN = {
     "momentum outside the state": (RESUMED, [
         ('self.state["momentum"] = torch', "self.momentum = torch"),
         ('self.state["momentum"]', "self.momentum")]),
+    "dropout in training, whose random state is not saved": (RESUMED, [
+        (RELU, f"F.dropout({RELU}, 0.1, self.training)")]),
     "rates that count the validations": (RESUMED, [
         (GLOBAL, "SEEN = []\n" + GLOBAL), (EVALUATE, EVALUATE + "    SEEN.append(step)\n"),
         ("return self.peak_lr * ", "return 0.99**len(SEEN) * self.peak_lr * ")]),

@@ -121,8 +121,8 @@ def case_bfloat16_and_fp8():
             print(f"window {window}, {name}: {error:.5f}; the plain path {theirs[name]:.5f}")
             # Fused kernels round less often: 0.73 to 0.92 of the plain path's error were seen. Of
             # a mixing weight cancelling leaves, on some processors, an error of 0.27 (plain: 0.12).
-            assert error < (1e-3 if name == "loss" else 0.5 if is_mix(name)
-                            else 1.2 * theirs[name]), name
+            most = max(0.15, 3 * theirs[name]) if is_mix(name) else 1.2 * theirs[name]
+            assert error < (1e-3 if name == "loss" else most), name
     assert sum(code.count("_scaled_mm(") for code in sources) == 3 * 3
 
 def case_newton_schulz():
@@ -138,10 +138,11 @@ def block_lists(tokens, window):
             for name in LISTS]
 
 def case_block_lists():
-    """Bit for bit those of the plain path."""
+    """At the speedrun's size, bit for bit those of the plain path."""
     from helpers.interpreted import gpu_program
-    borders = [*range(0, 6000, 777), 128, 255, 1280, 2561, *range(3000, 3500, 3)]
-    tokens, _, window = micro_batch(6144, borders, 1792)
+    hp = PRESETS["speedrun"]
+    borders = [*range(0, hp.train_seq_len, 777), 128, 255, 1280, 2561, *range(9000, 9500, 3)]
+    tokens, _, window = micro_batch(hp.train_seq_len, borders, hp.window_end)
     got = gpu_program(block_lists)(tokens, window)
     for name, a, b in zip(2 * LISTS, got, block_lists(tokens, window), strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b), name

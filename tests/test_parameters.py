@@ -100,6 +100,12 @@ def test_the_optimizers_of_the_table():
         *((Muon, hp.muon_lr, frozenset(f"blocks.{i}.{name}" for i in which))
           for name, which in layers.items())}
 
+def test_parameters_of_two_dtypes_do_not_share_an_adam():
+    model, hp = tiny_model()
+    model.embed.weight.data = model.embed.weight.data.bfloat16()
+    groups = [{*each.params} for each in build_optimizers(model, hp, ALONE)]
+    assert {"embed.weight"} in groups and {"value_embeds.0.weight"} in groups
+
 def test_a_row_of_ones_own_with_a_subclass_of_muon(monkeypatch):
     """Its options reach its optimizers, which are one for each shape."""
     class Sign(Muon):

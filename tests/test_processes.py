@@ -34,8 +34,7 @@ def test_a_process_takes_the_gpu_of_its_local_rank(monkeypatch, variables, expec
     assert chosen == ([] if isinstance(expected, str) else [expected.device.index])
 
 @pytest.mark.parametrize("chosen, threads", [(None, 1), ("2", 2)])
-def test_a_process_on_a_cpu_has_one_thread_if_nobody_chose(monkeypatch, runs_here, chosen,
-                                                                threads):
+def test_a_process_on_a_cpu_has_one_thread_if_nobody_chose(monkeypatch, runs_here, chosen, threads):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if chosen:
         monkeypatch.setenv("OMP_NUM_THREADS", chosen)
@@ -48,8 +47,7 @@ def test_a_process_on_a_cpu_has_one_thread_if_nobody_chose(monkeypatch, runs_her
     ("--records=/dev/null", "/dev/null"),  # by the first rank, when they have met
     ("--scalar_lr=1e9", "_loss is nan"),  # by all of them
 ])
-def test_an_error_on_several_ranks_is_printed_once_and_none_hangs(tmp_path, shards, flag,
-                                                                  message):
+def test_an_error_on_several_ranks_is_printed_once_and_none_hangs(tmp_path, shards, flag, message):
     done = launch(*TINY, *shards, f"--records={tmp_path}", flag, ranks=2, check=False)
     errors = re.findall("(?m)^error: .*", done.stderr)
     assert done.returncode == 1 and len(errors) == 1 and message in errors[0], done.stderr

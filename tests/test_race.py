@@ -168,6 +168,9 @@ def test_a_race_in_turn_with_the_same_seeds(place, capsys):
     assert (folder / "race.png").read_bytes().startswith(b"\x89PNG")
     assert all("--muon_lr=2" in line and "--save_every=0" in line
                for line in (place / "starts").read_text().splitlines())
+    for name in ("record", "base"):  # before anything is slow, it says what is slow
+        script = rf"race: checking \S+{name}\.py: "
+        assert re.search(rf"{script}one step .*\n{script}a tiny model .*honest\n", out)
 
 def test_pairs_are_added_until_it_is_decided(place, capsys):
     """By the same command: as few as can decide it; and a decided race starts nothing more, also if

@@ -58,6 +58,13 @@ def test_a_cpu_has_no_fp8_and_takes_fast_or_chosen_bfloat16(monkeypatch, units, 
         hp = dataclasses.replace(HP, dtype=chosen, seed=1)
         assert resolve(hp, CPU) == dataclasses.replace(hp, use_fp8=False, dtype=got)
 
+@pytest.mark.skipif(not hasattr(torch.cpu, "get_capabilities"), reason="torch has it since 2.11")
+def test_the_units_of_this_cpu_are_those_that_torch_finds():
+    units = train_gpt.cpu_info().get("flags", "").split()
+    capabilities = torch.cpu.get_capabilities()
+    for unit in ("avx2", "avx512_bf16", "amx_bf16"):
+        assert (unit in units) == capabilities.get(unit, False), unit
+
 @pytest.mark.parametrize("capability, dtype, fp8", [
     ((9, 0), "bfloat16", True), ((8, 9), "bfloat16", True), ((8, 0), "bfloat16", False),
     ((7, 5), "float32", False)])

@@ -47,14 +47,12 @@ def pretend(capability: int):
     gpu = GPUS[capability]
     answers = dict(
         # Inductor asks these to choose kernels.
-        is_available=lambda: True,
-        device_count=lambda: 1,
+        is_available=lambda: True, device_count=lambda: 1,
         current_device=lambda: 0,
         get_device_properties=lambda device=None: gpu,
         get_device_capability=lambda device=None: (gpu.major, gpu.minor),
         # Inductor and its generated code enter the device.
-        set_device=lambda device: None,
-        _exchange_device=lambda device: 0,
+        set_device=lambda device: None, _exchange_device=lambda device: 0,
         _maybe_exchange_device=lambda device: 0,
         # Dynamo restores the random state of the device after tracing.
         get_rng_state=lambda device=None: torch.zeros(16, dtype=torch.uint8),

@@ -54,6 +54,7 @@ plain_cast = Builder.cast_impl
 plain_dot = Builder.create_dot
 plain_atomic = Builder.create_atomic_rmw
 plain_reduction = interpreter.ReduceOps.apply_impl
+plain_scan = interpreter.ScanOps.generic_scan
 
 def cast(self, x, to, rounding=None):
     """With PyTorch's rounding where a type is narrow."""
@@ -79,12 +80,22 @@ def atomic(self, operation, pointers, values, mask, *rest):
     dense = [TensorHandle(np.ascontiguousarray(x.data), x.dtype) for x in (pointers, values, mask)]
     return plain_atomic(self, operation, *dense, *rest)
 
+def is_sum(combine_fn):
+    return combine_fn.fn.__name__.startswith("_triton_helper_fn_add")
+
 def reduction(self, values):
-    """Inductor's own maximum and `any` in NumPy; the interpreter would take number by number, in
-    minutes."""
+    """Inductor's own maximum, `any` and sum in NumPy; the interpreter would take number by number,
+    in minutes."""
     if self.combine_fn in (triton_helpers.maximum, triton_helpers._any_combine):
         return self.min_max(values[0], val_reduce_op=np.max)
-    return plain_reduction(self, values)
+    return self.sum(values[0]) if is_sum(self.combine_fn) else plain_reduction(self, values)
+
+def scan(self, values):
+    """Inductor's running sum likewise."""
+    if not is_sum(self.combine_fn):
+        return plain_scan(self, values)
+    (data,) = (x.handle.data for x in values)
+    return [self.to_tensor(np.cumsum(data, axis=self.axis, dtype=data.dtype), values[0].dtype)]
 
 def enlarge(block, sizes):
     """Lets each program of a kernel do more of its independent elements, for fewer and larger
@@ -117,6 +128,7 @@ Builder.cast_impl = Builder.create_fp_to_fp = cast
 Builder.create_dot = dot
 Builder.create_atomic_rmw = atomic
 interpreter.ReduceOps.apply_impl = reduction
+interpreter.ScanOps.generic_scan = scan
 triton_helpers.libdevice = tl.math  # whose functions the interpreter has
 CachingAutotuner.run = run
 # The interpreter would patch triton.language anew at each launch and each call of a function. And

@@ -61,6 +61,8 @@ STEPS = 60  # of the run
 SOURCE = Path(SCRIPT.__file__).read_text()
 PLACES = [
     partial(at_call, torch.Tensor, "backward", 10),  # the warmup's step makes two, so do others
+    partial(at_call, SCRIPT.Muon, "update", 18),  # between two updates
+    partial(at_call, SCRIPT.Adam, "finish", 18),  # between two finished optimizers
     partial(at_call, SCRIPT, "load_training_state", 1),
     partial(at_call, SCRIPT, "RunLog", 1),  # before the log is there
     partial(in_line, SOURCE[:20]),  # half the source in the log
