@@ -99,7 +99,8 @@ def between(low, high=math.inf, kind=int):
             if low <= value <= high and value < math.inf:
                 return value
         limit = f"from {low} on" if high == math.inf else f"from {low} to {high}"
-        raise argparse.ArgumentTypeError(f"{text}: expected a number {limit}")
+        number = "whole number" if kind is int else "number"
+        raise argparse.ArgumentTypeError(f"{text}: expected a {number} {limit}")
     return parse
 
 def run(main, errors: tuple = ()) -> int:

@@ -52,7 +52,7 @@ def fetch(name: str, folder: Path):
             raise  # this machine's: a full disk, say
         reason = f"{type(e).__name__}: {' '.join(str(e).split())[:160]}"
         raise UserError(f"{name}: could not be fetched from {endpoint} ({reason}); HF_ENDPOINT can "
-                        "name a mirror, or copy files fetched elsewhere into DIR") from None
+                        f"name a mirror, and other copies may be put into {folder}") from None
     try:
         check(path, etag if re.fullmatch("[0-9a-f]{64}", etag) else None)
     except UserError:

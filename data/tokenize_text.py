@@ -235,6 +235,7 @@ def parse(argv):
 def main(argv=None):
     args = parse(argv)
     tokenizer = load_tokenizer(args.tokenizer, args.vocab_dir)
+    require("/" not in "".join(args.glob + args.exclude), "--glob and --exclude take names")
     files = find_files(args.inputs, args.glob, args.exclude, args.shuffle)
     damaged = {}
     buckets = bytearray()  # two bytes a document
@@ -262,7 +263,7 @@ def main(argv=None):
         publish([*shards, path], args.out)
     if damaged:
         print(f"{len(damaged)} document(s) hold invalid UTF-8 or U+FFFD; the first: "
-              f"{min(damaged)}", file=sys.stderr)
+              f"{next(iter(damaged))}", file=sys.stderr)
     for side, held in sides.items():
         print(f"{side}: {held['tokens']} tokens, {len(held['shards'])} shard(s)")
     print(f"{len(buckets) // 2} documents; chosen for validation: {chosen}")

@@ -90,7 +90,7 @@ def test_its_half_for_a_gpu_runs_up_to_the_launch(tmp_path, monkeypatch, capsys)
     assert "one cannot show" in text and "3,072 MiB" in text and " GB/s  triton_" in text
 
 @pytest.mark.parametrize("words, error", [
-    (["--steps=0"], "takes a number above 0"), (["--num_iterations=9"], "leave it out"),
+    (["--steps=0"], "0: expected a whole number"), (["--num_iterations=9"], "leave it out"),
     (["demo", "--no_such_flag=1"], "train_gpt.py: unrecognized arguments: --no_such_flag=1"),
     (["--vs=LICENSE", "demo", *SMALL], "LICENSE: is neither a copy"),
 ])

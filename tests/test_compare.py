@@ -287,8 +287,7 @@ def test_two_sides_and_what_they_differ_in(tmp_path, capsys):
     assert "missing in a log" in run_main(capsys, a, "--vs", LOGS / "console_only.log")[1]
 
 @pytest.mark.parametrize("end, row", [
-    (None, "3.2000 25.00 s 100.00 250 250k 238 23.75 s"),
-    ("step:0/", "- - - 0/0 - - -"),
+    (None, "3.2000 25.00 s 100.00 250 250k 238 23.75 s"), ("step:0/", "- - - 0/0 - - -"),
     ("step:124/", "10.8000 0.00 s 100.00 0/250 0 - -"),
     ("tokens:125000 lr", "10.8000 12.40 s 100.00 124/250 124k - -")])
 def test_the_table_of_runs(tmp_path, capsys, end, row):

@@ -43,8 +43,7 @@ LION = ["""\
         self.gathers = [self.world.all_gather(p.detach()) for p in self.params.values()]
 
 »class Muon(Optimizer):
-""",
-        'zero,    «Adam, dict(lr="head_lr")→Lion, dict(lr=0.001, betas=(0.9, 0.99))»',
+""", 'zero,    «Adam, dict(lr="head_lr")→Lion, dict(lr=0.001, betas=(0.9, 0.99))»',
         'normal,  «Adam, dict(lr="embed_lr")→Lion, dict(lr=0.01, betas=(0.9, 0.95))»']
 AVERAGE = [  # as buffers of the model, so a part of what is saved
     HEAD + """\
@@ -64,8 +63,7 @@ GROWING = [  # at the places that the comment in Hyperparameters names
 
 def step_tokens(step: int, hp: Hyperparameters) -> int:
     return hp.tokens_per_step // (2 if step < hp.num_iterations // 2 else 1)
-»""",
-    "«→    step = 0\n»    for epoch in range(hp.epochs):\n",
+»""", "«→    step = 0\n»    for epoch in range(hp.epochs):\n",
     " start += «hp.tokens_per_step→step_tokens(step, hp)\n                step += 1»\n",
     "                yield shard, last\n«→                step += 1\n»",
     "«    count = hp.micro_batches // world.size\n→»", """\
@@ -93,10 +91,8 @@ IDEAS = {
     "a gate per head": (HEAD_GATE, r"no row for blocks\.0\.attn\.head_gate\.weight \(2, 32\)",
                         [HEAD_GATE_ROW]),
     "a tied head": (TIED, r"no parameter belongs to the row lm_head\\\.weight", [NO_HEAD_ROW]),
-    "Lion": (LION, None, []),
-    "averaged weights": (AVERAGE, None, []),
-    "a growing batch": (GROWING, None, []),
-    "z-loss": (Z_LOSS, None, []),
+    "Lion": (LION, None, []), "averaged weights": (AVERAGE, None, []),
+    "a growing batch": (GROWING, None, []), "z-loss": (Z_LOSS, None, []),
     "zeros in a constructor": (ZEROED, r"blocks\.0\.mlp\.proj\.weight has values", None),
     "torch's linear layer": (TORCHS_LINEAR, r"blocks\.0\.mlp\.fc\.weight has values", None),
     "lambdas": (LAMBDAS, r"no row for blocks\.0\.lambdas \(2,\)",

@@ -66,8 +66,6 @@ def test_where_there_is_no_spread_there_is_no_p_value(a, b, difference):
         assert (found["difference"], found["interval"], found["p"]) == (difference, None, None)
     assert judge.paired([1.0, 2.0], [2.0, 3.0])["p"] is None  # pairs that all differ by as much
 
-# ---- Until decided -------------------------------------------------------------------------------
-
 def some_differences(n, mean):
     values = np.random.RandomState(n).standard_normal(n)
     return (values - values.mean()) / values.std(ddof=1) * 0.01 + mean

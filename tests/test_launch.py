@@ -26,12 +26,10 @@ def started(monkeypatch):
 # ---- What to train -------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("words, path, flags", [
-    ("", None, ""),
-    ("--seed=1 demo", None, "--preset=demo --seed=1"),
+    ("", None, ""), ("--seed=1 demo", None, "--preset=demo --seed=1"),
     ("--seed 1 speedrun my.py --check", "my.py", "--preset=speedrun --seed 1 --check"),
     ("--name demo my.py", "my.py", "--name demo"),  # the value of a flag
-    ("--resume", None, "--resume="),
-    ("--resume my.py --seed=1", "my.py", "--resume= --seed=1"),
+    ("--resume", None, "--resume="), ("--resume my.py --seed=1", "my.py", "--resume= --seed=1"),
     ("my.py --resume records/a.log", "my.py", "--resume=records/a.log"),
 ])
 def test_script_and_preset_may_stand_anywhere(words, path, flags):

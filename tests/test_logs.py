@@ -38,8 +38,7 @@ def log_text(losses=(10.8258, 4.0, 3.279), seed=1, ms=100.0, every=125, hyper=()
     hyper = {"name": "'x'", "seed": seed, "vocab_size": 50257, "muon_lr": 0.05} | dict(hyper)
     env = {"torch": "2.11.0, Python 3.12.7", "ranks": 8, "gpus": "8 x NVIDIA H100"} | dict(env)
     return "\n".join([*(f"{k} = {v}" for k, v in hyper.items()), LINE,
-                      *(f"{k}: {v}" for k, v in env.items()),
-                      script_line(source), LINE,
+                      *(f"{k}: {v}" for k, v in env.items()), script_line(source), LINE,
                       source.removesuffix("\n"), LINE,
                       "note: a remark", *notes, *steps, "peak_memory: 100 MiB on rank 0"]) + "\n"
 
@@ -178,6 +177,11 @@ HALF = [WHOLE.replace(*change) for change in (
     ("val_", ""), ("3.0", "1.2.3"), ("3.0", "tensor(3.0)"), ("1ms", "1.2.3ms"), ("1ms", "nanms"),
     ("1ms", "1min"), (" train_time:1ms step_avg:1.00ms", ""), ("5/", "9" * 5000 + "/"),
     ("1ms", "9" * 400 + "ms"), ("0ms", "0ms tokens:" + "9" * 5000), ("5/9", "\u0663/\u0669"))]
+
+def test_a_console_may_hold_several_runs(tmp_path):
+    run = "Running Python 3.9\nstep:0/2 val_loss:9 | train_time:0ms | step_avg:nanms\n"
+    (tmp_path / "x.txt").write_text(2 * (run + run.partition("\n")[2].replace(":0/2", ":2/2")))
+    assert [losses_of(one) for one in runs_in(tmp_path / "x.txt")] == 2 * [[9.0, 9.0]]
 
 @pytest.mark.parametrize("line", [*HALF, f"50%|##  | 5/9{WHOLE}"])
 def test_a_step_line_that_is_not_understood_refuses_the_file(tmp_path, line):
@@ -330,5 +334,5 @@ def test_a_missing_package_is_one_line(package, program, arguments):
     done = subprocess.run([sys.executable, "-c", code, package, path, *arguments],
                           capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert re.search(rf"error: {package}\S* is not installed here: start the program by ./run.sh, "
+    assert re.search(rf"error: {package} is not installed here: start the program by ./run.sh, "
                      r"or install the packages of requirements.txt\n\Z", done.stderr)

@@ -80,7 +80,8 @@ def test_nothing_is_quadratic_in_the_sequence_length():
     T, sizes = 8192, []
     with torch.autograd.graph.saved_tensors_hooks(
             lambda x: sizes.append(x.untyped_storage().nbytes() // x.itemsize) or x, lambda x: x):
-        mask = build_block_masks(torch.zeros(T, dtype=torch.int32), EOT, torch.tensor(256), False)[0]
+        tokens = torch.zeros(T, dtype=torch.int32)
+        mask, _ = build_block_masks(tokens, EOT, torch.tensor(256), flex=False)
         q, k, v = torch.randn(3, 1, 1, T, 16, requires_grad=True)
         plain_attention(q, k, v, mask, 0.12).sum().backward()
     kept = sum(bias.numel() for _, bias in mask)

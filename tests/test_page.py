@@ -43,8 +43,6 @@ def written(capsys, tmp_path, *arguments):
     assert status == 0
     return path.read_text(), json.loads(out)
 
-# ---- Figures -------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("level", [None, 0.5])
 def test_its_figures_are_those_of_json(sides, tmp_path, capsys, level):
     more = ["--until_decided", level] if level else []
@@ -93,8 +91,6 @@ def test_why_no_difference_is_drawn(sides, tmp_path, more, words):
     assert words in text and 'id="difference"' not in text
     assert ("No seed" in text) == (found[0]["paired"]["seeds"] == [])
 
-# ---- Hostile logs, and errors --------------------------------------------------------------------
-
 EVIL = ("</script><script>window.hacked = 1</script><img src=x onerror=window.hacked=1>"
         "\x1b[2J'\"&$body")
 
@@ -120,8 +116,6 @@ def test_a_hostile_log_changes_nothing(hostile):
     assert len(scripts) == 1 + 2 + 1  # Plotly, two figures, the frame's
     assert "<img" not in body and not any("window.hacked = 1<" in one for one in scripts)
     assert body.count("<footer>") == 1
-
-# ---- In a browser, which has no network ----------------------------------------------------------
 
 @pytest.fixture(scope="module")
 def chromium():

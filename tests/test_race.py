@@ -341,12 +341,12 @@ def test_a_race_that_goes_on_refuses_what_has_changed(place, capsys, monkeypatch
 ON_ALL_SIDES = "this flag takes effect on all sides or on none"
 
 @pytest.mark.parametrize("flags, words", [
-    (["--repeat=0"], "argument --repeat: 0: expected a number from 1 on"),
+    (["--repeat=0"], "argument --repeat: 0: expected a whole number from 1 on"),
     (["--resume=x.log"], "--resume=x.log: a race starts runs of its own"),
     (["--only_ours='"], "cannot be split into flags (No closing quotation); close its quotes"),
     (["--target=x"], "argument --target: x: expected a number from 0 on"),
     (["--level=2"], "argument --level: 2: expected a number from 1e-09 to 0.5"),
-    (["--seed=-1"], "argument --seed: -1: expected a number from 0 on"),
+    (["--seed=-1"], "argument --seed: -1: expected a whole number from 0 on"),
     (["--level=0.1", "--repeat=3"], "--repeat judges at a level of 0.01"),
     (["gone.py"], "gone.py: cannot be read"),
     (["--only_ours=--val_files=x.bin"], f"--val_files=x.bin: losses compare only on one validation "

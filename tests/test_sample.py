@@ -66,8 +66,6 @@ def complaint(done):
     assert done.err.startswith("error: ")
     return done.err
 
-# ---- The text ------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("temperature, top_k", [(0.5, 3), (2.0, 0)])
 def test_the_odds_follow_temperature_and_top_k(monkeypatch, temperature, top_k):
     """Over 4,000 tokens from a model whose odds are always the same. The padding of its vocabulary
@@ -141,8 +139,6 @@ def test_gpt2_text_which_takes_a_vocabulary(tmp_path, vocab_dir, run_sample, mon
     message = complaint(run_sample(*flags, "--vocab_dir=/nowhere"))
     assert "could not be read from /nowhere" in message
 
-# ---- Which run and which script ------------------------------------------------------------------
-
 def test_a_resumed_run_has_the_checkpoints_of_its_chain(tmp_path):
     """Its own, or else those of the log that it continues, from before the step where it did."""
     def checkpoint_of(run):
@@ -158,7 +154,8 @@ def test_a_resumed_run_has_the_checkpoints_of_its_chain(tmp_path):
     (tmp_path / "d.log").write_text(text[:text.index("step:8/")])  # has not begun yet
     names = ["a.log", "a/step00000002.pt", "b.log", "b/", "c.log", "d.log"]
     assert [*map(checkpoint_of, names)] == ["a4", "a2", "b6", "b6", "a2", "a2"]
-    assert checkpoint_of("") == "b6", "of all logs, the newest that has one"
+    (tmp_path / "e.log").write_text(log_text())  # of a run that has none
+    assert checkpoint_of("") == "a2", "of all logs, the newest that has one: d.log"
     (tmp_path / "b" / "step00000006.pt").unlink()  # b began at step 2, before a's second one
     assert {*map(checkpoint_of, names[1:])} == {"a2"}
     (tmp_path / "a.log").unlink()
@@ -192,14 +189,12 @@ def test_a_run_of_another_script_needs_that_script(tmp_path, run_sample, monkeyp
     other = run_sample(run, "--script", SCRIPT, "--tokens=5")  # is tried, if it is asked for
     assert other.status == 0 and other.out == done.out and f"{message}\n" in other.err
 
-# ---- What cannot be used -------------------------------------------------------------------------
-
 @pytest.mark.parametrize("run, message", [
     (["nothing"], "nothing: there is no such run"), (["nothing.log"], "there is no such run"),
     (["nothing.pt"], "there is no such run"), (["unsaved.log"], "(--save_every=0)"),
     (["bad.log"], "bad.log: no log ("), (["list"], "list/step00000000.pt cannot be used"),
     (["unknown"], "unknown/step00000000.pt: does not fit"), (["shape"], "mismatch"),
-    (["x", "--tokens=0"], "--tokens: 0: expected a number from 1 on"),
+    (["x", "--tokens=0"], "--tokens: 0: expected a whole number from 1 on"),
     (["x", "--temperature=nan"], "--temperature: nan: expected a number from 0 on"),
     (["x", "--script=other.py"], "other.py: is not a training script")])
 def test_what_cannot_be_used_is_one_line(tmp_path, run_sample, monkeypatch, run, message):

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, RUN_SH, TINY, log_path, newest_checkpoint, planted, run_sh
@@ -72,3 +73,8 @@ def test_a_console_that_goes_away_does_not_end_the_run(tmp_path, shards):
     run.stdout.close()
     run.wait(timeout=100)
     assert "\nfinal_val_loss: " in log_path(tmp_path).read_text()
+
+def test_a_run_that_ends_well_may_have_said_error(tmp_path):
+    (script := tmp_path / "a.py").write_text(
+        "import sys\nprint('log: x')\nprint('error: none', file=sys.stderr)")
+    assert watch.train(str(script), [], 1) == Path("x")

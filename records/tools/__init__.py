@@ -6,7 +6,7 @@ import sys
 PACKAGES = {"matplotlib", "numpy", "plotly", "scipy", "torch", "tqdm"}
 
 def say_missing(kind, error, trace):
-    if kind is ModuleNotFoundError and (error.name or "").partition(".")[0] in PACKAGES:
+    if kind is ModuleNotFoundError and error.name in PACKAGES:
         print(f"error: {error.name} is not installed here: start the program by ./run.sh, or "
               "install the packages of requirements.txt", file=sys.stderr)
         sys.exit(2)

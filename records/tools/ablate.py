@@ -96,10 +96,15 @@ def trains(part: Part, text: str, folder: Path, words) -> bool:
         return True  # the race tries it
     say(f"one step of {path.stem}, to see whether it trains")
     one = race.parse([str(path), *words, f"--records={folder}"])
-    output = race.trial.one_step(one.candidates[0], one.options.seed, one.folder / "one_step")
+    output = "interrupted"
+    try:
+        output = race.trial.one_step(one.candidates[0], one.options.seed, one.folder / "one_step")
+    finally:
+        if output:
+            path.unlink()
     if output:
-        path.unlink()
-        say(f"{path.stem} does not train: {race.trial.last_line(output)}")
+        race.trial.show(output)
+        say(f"{path.stem} does not train, see above")
     return not output
 
 def tried(parts: list[Part], *where) -> list[Part]:

@@ -31,7 +31,7 @@ from pathlib import Path
 from statistics import mean, median, pstdev
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from records.tools.load import ROOT, ArgumentParser, load_script, require, run
+from records.tools.load import ROOT, ArgumentParser, between, load_script, require, run
 
 import numpy as np
 import torch
@@ -396,10 +396,9 @@ def main(arguments=None):
     os.chdir(ROOT)
     parser = ArgumentParser(description=__doc__, prog="./run.sh bench")
     parser.add_argument("--vs", default="train_gpt.py", help="a script or a published log")
-    parser.add_argument("--steps", type=int, default=20, help="timed steps")
+    parser.add_argument("--steps", type=between(1), default=20, help="timed steps")
     parser.add_argument("--json", action="store_true", help="print an object, not a table")
     options, words = parser.parse_known_args(arguments)
-    require(options.steps > 0, f"--steps={options.steps}: takes a number above 0")
     scripts = [word for word in words if re.fullmatch(r"[^-].*\.(py|txt|log)", word)]
     flags = [word if word.startswith("-") else f"--preset={word}" for word in words
              if word not in scripts]

@@ -249,8 +249,8 @@ def check(path, flags=(), parts=(check_model, check_runs)):
             for part in parts:
                 yield from part(trial)
         except Exception as e:
-            if type(e).__name__ != "UserError":  # the copy has a class of its own
-                raise
+            if type(e).__name__ != "UserError" or isinstance(e, UserError):
+                raise  # the copy has a class of its own
             raise UserError(f"{path}, in the check of its honesty: {e}") from None
 
 def weights(trial: Trial):

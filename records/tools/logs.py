@@ -128,8 +128,10 @@ def lines_of(text):
     match = STEP.fullmatch(text)
     values = {}
     for word in match[3].split() if match else ():
-        key, _, value = word.partition(":")
+        key, colon, value = word.partition(":")
         loss = re.search("loss(?!_)", key)
+        if not colon and not loss:
+            continue
         known = (LOSS if loss else FIELDS.get(key, ANYTHING)).fullmatch(value)
         if key in values or not known or loss and not re.fullmatch(r"\w+_loss", key):
             return None
@@ -394,7 +396,8 @@ def runs_in(text, path):
     if own and len(groups) > 1:
         raise BadInput("no log (its steps begin anew: two runs have written it)")
     # Where the steps of a source's strings were taken for the first run, a second one has its head.
-    if len(groups) > 1 and PYTHON_LINE.search(sections.steps, sections.steps.index("step:")):
+    if (len(groups) > 1 and sections.source
+            and PYTHON_LINE.search(sections.steps, sections.steps.index("step:"))):
         raise BadInput("no log (several logs in one file: split it, one file for each)")
     if own and not groups:
         groups = [[]]  # it is alive, before its first step

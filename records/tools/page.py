@@ -55,8 +55,7 @@ def section(title, *parts):
 # ---- Figures -------------------------------------------------------------------------------------
 
 def figure(name, panels):
-    """The HTML of a Plotly figure of a panel, or of several with buttons for their axes. The
-    frame's style gives text and grid their colours."""
+    """The HTML of a Plotly figure of a panel, or of several with buttons for their axes."""
     clear = "rgba(0,0,0,0)"
     panel = panels[0]
     traces = traces_of(panel)

@@ -188,7 +188,8 @@ def check(race: Race):
     changed = [f"{key} was {before[key]} and is {value}" for key, value in definition(race).items()
                if before.get(key, value) != value]
     require(not changed, f"{race.folder} was begun with other scripts or flags: "
-            f"{'; '.join(changed)}. Go back to them, or give this race a --name of its own")
+            f"{'; '.join(changed)}. Go back to them, remove that folder, or give this race "
+            "a --name of its own")
     announce(race)
     new = [racer for racer in race.racers if f"{racer.name}.sha256" not in before]
     for racer in new:

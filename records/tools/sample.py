@@ -9,6 +9,7 @@ Control characters are shown in the form \\x1b. One seed gives one text on the s
 is a GPU where there is one, unless CUDA_VISIBLE_DEVICES= hides it.
 """
 
+import contextlib
 import hashlib
 import itertools
 import os
@@ -73,14 +74,16 @@ def folder_of(run: Path) -> Path:
     return run.with_suffix("") if run.suffix == ".log" and not run.is_dir() else run
 
 def find_checkpoint(run: Path) -> Path:
-    """The newest checkpoint of a run, or of the newest run in a folder that has one. If a resumed run
-    has not saved one yet, it is the newest of the log that it continues, up to the step from which
-    it does."""
+    """The newest checkpoint of a run; in a folder of logs, of the newest run that has one. If a
+    resumed run has not saved one yet, it is the newest of the log that it continues, up to the step
+    from which it does."""
     if run.suffix == ".pt" and run.is_file():
         return run
-    runs = sorted(run.glob("*.log"), key=lambda log: log.name)
-    saved = [log for log in runs if any(folder_of(log).glob("step*.pt"))]
-    run = [run, *runs, *saved][-1]
+    runs = sorted(run.glob("*.log"), key=lambda log: log.name, reverse=True)
+    for log in runs:
+        with contextlib.suppress(UserError, logs.BadInput):
+            return find_checkpoint(log)
+    run = (runs or [run])[0]
     folder = folder_of(run)
     require(run.suffix != ".pt" and (folder.is_dir() or run.is_file()),
             f"{run}: there is no such run; name its log, its folder or a checkpoint")

@@ -56,13 +56,13 @@ def start(program: Path, *words: str, watch=lambda line: None, **variables: str)
     return process.returncode, output
 
 def run(entry: Entry, seed: int, records: Path, *more: str, **options):
-    """Train with these flags more; (the finished run or None, the output). What is wrong is in the
-    last line of the output."""
+    """Train with these flags more; (the finished run or None, the output, which ends with what is
+    wrong)."""
     status, output = start(LAUNCH, entry.script, "--save_every=0", *entry.flags, f"--seed={seed}",
                            f"--name={entry.name}", f"--records={records}", *more, **options)
     found = {} if status else finished(entry, records, [seed])
     if not status and not found:
-        output += (f"{records}: no log there is of a finished run of {entry.script} with seed "
+        output += (f"{records}: there is no log of a finished run of {entry.script} with seed "
                    f"{seed}; a race needs the seed, and a validation after the last step\n")
     return found.get(seed), output
 
@@ -77,8 +77,8 @@ def finished(entry: Entry, records: Path, seeds) -> dict:
     return found
 
 def one_step(entry: Entry, seed: int, records: Path) -> str:
-    """The output of a script that fails in one step; nothing if it does not. On one process, the
-    traceback of a mistake is the last of it."""
+    """The output of a script that fails in one step, on one process, so that a mistake has one
+    traceback; nothing if it does not fail."""
     one, output = run(entry, seed, records, "--num_iterations=1", "--val_loss_every=0",
                       "--save_every=0", NPROC="1")
     shutil.rmtree(records, ignore_errors=True)

@@ -78,7 +78,8 @@ def train(path: str, flags: list[str], ranks: int) -> Path:
                 if line.startswith("model: "):
                     say("warming up; where there is a GPU, this compiles the model, for minutes")
             errors.join()
-        status = 2 if "error" in ended else ended.get("status") or program.returncode
+        status = program.returncode and (
+            2 if "error" in ended else ended.get("status") or program.returncode)
         what = ended.get("error", f"error: the run has failed with status {status}, see above")
         if status < 0:
             what = f"error: a process was killed by {signal.Signals(-status).name}"

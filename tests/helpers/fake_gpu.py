@@ -47,8 +47,7 @@ def pretend(capability: int):
     gpu = GPUS[capability]
     answers = dict(
         # Inductor asks these to choose kernels.
-        is_available=lambda: True, device_count=lambda: 1,
-        current_device=lambda: 0,
+        is_available=lambda: True, device_count=lambda: 1, current_device=lambda: 0,
         get_device_properties=lambda device=None: gpu,
         get_device_capability=lambda device=None: (gpu.major, gpu.minor),
         # Inductor and its generated code enter the device.
