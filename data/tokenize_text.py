@@ -47,9 +47,9 @@ BATCH_BYTES = 1_000_000  # of text, about, to a worker at a time, and a step of 
 def matches(name: str, patterns) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
-def find_files(inputs, globs, exclude, shuffle=False) -> list[Path]:
-    """The files to read, each once, those of a folder sorted by path (or by a hash of the path
-    below it), whatever order the file system lists them in."""
+def find_files(inputs, globs, exclude) -> list[Path]:
+    """The files to read, each once, those of a folder sorted by path, whatever order the file
+    system lists them in."""
     files = {}
     hidden = [".*", *exclude]
     for top in map(Path, inputs):
@@ -63,8 +63,6 @@ def find_files(inputs, globs, exclude, shuffle=False) -> list[Path]:
                 f"{' or '.join(globs) or '.txt .md .jsonl .parquet'}; ./run.sh tokenize --glob=... "
                 "chooses others")
         found.sort(key=lambda path: path.parts)
-        if shuffle:
-            found.sort(key=lambda path: hashlib.sha512(os.fsencode(path)).digest())
         for path in found:
             if (top / path).is_file():
                 files.setdefault((top / path).resolve(), top / path)
@@ -208,6 +206,13 @@ def split(stream: np.ndarray, buckets, args, end_of_text: int) -> tuple[list, li
         sides[int(val)].append(stream[start:end])
     return *sides, "documents by hash"
 
+def shuffled(stretches, length: int, end_of_text: int) -> list[np.ndarray]:
+    """Pieces of `length` tokens in random order, always the same. Each begins as a document does."""
+    pieces = [text[at:at + length] for text in stretches for at in range(0, len(text), length)]
+    begin = np.array([end_of_text], dtype="<u2")
+    return [part for i in np.random.RandomState(0).permutation(len(pieces))
+            for part in (begin[:int(pieces[i][0] != end_of_text)], pieces[i])]
+
 def parse(argv):
     p = ArgumentParser(description=__doc__, prog="./run.sh tokenize")
     add = p.add_argument
@@ -219,7 +224,7 @@ def parse(argv):
     patterns = dict(action="append", default=[], metavar="PATTERN")  # each may be repeated
     add("--glob", **patterns, help="files of folders, as '*.py' (.txt .md .jsonl .parquet)")
     add("--exclude", **patterns, help="files and folders to leave out, as 'tests'")
-    add("--shuffle", action="store_true", help="order a folder's files by a hash of their paths")
+    add("--shuffle", type=between(1), metavar="N", help="cut all into N tokens, in random order")
     add("--text_field", default="text", metavar="NAME", help="of jsonl and parquet (text)")
     add("--shard_size", type=between(1, 2**31 - 1), default=100_000_000, metavar="N",
         help="at most (100000000)")
@@ -236,7 +241,7 @@ def main(argv=None):
     args = parse(argv)
     tokenizer = load_tokenizer(args.tokenizer, args.vocab_dir)
     require("/" not in "".join(args.glob + args.exclude), "--glob and --exclude take names")
-    files = find_files(args.inputs, args.glob, args.exclude, args.shuffle)
+    files = find_files(args.inputs, args.glob, args.exclude)
     damaged = {}
     buckets = bytearray()  # two bytes a document
     batches = read_batches(read_files(files, args.text_field), buckets, damaged)
@@ -251,12 +256,14 @@ def main(argv=None):
                 f.write(tokens)
         require(buckets, f"{args.inputs[0]}: no text in the {len(files)} input files")
         stream = np.memmap(f.name, dtype="<u2", mode="r")
-        train, val, chosen = split(stream, buckets, args, tokenizer.eot)
+        *sides, chosen = split(stream, buckets, args, tokenizer.eot)
+        if args.shuffle:
+            sides = [shuffled(stretches, args.shuffle, tokenizer.eot) for stretches in sides]
         sides = {side: write_shards(stretches, folder / f"{args.name}_{side}", first,
                                     args.shard_size)
-                 for side, stretches, first in (("train", train, 1), ("val", val, 0))}
+                 for side, stretches, first in zip(("train", "val"), sides, (1, 0))}
         sidecar = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size,
-                   "validation": chosen, **sides}
+                   "validation": chosen, "shuffle": args.shuffle, **sides}
         path = folder / f"{args.name}.json"
         path.write_text(json.dumps(sidecar, indent=1) + "\n")
         shards = [folder / name for side in sides.values() for name in side["shards"]]

@@ -3,7 +3,6 @@
 import bz2
 import codecs
 import gzip
-import hashlib
 import itertools
 import json
 import lzma
@@ -151,9 +150,17 @@ def test_files_are_taken_in_the_order_of_their_paths_and_once(tmp_path, monkeypa
             (["b", ".", "a.py"], ["*.py"], ["tests", "lib"], "b/x.py a/y.py a.py")):
         found = tokenize_text.find_files(inputs, globs, exclude)
         assert [(top / path).relative_to(top).as_posix() for path in found] == expected.split()
-    shuffled = tokenize_text.find_files([top], ["*.py"], [], shuffle=True)
-    assert [path.relative_to(top).as_posix() for path in shuffled] == sorted(
-        every.split(), key=lambda name: hashlib.sha512(name.encode()).digest())
+
+def test_shuffled_pieces_hold_each_token_once_and_begin_as_documents_do(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", some_documents(200))
+    plain, mixed = (tokenize(tmp_path / way, path, *flags, "--shard_size=9999")
+                    for way, flags in (("plain", []), ("mixed", ["--shuffle=100"])))
+    assert (plain["shuffle"], mixed["shuffle"]) == (None, 100)
+    for side in ("train", "val"):
+        before, after = (documents(tmp_path / way, side) for way in ("plain", "mixed"))
+        places = [next(i for i, text in enumerate(before) if piece in text) for piece in after]
+        assert max(map(len, after)) <= 100 and places != sorted(places)
+        assert sorted(b"".join(before)) == sorted(b"".join(after))
 
 def test_odd_files_and_lines_do_not_stop_a_run(tmp_path, capsys):
     folder = tmp_path / "in"
@@ -265,7 +272,8 @@ from data import fineweb, inspect_shards, tokenize_text
 tokenize_text.main(sys.argv[1:])
 inspect_shards.main(["data/demo/demo_train_000001.bin"])
 """
-    argv = sysconfig.get_path("stdlib"), *launch.DEMO_TEXT.split()
+    argv = (sysconfig.get_path("stdlib"), *launch.DEMO_TEXT.split(), "--out=data/demo",
+            "--name=demo", "--tokenizer=bytes", "--shuffle=2048")
     done = subprocess.run([sys.executable, "-c", code, *argv], cwd=tmp_path, capture_output=True,
                           text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -32,9 +32,11 @@ from records.tools import sample
 from records.tools.watch import say, train
 
 # The standard library, without its tests and its tables of characters.
-DEMO_TEXT = ("--out data/demo --name demo --tokenizer bytes --shuffle --glob *.py "
-             "--exclude *-packages --exclude test --exclude tests --exclude idle_test "
-             "--exclude encodings --exclude entities.py")
+DEMO_TEXT = ("--glob *.py --exclude *-packages --exclude test --exclude tests "
+             "--exclude idle_test --exclude encodings --exclude entities.py")
+# Shuffled pieces: while the steps of one file follow each other, weights learn it by heart, and the
+# model comes to copy from its window late, at a step that depends on the seed.
+PIECE = 2048  # tokens
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
@@ -135,21 +137,22 @@ def prepare_cpu(ranks: int):
 # ---- The data ------------------------------------------------------------------------------------
 
 def make_shards(prefix: str, *words: str):
-    """Makes shards by these words for data/tokenize_text.py, unless there are some that are still
-    as their sidecar says, which is written last."""
+    """Makes shards of shuffled bytes by these words for data/tokenize_text.py, unless there are
+    some that are still as their sidecar says, which is written last."""
     sidecar = Path(f"{prefix}.json")
     old = [*sidecar.parent.glob(f"{sidecar.stem}_*.bin"), *sidecar.parent.glob(sidecar.name)]
     with suppress(OSError, ValueError, LookupError, TypeError):
         sides = json.loads(sidecar.read_text())
         sums = sides["train"]["shards"] | sides["val"]["shards"]  # {file: SHA-256}
         found = {path.name: sha256(path) for path in old if path != sidecar}
-        if found == sums:
+        if found == sums and sides["shuffle"] == PIECE:
             return
     if old:
-        say(f"{prefix}*: files are missing or damaged; all are made again")
+        say(f"{prefix}*: files are missing, damaged or of an older kind; all are made again")
     for path in old:
         path.unlink()
-    start("data/tokenize_text.py", *words)
+    start("data/tokenize_text.py", *words, f"--out={sidecar.parent}", f"--name={sidecar.stem}",
+          "--tokenizer=bytes", f"--shuffle={PIECE}")
 
 def make_preset_data(script, hp):
     """Makes the demo's data, or fetches as much of FineWeb as the settings need."""
@@ -168,13 +171,12 @@ def flags_for_text(text: str, script, hp, named: dict) -> list[str]:
     changed text gets shards of its own, and those from before stay, for runs that are resumed."""
     files = tokenize_text.find_files([text], [], [])
     facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    digest = hashlib.sha256(repr(facts).encode("utf-8", "surrogateescape")).hexdigest()[:8]
+    digest = hashlib.sha256(repr((facts, PIECE)).encode("utf-8", "surrogateescape")).hexdigest()[:8]
     name = re.sub(r"\W", "_", Path(text).resolve().stem, flags=re.ASCII)
     if name in ("demo", "fineweb10B"):  # which are the presets'
         name += "_text"
     prefix = f"data/{name}/{name}_{digest}"
-    make_shards(prefix, text, "--out", f"data/{name}", "--name", f"{name}_{digest}", "--tokenizer",
-                "bytes", "--shuffle")
+    make_shards(prefix, text)
     sidecar = json.loads(Path(f"{prefix}.json").read_text())
     train, val = (sidecar[side]["tokens"] for side in ("train", "val"))
     step = script.tokens_seen(1, hp)
