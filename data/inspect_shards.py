@@ -27,8 +27,7 @@ def tokenizer_of(path: Path) -> str:
     try:
         return TOKENIZERS[json.loads(sidecar.read_bytes())["tokenizer"]].name
     except (ValueError, LookupError, TypeError, RecursionError):
-        raise UserError(f"{sidecar}: names no tokenizer that is known; --tokenizer says "
-                        "which") from None
+        raise UserError(f"{sidecar}: names no known tokenizer; --tokenizer says which") from None
 
 def report(path: Path, tokens: np.ndarray, tokenizer_name: str, vocab_dir):
     """Prints what a shard holds."""

@@ -92,8 +92,7 @@ def test_its_half_for_a_gpu_runs_up_to_the_launch(tmp_path, monkeypatch, capsys)
 @pytest.mark.parametrize("words, error", [
     (["--steps=0"], "0: expected a whole number"), (["--num_iterations=9"], "leave it out"),
     (["demo", "--no_such_flag=1"], "train_gpt.py: unrecognized arguments: --no_such_flag=1"),
-    (["--vs=LICENSE", "demo", *SMALL], "LICENSE: is neither a copy"),
-])
+    (["--vs=LICENSE", "demo", *SMALL], "LICENSE: is neither a copy")])
 def test_what_cannot_be_measured_is_one_line(words, error, monkeypatch):
     monkeypatch.chdir(ROOT)
     with refused(error):
@@ -129,8 +128,7 @@ def test_a_mistake_in_a_copy_keeps_its_traceback(tmp_path):
      "optimizers, elementwise"),
     ("Memcpy DtoD (Device -> Device)", "copies"),
     ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", "exchange"),
-    ("aten::addmm", "matmuls"), ("aten::mul", "other"),
-])
+    ("aten::addmm", "matmuls"), ("aten::mul", "other")])
 def test_every_kernel_has_its_part(name, part):
     assert bench.part_of(name) == part
 

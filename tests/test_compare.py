@@ -246,8 +246,7 @@ GLOB = {"val_files": "'d/val_*.bin'"}
     (NEW, {}, {"env": {"val_data": NEW["val_data"] + "; d/2.bin 9 tokens bb"}}, "losses do not"),
     # Fingerprints of before November 2026 are others, of the same shard.
     (NEW, {}, {"env": {"data": OLD["data"].replace(" aa", " zz"), "val_data": None}, "hyper": GLOB},
-     None),
-])
+     None)])
 def test_what_does_not_compare_is_not_compared(tmp_path, capsys, env, hyper, more, words):
     sides = []
     for name, finals, ms, own in (("a", GOOD, (50.0, 51.0), more), ("b", SAME, (99.0, 100.2), {})):

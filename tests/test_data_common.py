@@ -43,8 +43,7 @@ def test_every_token_of_a_shard_is_checked_and_the_first_bad_one_named(tmp_path)
     (lambda b: b[:4] + b"\2" + b[5:], "begins with 20240520 and 2, not with"),
     (lambda b: b[:8] + bytes(1016), "holds no token; make the shard again"),
     (lambda b: b[:8] + b"\xfb\xff\xff\xff" + b[12:], "promises -5 tokens, the file holds 3; it is"),
-    (lambda b: b[:-1], "promises 3 tokens, the file holds 2.5; it is damaged or was cut off"),
-])
+    (lambda b: b[:-1], "promises 3 tokens, the file holds 2.5; it is damaged or was cut off")])
 def test_a_damaged_header_or_size_is_named(tmp_path, change, words):
     path = tmp_path / "a.bin"
     write_shard(path, [256, 1, 2])

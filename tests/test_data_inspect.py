@@ -52,5 +52,5 @@ def test_the_tokenizer_comes_from_the_sidecar_or_the_flag(tmp_path, capsys):
     for text in ('{"tokenizer": "other"}', '{"tokenizer": []}', "{", "{}", "[]", "[" * 100_000):
         (tmp_path / "t.json").write_text(text)
         status, _, err = inspected(capsys, path)
-        assert status == 2 and "t.json: names no tokenizer that is known; --tokenizer" in err
+        assert status == 2 and "t.json: names no known tokenizer; --tokenizer" in err
     assert "it begins: 'A'" in inspected(capsys, path, "--tokenizer=bytes")[1]

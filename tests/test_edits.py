@@ -96,8 +96,7 @@ IDEAS = {
     "zeros in a constructor": (ZEROED, r"blocks\.0\.mlp\.proj\.weight has values", None),
     "torch's linear layer": (TORCHS_LINEAR, r"blocks\.0\.mlp\.fc\.weight has values", None),
     "lambdas": (LAMBDAS, r"no row for blocks\.0\.lambdas \(2,\)",
-                [r"blocks\.\d+\..*«_mix→(_mix|lambdas)»"]),
-}
+                [r"blocks\.\d+\..*«_mix→(_mix|lambdas)»"])}
 
 def loaded(folder, *edits):
     """A copy of the script with these edits, as a module."""

@@ -59,8 +59,7 @@ def tokens_of(T, layout, eot=9):
     (2048, 6, 2, (77, "ragged"), (128, 1792)),
     (2048, 6, 6, (2048, 77, "edges", "ragged"), (128, 384, 1024, 1792)),
     (49152, 6, 6, ("ragged", 5000), (128, 896, 1792)),
-    (262144, 1, 1, ("ragged", 262144), (1792,)),
-])
+    (262144, 1, 1, ("ragged", 262144), (1792,))])
 def test_compiled_flex_attention_equals_attention_in_bands(T, heads, kv_heads, layouts, windows,
                                                            capsys):
     """Long and short masks, forward and (up to 48K tokens) gradients, in bfloat16 against the plain

@@ -51,8 +51,7 @@ SPEEDS = [  # (what, unit, setup, statement, amount, {name of a GPU: what anothe
      "x = torch.randn(4096, 4096, device='cuda', dtype=torch.bfloat16)", "x @ x", 2 * 4096**3,
      {"H200": 720}),
     ("copies", "TB/s", "x = torch.zeros(2, 2**27, device='cuda')", "x[1].copy_(x[0])", 2**30,
-     {"H200": 4.2}),
-]
+     {"H200": 4.2})]
 
 PUBLISHED = [  # (pattern, what runs here instead)
     (r"(num_iterations\s*(?::\s*int\s*)?=\s*)\d+", r"\g<1>{steps}"),
@@ -67,8 +66,7 @@ PUBLISHED = [  # (pattern, what runs here instead)
     (r"\[\"nvidia-smi\"\]", "['true']"),
     # The strides that this operator really has. Without them torch 2.11 refuses it.
     (r"(return x_f8\.to\(torch\.bfloat16\), w_f8)(\.to\(torch\.float32\))",
-     r"\1.t().contiguous().t()\2"),
-]
+     r"\1.t().contiguous().t()\2")]
 
 # A kernel is of the first part that fits its name, which tells the operators that it fuses.
 LIBRARY = r"^(?!triton).*"
@@ -85,8 +83,7 @@ PARTS = [
     ("activation", r"relu|threshold|gelu|silu"),
     ("rotary with its norm", r"^triton.*_(cat|flip)_"),
     ("other norms", r"rms_norm|rsqrt|_pow_"),
-    ("other", r""),
-]
+    ("other", r"")]
 
 # ---- In the process of a script ------------------------------------------------------------------
 

@@ -46,8 +46,7 @@ END_OF_TEXT = 256
 SIZES = [
     "--model_dim=32", "--head_dim=16", "--train_seq_len=256", "--val_seq_len=512", "--epochs=1000",
     "--val_tokens=1400", "--micro_batches=4", f"--vocab_size={END_OF_TEXT + 1}", "--seed=1",
-    f"--num_iterations={STEPS}", f"--save_every={SAVED}", "--dtype=float32", "--adam_eps=1e-7",
-]
+    f"--num_iterations={STEPS}", f"--save_every={SAVED}", "--dtype=float32", "--adam_eps=1e-7"]
 
 # Each is a wide multiple of what right scripts showed, with 8 seeds of the demo and of `speedrun`.
 LOSS_BOUND = 1e-5  # share of the loss, for a sum in float32; at most 9e-8 was seen

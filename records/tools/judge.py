@@ -305,9 +305,7 @@ def compare(a, b, target, level=None):
         "environment": differences(a, b, "environment"),
         "paired": {"seeds": [run.seed for run, _ in pairs]},
         "no_effect": unchanged_losses(pairs),
-        "speaks": speaks,
-        "level": level or ALPHA,
-    }
+        "speaks": speaks, "level": level or ALPHA}
     for key in ("loss", "seconds"):
         found[key] = tests["welch"](*tested(a, b, "welch", key), found["level"])
         found["paired"][key] = tests["paired"](*tested(a, b, "paired", key), found["level"])

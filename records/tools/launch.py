@@ -34,8 +34,7 @@ from records.tools.watch import say, train
 # The standard library, without its tests and its tables of characters.
 DEMO_TEXT = ("--glob *.py --exclude *-packages --exclude test --exclude tests "
              "--exclude idle_test --exclude encodings --exclude entities.py")
-# Shuffled pieces: while the steps of one file follow each other, weights learn it by heart, and the
-# model comes to copy from its window late, at a step that depends on the seed.
+# In whole files, one after the other, copying from the window is learned late, by chance.
 PIECE = 2048  # tokens
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")

@@ -110,8 +110,7 @@ OPTIONS = [
     ("--name", None, str, "of the race, by default the first copy's"),
     ("--records", "records", str, "where the race's folder lies"),
     ("--seed", 1, between(0), "the first seed"),
-    ("--target", None, between(0, kind=float), "a loss to reach, which the verdict judges too"),
-]
+    ("--target", None, between(0, kind=float), "a loss to reach, which the verdict judges too")]
 # A script with flags of its own in one word. Both may hold spaces.
 SCRIPT = re.compile(r"(?s)(['\"]?)([^-'\"].*?\.py)\1(?:\s+(-.*))?")
 

@@ -36,8 +36,7 @@ def properties(name, capability, processors, shared_memory, threads, cache, memo
 GPUS = {  # by compute capability
     80: properties("NVIDIA A100-SXM4-80GB", 80, 108, 167936, 2048, 40, 85),
     89: properties("NVIDIA GeForce RTX 4090", 89, 128, 102400, 1536, 72, 25),
-    90: properties("NVIDIA H100 80GB HBM3", 90, 132, 233472, 2048, 50, 85),
-}
+    90: properties("NVIDIA H100 80GB HBM3", 90, 132, 233472, 2048, 50, 85)}
 
 graphs = []  # what Inductor has compiled: forward and backward pass are one each
 sources = []  # the code that it has generated for them
@@ -55,8 +54,7 @@ def pretend(capability: int):
         _maybe_exchange_device=lambda device: 0,
         # Dynamo restores the random state of the device after tracing.
         get_rng_state=lambda device=None: torch.zeros(16, dtype=torch.uint8),
-        set_rng_state=lambda state, device=None: None,
-    )
+        set_rng_state=lambda state, device=None: None)
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
         if name in vars(CudaInterface):  # which has copies
