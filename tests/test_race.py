@@ -329,7 +329,7 @@ def test_a_race_that_goes_on_refuses_what_has_changed(place, capsys, monkeypatch
         assert run_race(place, "--most=2", *flags) == 2 and starts(place) == before
         err = capsys.readouterr().err
         assert "was begun with other scripts or flags: " in err and words in err
-        assert "Go back to them, or give this race a --name of its own" in err
+        assert "Go back to them, remove that folder, or give this race a --name of its own" in err
 
     is_refused("record.flags was ['--muon_lr=1'] and is ['--muon_lr=2']", "--muon_lr=2")
     is_refused("first_seed was 1 and is 2", "--muon_lr=1", "--seed=2")
