@@ -39,6 +39,7 @@ def why_not():
 
 def models(hp, dtype=torch.float32):
     """The plain model and the model of the GPU program, with the same random weights."""
+    torch.manual_seed(0)
     plain = GPT(hp, dtype, flex=False)
     draw_weights(plain, 0)
     with torch.no_grad():
@@ -119,9 +120,8 @@ def case_bfloat16_and_fp8():
         theirs = errors(results(plain, batch), want)
         for name, error in ours.items():
             print(f"window {window}, {name}: {error:.5f}; the plain path {theirs[name]:.5f}")
-            # Fused kernels round less often: 0.73 to 0.92 of the plain path's error were seen. Of
-            # a mixing weight cancelling leaves, on some processors, an error of 0.27 (plain: 0.12).
-            most = max(0.15, 3 * theirs[name]) if is_mix(name) else 1.2 * theirs[name]
+            # Fused kernels round less often: 0.73 to 0.92 of the plain path's error were seen.
+            most = 0.15 if is_mix(name) else 1.2 * theirs[name]  # of a mixing weight, 0.014
             assert error < (1e-3 if name == "loss" else most), name
     assert sum(code.count("_scaled_mm(") for code in sources) == 3 * 3
 

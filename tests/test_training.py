@@ -25,7 +25,7 @@ GOLDEN = [*TINY, "--num_iterations=30", "--val_loss_every=10", "--micro_batches=
           "--val_tokens=0", "--windows=LSSL", "--attention=xx.x", "--value_embeds=0..0",
           "--window_start=128", "--window_end=384", "--muon_lr=0.05", "--adam_beta1=0.8",
           "--adam_eps=1e-7", "--attention_scale=0.12", "--embed_lr=0.6", "--num_kv_heads=0",
-          "--muon_momentum_end=0.95", "--muon_momentum_steps=100"]
+          "--muon_momentum_end=0.95", "--muon_momentum_steps=100", "--lr_floor=0.1"]
 
 @pytest.mark.method
 def test_golden_trajectory(tmp_path, shards):
