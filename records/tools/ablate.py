@@ -1,7 +1,7 @@
 """What is each part of a change worth? Races a copy without each part against the whole copy:
 
     ./run.sh ablate my_record.py [--vs=train_gpt.py] [race's options] [preset] [flags]
-    ./run.sh ablate train_gpt.py --part="short windows: --windows=LLLL" [--part=...]
+    ./run.sh ablate train_gpt.py --part="short windows: --windows=LL" [--part=...]
 
 Each place in which the copy differs from --vs is a part, unless it holds comments alone. Lines of
 the copy that end with `# part: NAME`, wherever they stand, are the part NAME instead; in a place
