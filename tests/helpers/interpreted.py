@@ -46,8 +46,7 @@ def poisoned(size, stride, dtype):
 NARROW = {
     tl.bfloat16: (torch.bfloat16, torch.uint16),
     tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8),
-    tl.float8e5: (torch.float8_e5m2, torch.uint8),
-}
+    tl.float8e5: (torch.float8_e5m2, torch.uint8)}
 TensorHandle = interpreter.TensorHandle
 Builder = interpreter.InterpreterBuilder
 plain_cast = Builder.cast_impl
