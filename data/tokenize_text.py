@@ -207,7 +207,7 @@ def split(stream: np.ndarray, buckets, args, end_of_text: int) -> tuple[list, li
     return *sides, "documents by hash"
 
 def shuffled(stretches, length: int, end_of_text: int) -> list[np.ndarray]:
-    """Pieces of `length` tokens in random order, always the same. Each begins as a document does."""
+    """Pieces of `length` tokens in one random order. Each begins as a document does."""
     pieces = [text[at:at + length] for text in stretches for at in range(0, len(text), length)]
     begin = np.array([end_of_text], dtype="<u2")
     return [part for i in np.random.RandomState(0).permutation(len(pieces))

@@ -328,8 +328,8 @@ def test_a_line_that_a_full_disk_has_cut_is_no_result(tmp_path):
     ("torch", "hellaswag", []), ("scipy", "race", []),
     ("plotly", "compare", [LOGS, "--html", "no_page.html"])])
 def test_a_missing_package_is_one_line(package, program, arguments):
-    code = ("import runpy, sys; name = sys.argv.pop(1); del sys.argv[0]; find = sys.meta_path[-1]."
-            "find_spec; sys.meta_path[-1].find_spec = lambda module, *where: None if module == name "
+    code = ("import runpy, sys; name = sys.argv.pop(1); del sys.argv[0]; last = sys.meta_path[-1]; "
+            "find = last.find_spec; last.find_spec = lambda module, *where: None if module == name "
             "else find(module, *where); runpy.run_path(sys.argv[0], run_name='__main__')")
     path = ROOT / "records" / "tools" / f"{program}.py"
     done = subprocess.run([sys.executable, "-c", code, package, path, *arguments],
