@@ -224,7 +224,7 @@ def parse(argv):
     patterns = dict(action="append", default=[], metavar="PATTERN")  # each may be repeated
     add("--glob", **patterns, help="files of folders, as '*.py' (.txt .md .jsonl .parquet)")
     add("--exclude", **patterns, help="files and folders to leave out, as 'tests'")
-    add("--shuffle", type=between(1), metavar="N", help="cut all into N tokens, in random order")
+    add("--shuffle", type=between(1), metavar="N", help="cut into pieces of N tokens, and shuffle")
     add("--text_field", default="text", metavar="NAME", help="of jsonl and parquet (text)")
     add("--shard_size", type=between(1, 2**31 - 1), default=100_000_000, metavar="N",
         help="at most (100000000)")
