@@ -199,7 +199,7 @@ def test_a_text_is_tokenized_once_and_again_when_it_has_changed(tokenizing, caps
 # ---- The whole -----------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name, saved, words", [
-    (b"run", 10, "run.sh: what the model writes after step 10 of 900:"),
+    (b"run", 10, "run.sh: what the model writes after step 10 of 720:"),
     (b"run", None, "run.sh: no sample: "), (b"caf\xe9", 10, "run.sh: no sample: 'utf-8' codec ")])
 def test_after_a_full_disk_the_sample_says_its_step(name, saved, words, started, tmp_path, capsys):
     """Where torch cannot read the checkpoint's path, there is none."""
