@@ -118,7 +118,7 @@ OUT_OF_RANGE = f"""
     ("--val_tokens=2010", "2009 tokens to predict"),
     ("--micro_batches=3", r"2 ranks cannot share 3 micro-batches equally: start .* divides"),
     ("--windows=LSL --value_embeds=... --attention=xxx", "--windows=LSL: .* even number"),
-    ("--attention=..", "--value_embeds=00 marks a layer without --attention"),
+    ("--attention=..", "--value_embeds=.0 marks a layer without --attention"),
     ("--value_embeds=0..00", "--value_embeds and --windows differ"),
     ("--num_kv_heads=3", "--num_kv_heads must divide --num_heads"),
     ("--window_start=4096", "--window_start is above --window_end"),
