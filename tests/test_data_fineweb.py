@@ -27,8 +27,8 @@ class Handler(http.server.SimpleHTTPRequestHandler):
         return str(self.server.folder / self.name)
 
     def do_GET(self):
+        self.server.fetched += [Path(self.path).name] * self.path.endswith(".bin")
         super().do_GET()
-        self.server.fetched += [self.name] * self.name.endswith(".bin")
 
     def end_headers(self):
         path = self.server.folder / self.name
