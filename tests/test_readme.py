@@ -18,7 +18,7 @@ import train_gpt
 from data.common import sha256
 from records.tools import ablate, honesty, launch, logs, race
 
-PAGES = [ROOT / "README.md", *sorted(path for pattern in ("*/*.md", "records/*/README.md")
+PAGES = [ROOT / "README.md", *sorted(path for pattern in ("[!.]*/*.md", "records/*/README.md")
                                      for path in ROOT.glob(pattern))]
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PAGES}
 README = TEXTS["README.md"]
