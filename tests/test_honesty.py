@@ -35,7 +35,7 @@ RELU = "F.relu(self.fc(x_TD)).square()"
 CALL = "total[0] += model(inputs_T, targets_T, window)"
 GLOBAL = "BLOCK = 128"
 PROJ = r'(r"blocks\..*\.proj\.weight",            zero,    Muon, dict(lr="muon_lr"))'
-FUTURE = "the loss of token [01] changes by .* it sees the future"
+FUTURE = "the loss of token 0 changes by .* it sees the future"
 ENTROPY = r"but the cross-entropy of logits\(features\(\)\) is"
 RESUMED = "resumed at step 12, and validates at other steps, ends with other numbers"
 
@@ -52,7 +52,7 @@ IN_A_MODEL = {
         "with noise on all weights: it sees the future", [
             (MLP, "return x_TD + self.mlp(norm(x_TD + x_TD.mean(0)))"),
             (PROJ, PROJ.replace('"muon_lr"', "0.0"))]),
-    "the number of documents that follow": (FUTURE, [
+    "the number of documents that follow": (FUTURE.replace("0", "1"), [
         (EMBED, "ends = (tokens_T.flip(0) == self.end_of_text).cumsum(0).flip(0)[:, None]\n"
          "        x_TD = x0_TD = norm(self.embed(tokens_T)) * (1 + 0.1 * ends.sin())")]),
     "a z-loss that validation counts too": (ENTROPY, [
