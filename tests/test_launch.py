@@ -65,6 +65,33 @@ def test_threads_are_at_most_the_cores_that_the_ranks_leave(wanted, ranks, threa
     said = f"run.sh: OMP_NUM_THREADS={threads} in place of {wanted}: {ranks} rank(s) share 6 "
     assert capsys.readouterr().out == f"{said}core(s)\n" * (wanted not in (None, threads))
 
+@pytest.mark.parametrize("chosen, cores, ranks, workers", [
+    (None, 16, 8, "2"), (None, 4, 8, "1"), (None, 128, 2, "32"), ("5", 16, 8, "5")])
+def test_the_ranks_compilers_share_the_cores(chosen, cores, ranks, workers, started, monkeypatch):
+    """On a machine with as many GPUs, where each rank alone would start up to 32 processes."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: ranks)
+    monkeypatch.setattr(launch, "cores", lambda: cores)
+    environment = dict(TORCHINDUCTOR_COMPILE_THREADS=chosen) if chosen else {}
+    monkeypatch.setattr(os, "environ", environment)
+    launch.main(["speedrun", "--check"])
+    assert environment["TORCHINDUCTOR_COMPILE_THREADS"] == workers and len(started) == 2
+
+@pytest.mark.parametrize("ranks, gpus, words", [
+    (8, 8, ""), (1, 0, ""),
+    (2, 3, " on 2 of 3 GPUs (--micro_batches=12 --train_seq_len=32768 would use all)"),
+    (4, 6, " on 4 of 6 GPUs (--micro_batches=12 --train_seq_len=32768 would use all)"),
+    (8, 16, " on 8 of 16 GPUs (--micro_batches=16 --train_seq_len=24576 would use all)"),
+    (4, 5, " on 4 of 5 GPUs")])
+def test_idle_gpus_are_said_with_the_flags_that_use_all(ranks, gpus, words, monkeypatch):
+    monkeypatch.delenv("NPROC", raising=False)
+    hp = train_gpt.PRESETS["speedrun"]
+    assert launch.number_of_ranks(hp.micro_batches, gpus) == ranks or not gpus
+    assert launch.idle_gpus(ranks, gpus, hp.tokens_per_step, hp.micro_batches) == words
+    monkeypatch.setenv("NPROC", str(ranks))  # the user has chosen
+    assert launch.idle_gpus(ranks, gpus, hp.tokens_per_step, hp.micro_batches) == ""
+
 def test_a_driver_in_vain_is_said(tmp_path, monkeypatch):
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "7")  # a user's own stays
     monkeypatch.setattr(launch, "NVIDIA_DRIVER", tmp_path / "version")

@@ -117,6 +117,25 @@ def number_of_ranks(micro_batches: int, gpus: int) -> int:
         return int(wanted)
     return max(n for n in range(1, (gpus or cores()) + 1) if micro_batches % n == 0)
 
+def prepare_compilers(ranks: int):
+    """Shares the cores among the ranks' compilers. On its own, each rank would start a process for
+    every core, up to 32, and each process may take a gigabyte of memory."""
+    share = max(1, min(32, cores() // ranks))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(share))
+
+def idle_gpus(ranks: int, gpus: int, tokens: int, micro_batches: int) -> str:
+    """Says that GPUs are left over, and which flags would use all of them for a step of as many
+    tokens, in sequences of whole blocks of 128."""
+    if ranks >= gpus or os.environ.get("NPROC"):
+        return ""
+    blocks = tokens // 128
+    for count in range(gpus, blocks + 1, gpus):
+        if count >= micro_batches and blocks % count == 0:
+            length = 128 * blocks // count
+            return (f" on {ranks} of {gpus} GPUs (--micro_batches={count} --train_seq_len={length} "
+                    "would use all)")
+    return f" on {ranks} of {gpus} GPUs"
+
 def prepare_cpu(ranks: int):
     """On a machine without GPUs that torch sees, sets what makes training fast, and complains if
     there is a driver for one."""
@@ -241,7 +260,9 @@ def main(argv=None):
     require(tasks == "1", f"srun has started {tasks} run.sh, which do not know of each other: let "
             "it start torchrun, once on each node, as records/cluster.md shows")
     ranks = number_of_ranks(hp.micro_batches, gpus)
-    if not gpus:
+    if gpus:
+        prepare_compilers(ranks)
+    else:
         prepare_cpu(ranks)
     require(gpus or command.preset not in ("speedrun", "short") or command.check
             or "num_iterations" in command.named, f"{command.preset} takes weeks without a GPU; "
@@ -251,7 +272,10 @@ def main(argv=None):
     elif not own_data:
         make_preset_data(script, hp)
     what = "the checkpoint's settings" if command.resume else f"preset {command.preset}"
-    say(f"{what}, {ranks} rank(s); settings and data are checked")
+    idle = idle_gpus(ranks, gpus, script.tokens_seen(1, hp), hp.micro_batches)
+    if command.resume:  # it keeps its micro-batches
+        idle = ""
+    say(f"{what}, {ranks} rank(s){idle}; settings and data are checked")
     start(path, "--check", *flags, WORLD_SIZE=str(ranks))
     if command.check:
         return
