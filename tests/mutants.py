@@ -1,12 +1,13 @@
-"""The measure of the test suite: plants mistakes in train_gpt.py, one at a time, in a copy of the
-repository, and shows for each that a test finds it.
+"""The measure of the test suite: plants mistakes in train_gpt.py and in the programs, one at a
+time, in a copy of the repository, and shows for each that a test finds it.
 
-    ./run.sh test mutants                  # all of them, in less than an hour on one core
-    ./run.sh test mutants --only=window    # those with this word in section, mistake or test
+    ./run.sh test mutants                       # all of them, in some hours on one core
+    ./run.sh test mutants --only=train_gpt.py   # those in the script
+    ./run.sh test mutants --only=window         # those with this word in mistake, text or test
 
 Prints a row of a Markdown table per mistake, with the first test that fails. Exit status 1 if a
-mistake survives, or if a text that it replaces does not stand exactly once in the script. The suite
-itself must pass before: a test that fails anyway finds nothing."""
+mistake survives, or if a text that it replaces does not stand exactly once in its program. The
+suite itself must pass before: a test that fails anyway finds nothing."""
 
 import argparse
 import os
@@ -21,15 +22,16 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 
 class Mutant(NamedTuple):
-    section: int  # of the script
+    program: str  # that is changed
+    section: int  # of the script; 0 in another program
     file: str  # of the tests that find the mistake
     test: str  # a word in the name of the one that does, where the others take long
     mistake: str
-    text: str  # stands once in the script, and is replaced by `wrong`
+    text: str  # stands once in the program, and is replaced by `wrong`
     wrong: str
 
 # {(section, file): [(mistake, text of the script with «right→wrong» in it, test)]}
-MISTAKES = {
+IN_THE_SCRIPT = {
     (1, "test_schedules.py"): [
         ("the rates fall over the last 60 %, not 40 %", 'flag(0.«4→6», "last fraction'),
         ("the window grows half a block too far", "hp.«window_end - BLOCK / 2→window_end»"),
@@ -153,23 +155,137 @@ MISTAKES = {
     (10, "test_training.py"): [
         ("a loss one step too early", "clock.add_loss(«step + 1→step»,", "sections"),
         ("validating is timed", "«                clock.stop()\n→»", "stop_the_clock")]}
-MUTANTS = [Mutant(section, file, "".join(test), mistake,
-                  *(re.sub("(?s)«(.*?)→(.*?)»", side, marked) for side in (r"\1", r"\2")))
-           for (section, file), rows in MISTAKES.items() for mistake, marked, *test in rows]
+
+# {(program, file): [(mistake, text of the program with «right→wrong» in it, test)]}
+IN_PROGRAMS = {
+    ("run.sh", "test_run.py"): [
+        ("a named Python that is no good is replaced",
+         '[ -z "«${PYTHON:-}→»" ] || die', "asked_for")],
+    ("run.sh", "test_launch.py"): [
+        ("a program's failure is lost", '*) «exec →»"$python" -W ignore "records/tools/$program.py"'
+         ' "${@:2}"« ;;→ || true ;;»', "check_finds"),
+        ("a link finds no programs", '"$(«readlink -f →echo »"${BASH', "two_processes"),
+        ("a word with a space becomes two", '"${@:2}" «"$word"→$word»', "two_processes")],
+    ("records/tools/fits.py", "test_run.py"): [
+        ("the oldest torch that will do is refused", "[:3]] «<→<=» [2, 9, 1]", "passed_over")],
+    ("data/common.py", "test_data_common.py"): [
+        ("a token of vocab_size is sound", "tokens.max() «>=→>» vocab_size", "first_bad"),
+        ("a program's own status is lost", "return main() «or→and» 0"),
+        ("two programs hold one lock", "fcntl.«LOCK_EX→LOCK_SH»", "one_run_at")],
+    ("data/fineweb.py", "test_data_fineweb.py"): [
+        ("a chunk too few is fetched", "range(1, args.num_chunks« + 1→»)"),
+        ("the hub's checksum is not compared", "check(path, «etag→None» if"),
+        ("a damaged download stays", "        «path.unlink()→pass»\n        raise"),
+        ("damaged files are not fetched again", "if «name in bad or →»name not in there]")],
+    ("data/inspect_shards.py", "test_data_inspect.py"): [
+        ("a bad shard is status 0", "            status = «2→0»")],
+    ("data/tokenize_text.py", "test_data_tokenize.py"): [
+        ("the rest behind the last whole piece is lost", "range(0, len(text)«→ - length + 1», len"),
+        ("copies of a document go to both sides", "blake2b(«data→place.encode()», digest")],
+    ("data/tokenize_text.py", "test_launch.py"): [
+        ("each shuffle is another one", "RandomState(«0→»)", "made_again")],
+    ("data/vocab.py", "test_data_vocab.py"): [
+        ("text can spell the end of a document", '«disallowed_special=()→allowed_special="all"»')],
+    ("records/tools/launch.py", "test_launch.py"): [
+        ("a chunk of FineWeb too few", "math.«ceil→floor»(tokens /", "presets_get"),
+        ("training starts though the check fails", "if «program.returncode→False»:", "check_finds"),
+        ("damaged shards of the demo stay", "«found == sums→found.keys() == sums.keys()» and",
+         "damaged"),
+        ("a copy's run is resumed by the script", "(«same or scripts→scripts»)[0]", "is_resumed"),
+        ("repeats have one seed", "and «hp.seed < 0 and →»not", "can_fix")],
+    ("records/tools/watch.py", "test_watch.py"): [
+        ("a signal's status is another one", "else 128 «-→+» status)", "fails_is_said"),
+        ("the wrong rank is blamed", " < 0« and code != -signal.SIGTERM→»]", "fails_is_said")],
+    ("records/tools/race.py", "test_race.py"): [
+        ("the first seed is not the one asked for", "range(«self.options.seed, self.options.seed "
+         "+ self.pairs→1, 1 + self.pairs»)", "two_settings"),
+        ("the copy always begins", "missing if «pair % 2→True» else", "in_turn"),
+        ("a race that is lost is status 0", "return «3→0» if decisions", "status_and"),
+        ("a race goes on with other flags", '"sha256", «"flags", →»"dis', "refuses_what"),
+        ("losses on other texts are raced", "any(«ours.validated_on != theirs→ours.validated_on "
+         "!= ours».validated_on", "status_and")],
+    ("records/tools/trial.py", "test_race.py"): [
+        ("runs of another script count", "if «same and →»whole", "which_runs"),
+        ("a check that failed is honest", '{last_line(output)}" if status« → == 3 »else',
+         "many_candidates")],
+    ("records/tools/verdict.py", "test_race.py"): [
+        ("a copy that trains on more is kept", "not one.dishonest« and equal→»,", "status_and"),
+        ("candidates without runs do not count", "absent = «len(candidates) - len(raced)→0»",
+         "many_candidates")],
+    ("records/tools/judge.py", "test_judge.py"): [
+        ("the larger E decides", "np.«minimum→maximum»(e_value"),
+        ("half of a rule's p", "p = «float(→0.5 * float(»stats.ttest_1samp")],
+    ("records/tools/judge.py", "test_compare.py"): [
+        ("the number of candidates does not count",
+         'p = «test["adjusted"] if (test["difference"] or 0) < 0 else →»p_value(test)\n    return',
+         "several_candidates"),
+        ("one end within what matters is enough", "«max→min»(map(abs", ""),
+        ("one equal pair is no effect", "or «any→all»(one != other", "words_of"),
+        ("a seed that ran twice is a pair", "if run.seed« and seeds[run.seed] == 1→»}",
+         "which_runs")],
+    ("records/tools/logs.py", "test_logs.py"): [
+        ("seconds are taken for milliseconds", ' == "train_time"« and known[2].lower() == "ms"→»:',
+         "published_log"),
+        ("a step where a run was resumed stands twice", ">= step« + validated→»]", "one_run"),
+        ("the target is reached too early", "point.step - «share→(1 - share)» *", "")],
+    ("records/tools/compare.py", "test_compare.py"): [
+        ("a log that cannot be read is status 0", "if apart else «1 if unread else →»0",
+         "costs_one_line"),
+        ("a share of the candidate's time", "max(«b→a».seconds", "words_of")],
+    ("records/tools/ablate.py", "test_ablate.py"): [
+        ("many parts have the level of one", "--level={options.level« / len(parts)→»}", "pays")],
+    ("records/tools/bench.py", "test_bench.py"): [
+        ("seconds, said to be milliseconds", "else «1000 * →»(end - begin)", "as_they_are"),
+        ("tokens a millisecond, said to be a second", "«1000 * one→one»['tokens'] / med",
+         "as_they_are"),
+        ("the first steps count", "slice(«UNTIMED, UNTIMED + →»steps)", "as_they_are")],
+    ("records/tools/honesty.py", "test_honesty.py"): [
+        ("a copy that is not honest is status 0", "{seen}\")\n        return «3→0»", "program"),
+        ("no noise on weights that start at zero", "p.add_(«0.1→0.0» * torch", "planted")],
+    ("records/tools/sample.py", "test_sample.py"): [
+        ("the seed draws nothing", "manual_seed(«args.seed→0»)", ""),
+        ("the oldest checkpoint is taken", "return found[«-1→0»]", "chain")],
+    ("records/tools/hellaswag.py", "test_hellaswag.py"): [
+        ("the logits of the token itself", "len(item.context)« - 1→»\n", "batched")],
+    ("records/tools/ledger.py", "test_ledger.py"): [
+        ("two kinds each have the whole rate", "RATE« / len(kinds)→» and"),
+        ("a line that was cut spoils the next", 'before = "«\\n→»"  #', "others_did")],
+    ("records/tools/page.py", "test_page.py"): [
+        ("a log can write the page's HTML", "return «html.escape→»(short(str", "changes_nothing")],
+    ("records/tools/plot.py", "test_plot.py"): [
+        ("thousands of tokens, said to be millions", 'size = «1e6→1e3» if', "thin_line")],
+    ("records/tools/tables.py", "test_compare.py"): [
+        ("millions of tokens, said to be thousands", '(1e6, "«M→k»")', "")],
+    ("records/tools/submission.py", "test_compare.py"): [
+        ("a run's seconds, said to be milliseconds", "{«1000 * →»one.seconds:.0f}ms",
+         "statistics_of")],
+    ("records/tools/load.py", "test_race.py"): [
+        ("a program outlives the one that started it",
+         "        «program.terminate()\n        program.wait()→pass»\n", "interrupted")]}
+
+def mutants_in(program: str, section: int, file: str, rows) -> list[Mutant]:
+    return [Mutant(program, section, file, "".join(test), mistake,
+                   *(re.sub("(?s)«(.*?)→(.*?)»", side, marked) for side in (r"\1", r"\2")))
+            for mistake, marked, *test in rows]
+
+MUTANTS = [mutant for place, rows in IN_THE_SCRIPT.items()
+           for mutant in mutants_in("train_gpt.py", *place, rows)]
+MUTANTS += [mutant for (program, file), rows in IN_PROGRAMS.items()
+            for mutant in mutants_in(program, 0, file, rows)]
 
 def first_failure(mutant: Mutant, folder: Path) -> str:
     """The first test that fails in the folder, a copy of the repository, when the mistake is
     planted, or "" if none does."""
-    script = folder / "train_gpt.py"
-    right = script.read_text()
+    program = folder / mutant.program
+    right = program.read_text()
     if right.count(mutant.text) != 1:
-        sys.exit(f"error: the text of '{mutant.mistake}' does not stand once in the script")
-    script.write_text(right.replace(mutant.text, mutant.wrong))
+        sys.exit(f"error: the text of '{mutant.mistake}' does not stand once in {mutant.program}")
+    program.write_text(right.replace(mutant.text, mutant.wrong))
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-k", mutant.test,
                f"tests/{mutant.file}"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False,
                           env=os.environ | {"OMP_NUM_THREADS": "1"})
-    script.write_text(right)
+    program.write_text(right)
     failed = re.search(r"(?m)^FAILED tests/(.+?)(?: - .*)?$", done.stdout)
     if done.returncode not in (0, 1) or bool(failed) != (done.returncode == 1):
         sys.exit(f"{mutant.mistake}: the tests did not run\n{done.stdout}{done.stderr}")
@@ -180,16 +296,17 @@ def main():
     parser.add_argument("--only", metavar="WORD", default="", help="mistakes with this word")
     only = parser.parse_args().only
     survivors = []
-    print("| section | mistake | found by |\n|---|---|---|", flush=True)
+    print("| program | mistake | found by |\n|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "repository"
         shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(
-            ".*", "__pycache__", "*.log", "*.pt", "*.bin", "race_*"))
+            ".git", ".venv", "__pycache__", "*.pt", "*.bin", "race_*"))
         for mutant in MUTANTS:
             if only in " ".join(map(str, mutant)):
                 test = first_failure(mutant, folder)
                 survivors += [mutant.mistake] * (not test)
-                print(f"| {mutant.section} | {mutant.mistake} | `{test}` |", flush=True)
+                place = f"{mutant.program} {mutant.section or ''}".rstrip()
+                print(f"| {place} | {mutant.mistake} | `{test}` |", flush=True)
     sys.exit("\n".join(f"error: no test finds the mistake '{name}'" for name in survivors)
              or 0)
 
