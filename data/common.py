@@ -138,6 +138,21 @@ def sha256(path) -> str:
             digest.update(piece)
     return digest.hexdigest()
 
+def walk(top, skip=lambda name: False):
+    """Yields (folder, names of its files) for a folder and all below it, those behind links too, but
+    each only once. Leaves out folders whose name `skip` says. Raises OSError for one that cannot be
+    read."""
+    def fail(error):
+        raise error
+
+    seen = set()
+    for folder, folders, names in os.walk(top, onerror=fail, followlinks=True):
+        real = os.path.realpath(folder)
+        folders[:] = sorted(name for name in folders if real not in seen and not skip(name))
+        if real not in seen:
+            seen.add(real)
+            yield Path(folder), names
+
 @contextlib.contextmanager
 def locked(path: Path, refusal: str):
     """Refuses a second program that locks this file. The kernel releases the lock whatever ends the

@@ -4,9 +4,9 @@
     ./run.sh tokenize book.txt --out data/book --name book --tokenizer bytes
     ./run.sh tokenize src/ --glob '*.py' --out data/code --name code --tokenizer bytes
 
-Inputs are files and folders. A line of .jsonl (.ndjson) and a row of .parquet is a document; any
-other text file is one document. Each may be compressed (.gz, .xz, .bz2). Every document begins with
-the end-of-text token. Written into --out, when all is complete: NAME_train_000001.bin and on,
+Inputs are files and folders. A line of JSON Lines (.jsonl, .ndjson, .jsonlines, .jl, .json) and a
+row of .parquet is a document; any other text file is one document. Each may be compressed, by gzip,
+xz, bzip2 or zstd. Every document begins with the end-of-text token. Written into --out, when all is complete: NAME_train_000001.bin and on,
 NAME_val_000000.bin and on, and NAME.json, which says what they hold; the same whatever --workers.
 
 Validation takes whole documents by a hash of their text, so that copies of one go to the same side;
@@ -20,6 +20,7 @@ import contextlib
 import fnmatch
 import gzip
 import hashlib
+import io
 import json
 import lzma
 import os
@@ -34,12 +35,22 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from data.common import (PIECE_TOKENS, ArgumentParser, UserError, between, publish, require, run,
-                         staging, write_shards)
+                         staging, walk, write_shards)
 from data.vocab import PIECE_BYTES, TOKENIZERS, load_tokenizer, piece_end, utf8
 
-DECOMPRESS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+def open_zstd(raw):
+    try:
+        import pyarrow
+    except ImportError:
+        raise UserError(f"{raw.name}: reading zstd needs pyarrow: pip install pyarrow") from None
+    return io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"))
+
+PACKED = (".gz", ".xz", ".bz2", ".zst")
+# A file is what it begins with, whatever its name says: a browser may have unpacked a .gz.
+OPENERS = {rb"\x1f\x8b": gzip.open, rb"\xfd7zXZ\0": lzma.open, rb"BZh[1-9]1AY&SY": bz2.open,
+           rb"\x28\xb5\x2f\xfd": open_zstd}
 FOLDER_GLOBS = [f"*.{kind}{packed}" for kind in ("txt", "md", "jsonl", "ndjson", "parquet")
-                for packed in ("", *DECOMPRESS)]
+                for packed in ("", *PACKED)]
 BATCH_BYTES = 1_000_000  # of text, about, to a worker at a time, and a step of the progress bar
 
 # ---- Reading -------------------------------------------------------------------------------------
@@ -55,8 +66,7 @@ def find_files(inputs, globs, exclude) -> list[Path]:
     for top in map(Path, inputs):
         require(os.path.exists(top), f"{str(top)[:200]}: no such file or folder")
         found = [PurePosixPath()] if top.is_file() else []
-        for folder, folders, names in os.walk(top):
-            folders[:] = [name for name in folders if not matches(name, hidden)]
+        for folder, names in () if found else walk(top, lambda name: matches(name, hidden)):
             found += [PurePosixPath(Path(folder, name).relative_to(top)) for name in names
                       if matches(name, globs or FOLDER_GLOBS) and not matches(name, hidden)]
         require(found, f"{top}: no file there matches "
@@ -75,12 +85,16 @@ def find_files(inputs, globs, exclude) -> list[Path]:
 
 def without_mark(path, data: bytes) -> bytes:
     """Without the byte order mark that some editors put first. Raises UserError for UTF-16."""
-    require(b"\0" not in data[:8192],
-            f"{path}: holds zero bytes, it is no UTF-8 text; leave it out or convert it")
+    require(b"\0" not in data[:8192] and not data.startswith(b"%PDF"), f"{path}: holds zero bytes or "
+            "is a PDF, so it is no UTF-8 text; unpack it, convert it or leave it out")
     return data.removeprefix("\ufeff".encode())
 
 def read_text(path, stream, _):
     rest = without_mark(path, stream.read(2 * PIECE_BYTES))
+    with contextlib.suppress(ValueError, RecursionError):
+        require(not isinstance(json.loads(rest.partition(b"\n")[0]), dict)
+                or path.suffix.lower() == ".txt", f"{path}: begins with a JSON object, as JSON Lines "
+                "does: name it .jsonl, or .txt if it is one text all the same")
     begins = True
     while rest or begins:
         end = piece_end(rest)
@@ -96,9 +110,12 @@ def read_jsonl(path, stream, text_field):
             continue
         try:
             record = json.loads(line.decode(errors="replace"))
+            if not isinstance(record, dict):
+                raise ValueError("not an object")
             yield place, utf8(record[text_field] or ""), True
         except (ValueError, RecursionError) as e:
-            raise UserError(f"{place}: not JSON ({e})") from None
+            raise UserError(f"{place}: not JSON ({e}), of which each line is to hold one object; "
+                            "of a file with one array, jq -c '.[]' makes such lines") from None
         except (KeyError, TypeError, AttributeError):
             raise UserError(f"{place}: no text in a field {text_field!r} of {record!r:.80}; "
                             "--text_field chooses one") from None
@@ -121,16 +138,22 @@ def read_parquet(path, stream, text_field):
     except pa.ArrowException as e:
         raise UserError(f"{path}: no parquet file with text in {text_field!r} ({e!r})") from None
 
-READERS = {".jsonl": read_jsonl, ".ndjson": read_jsonl, ".parquet": read_parquet}  # else: text
+def read_table(path, stream, _):
+    raise UserError(f"{path}: a table is no text: make JSON Lines of its column of texts, or name it "
+                    ".txt to take all of it as one text")
+
+READERS = {".parquet": read_parquet, ".csv": read_table, ".tsv": read_table, **dict.fromkeys(
+    [".jsonl", ".ndjson", ".jsonlines", ".jl", ".json"], read_jsonl)}  # any other: text
 
 def read_files(files, text_field):
     for path in files:
-        packed = path.suffix if path.suffix in DECOMPRESS else ""
-        reader = READERS.get(Path(path.name.removesuffix(packed)).suffix, read_text)
+        name = path.with_suffix("") if path.suffix.lower() in PACKED else path
+        reader = READERS.get(name.suffix.lower(), read_text)
         try:
             with open(path, "rb") as raw:
-                yield from reader(path, DECOMPRESS[packed](raw) if packed else raw, text_field)
-        except (EOFError, lzma.LZMAError, zlib.error, OSError) as e:
+                opener = [opener for head, opener in OPENERS.items() if re.match(head, raw.peek(10))]
+                yield from reader(path, opener[0](raw) if opener else raw, text_field)
+        except (EOFError, lzma.LZMAError, zlib.error, ValueError, OSError) as e:
             # An error of the disk has a number, those of the formats have none.
             require(getattr(e, "errno", None), f"{path}: damaged or cut off ({str(e)!r})")
             raise

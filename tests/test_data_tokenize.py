@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from data import common, tokenize_text, vocab
 from data.common import UserError, check_shard, run
 from records.tools import launch
+from records.tools.logs import read
 
 def documents(folder, side, name="t"):
     """The documents of one side. Each shard is checked."""
@@ -116,13 +117,15 @@ def test_every_way_to_hand_in_the_same_documents_gives_the_same_tokens(tmp_path)
     texts = [text.strip() for text in some_documents(40)]
     (tmp_path / "folder").mkdir()
     for i, text in enumerate(texts):
-        suffix, opener = list({**tokenize_text.DECOMPRESS, "": open}.items())[i % 4]
+        suffix, opener = [(".gz", gzip.open), (".xz", lzma.open), ("", open)][i % 3]
         with opener(tmp_path / f"folder/{i:03d}.txt{suffix}", "wb") as f:
             f.write(codecs.BOM_UTF8 * (i % 5 == 0) + text.encode())
     pq.write_table(pa.table({"id": range(len(texts)), "text": texts}), tmp_path / "p.parquet",
                    row_group_size=7)
     pq.write_table(pa.table({"text": pa.array(texts, pa.large_string())}), tmp_path / "q.parquet")
     plain = write_jsonl(tmp_path / "a.jsonl", texts)
+    with pa.CompressedOutputStream(str(tmp_path / "c.jl.zst"), "zstd") as f:
+        f.write(plain.read_bytes())
     lines = plain.read_bytes().splitlines(keepends=True)
     # Two files from a Windows editor, joined; the second begins with a blank line.
     marked = tmp_path / "marked.jsonl"
@@ -131,6 +134,8 @@ def test_every_way_to_hand_in_the_same_documents_gives_the_same_tokens(tmp_path)
     ways = [plain, marked, write_jsonl(tmp_path / "a.jsonl.gz", texts, gzip.open),
             write_jsonl(tmp_path / "a.ndjson.xz", texts, lzma.open),
             write_jsonl(tmp_path / "b.jsonl.bz2", texts, bz2.open),
+            write_jsonl(tmp_path / "c4-train.00000-of-01024.json.gz", texts, gzip.open),
+            write_jsonl(tmp_path / "unpacked.JSONL.GZ", texts), tmp_path / "c.jl.zst",
             tmp_path / "folder", tmp_path / "p.parquet", tmp_path / "q.parquet"]
     sums = [tokenize(tmp_path / f"out{i}", way, "--val_fraction=0.2")["train"]["shards"]
             for i, way in enumerate(ways)]
@@ -150,6 +155,30 @@ def test_files_are_taken_in_the_order_of_their_paths_and_once(tmp_path, monkeypa
             (["b", ".", "a.py"], ["*.py"], ["tests", "lib"], "b/x.py a/y.py a.py")):
         found = tokenize_text.find_files(inputs, globs, exclude)
         assert [(top / path).relative_to(top).as_posix() for path in found] == expected.split()
+
+def test_no_file_below_a_folder_is_left_out_in_silence(tmp_path, monkeypatch):
+    """Links to folders are followed, each folder is read once, also of a ring of links, and one that
+    cannot be read is an error. Logs are found in the same way."""
+    for name in ("in/own.txt", "real/a.txt", "real/run.log", "in/closed/b.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    top = tmp_path / "in"
+    for link, target in (("linked", "real"), ("again", "real"), ("ring", "in")):
+        (top / link).symlink_to(tmp_path / target)
+    found = [path.relative_to(top).as_posix() for path in tokenize_text.find_files([top], [], [])]
+    assert found == ["again/a.txt", "closed/b.txt", "own.txt"]
+    assert any("run.log" in line for line in read([top])[1])
+    scandir = os.scandir
+
+    def closed(path):
+        if Path(path).name == "closed":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    for reader in (lambda: tokenize_text.find_files([top], [], []), lambda: read([top])):
+        with pytest.raises(PermissionError, match="closed"):
+            reader()
 
 def test_shuffled_pieces_hold_each_token_once_and_begin_as_documents_do(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", some_documents(200))
@@ -191,7 +220,14 @@ def parquet_of_numbers(path):
     ("a.jsonl", holding(b'{"text": ""}\n{'), [], "a.jsonl, line 2: not JSON"),
     ("a.jsonl", holding(b'{"body": "x"}'), [], "line 1: no text in a field 'text' of {'body': "),
     ("a.jsonl", holding('{"text": "a"}\n'.encode("utf-16")), [],
-     "a.jsonl: holds zero bytes, it is no UTF-8 text"),
+     "a.jsonl: holds zero bytes or is a PDF, so it is no UTF-8 text"),
+    ("a.json", holding(b'[{"text": "a"}, {"text": "b"}]'), [], "line 1: not JSON (not an object), "
+     "of which each line is to hold one object; of a file with one array, jq -c"),
+    ("a.json", holding(b'[\n {"text": "a"}\n]'), [], "a.json, line 1: not JSON ("),
+    ("part-00000.gz", holding(gzip.compress(b'{"text": "a"}\n')), [],
+     "part-00000.gz: begins with a JSON object, as JSON Lines does: name it .jsonl, or .txt"),
+    ("a.csv", holding(b"id,text\n1,a"), [], "a.csv: a table is no text: make JSON Lines"),
+    ("a.txt", holding(b"%PDF-1.7\n"), [], "a.txt: holds zero bytes or is a PDF"),
     ("a.txt", holding(codecs.BOM_UTF8), [], "a.txt: no text"),
     ("a.gz", holding(gzip.compress(os.urandom(5000))[:-2000]), [], "a.gz: damaged or cut off"),
     ("a.parquet", parquet_of_numbers, [],

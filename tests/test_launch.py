@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, log_path, losses, run_sh, train
+from conftest import ROOT, TINY, log_path, losses, refused, run_sh, train
 
 import train_gpt
 from data import tokenize_text
@@ -214,8 +214,19 @@ def test_a_text_is_tokenized_once_and_again_when_it_has_changed(tokenizing, caps
             in capsys.readouterr().out)
     assert flags(text) == first and len(tokenizing) == 1
     assert flags(text, epochs=3, val_tokens=9) == first[:2]
-    os.utime(text, ns=(0, 0))
-    assert flags(text) != first and len(tokenizing) == 2
+    facts = text.stat()
+    text.write_text("to be or not to be " * 999 + "not to be or to be ")
+    os.utime(text, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    assert text.stat().st_size == facts.st_size
+    assert flags(text) != first and len(tokenizing) == 2, "its name, size and time are the same"
+    text.write_text("to be or not to be " * 1000)
+    assert flags(text) == first and len(tokenizing) == 2, "as it was"
+    digests = iter(["before", "after"])
+    with (pytest.MonkeyPatch.context() as patch,
+          refused("my texts/demo.txt was changed while it was read: give the", UserError)):
+        patch.setattr(launch, "digest_of", lambda *_: next(digests))
+        flags(text)
+    assert not Path("data/demo_text/demo_text_before.json").exists()
     assert flags(text.parent)[0].startswith("--train_files=data/my_texts/")
     hp = replace(hp, val_tokens=950)
     assert flags(text)[2:] == ["--epochs=100000"]

@@ -154,9 +154,9 @@ def prepare_cpu(ranks: int):
 
 # ---- The data ------------------------------------------------------------------------------------
 
-def make_shards(prefix: str, *words: str):
+def make_shards(prefix: str, *words: str) -> bool:
     """Makes shards of shuffled bytes by these words for data/tokenize_text.py, unless there are
-    some that are still as their sidecar says, which is written last."""
+    some that are still as their sidecar says, which is written last. Says whether it made any."""
     sidecar = Path(f"{prefix}.json")
     old = [*sidecar.parent.glob(f"{sidecar.stem}_*.bin"), *sidecar.parent.glob(sidecar.name)]
     with suppress(OSError, ValueError, LookupError, TypeError):
@@ -164,13 +164,14 @@ def make_shards(prefix: str, *words: str):
         sums = sides["train"]["shards"] | sides["val"]["shards"]  # {file: SHA-256}
         found = {path.name: sha256(path) for path in old if path != sidecar}
         if found == sums and sides["shuffle"] == PIECE:
-            return
+            return False
     if old:
         say(f"{prefix}*: files are missing, damaged or of an older kind; all are made again")
     for path in old:
         path.unlink()
     start("data/tokenize_text.py", *words, f"--out={sidecar.parent}", f"--name={sidecar.stem}",
           "--tokenizer=bytes", f"--shuffle={PIECE}")
+    return True
 
 def make_preset_data(script, hp):
     """Makes the demo's data, or fetches as much of FineWeb as the settings need."""
@@ -182,19 +183,26 @@ def make_preset_data(script, hp):
     elif hp.train_files.startswith("data/demo/"):
         make_shards("data/demo/demo", sysconfig.get_path("stdlib"), *DEMO_TEXT.split())
 
-def flags_for_text(text: str, script, hp, named: dict) -> list[str]:
+def digest_of(text: str, field: str) -> str:
+    """A hash of what shards of this text depend on: its files' names and content, and the field of
+    JSON Lines that holds the text."""
+    files = [(path.name, sha256(path)) for path in tokenize_text.find_files([text], [], [])]
+    facts = repr((files, field, PIECE)).encode("utf-8", "surrogateescape")
+    return hashlib.sha256(facts).hexdigest()[:16]
+
+def flags_for_text(text: str, script, hp, named: dict, field: str = "text") -> list[str]:
     """The flags that have a run train on a text's shards: as many passes as it takes, and all of
     the validation text. Flags that the user has named stay. The shards, data/<name>/<name>_<hash>*,
-    are made unless they are there. The hash is that of the files' names, sizes and times, so that a
-    changed text gets shards of its own, and those from before stay, for runs that are resumed."""
-    files = tokenize_text.find_files([text], [], [])
-    facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    digest = hashlib.sha256(repr((facts, PIECE)).encode("utf-8", "surrogateescape")).hexdigest()[:8]
+    are made unless they are there. A changed text gets shards of its own, and those from before
+    stay, for runs that are resumed."""
+    digest = digest_of(text, field)
     name = re.sub(r"\W", "_", Path(text).resolve().stem, flags=re.ASCII)
     if name in ("demo", "fineweb10B"):  # which are the presets'
         name += "_text"
     prefix = f"data/{name}/{name}_{digest}"
-    make_shards(prefix, text)
+    if make_shards(prefix, text, f"--text_field={field}") and digest_of(text, field) != digest:
+        Path(f"{prefix}.json").unlink()
+        raise UserError(f"--text={text} was changed while it was read: give the command again")
     sidecar = json.loads(Path(f"{prefix}.json").read_text())
     train, val = (sidecar[side]["tokens"] for side in ("train", "val"))
     step = script.tokens_seen(1, hp)
@@ -231,6 +239,7 @@ def main(argv=None):
     parser = ArgumentParser(add_help=False)
     parser.add_argument("--repeat", type=int)
     parser.add_argument("--text")
+    parser.add_argument("--text_field", default="text")
     parser.add_argument("-h", "--help", action="store_true")
     own, words = parser.parse_known_args(argv)
     path, flags = split_words(words)
@@ -268,7 +277,7 @@ def main(argv=None):
             or "num_iterations" in command.named, f"{command.preset} takes weeks without a GPU; "
             "run demo, or insist by --num_iterations=N")
     if own.text is not None:
-        flags += flags_for_text(own.text, script, hp, command.named)
+        flags += flags_for_text(own.text, script, hp, command.named, own.text_field)
     elif not own_data:
         make_preset_data(script, hp)
     what = "the checkpoint's settings" if command.resume else f"preset {command.preset}"

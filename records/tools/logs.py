@@ -20,6 +20,8 @@ from collections import namedtuple
 from fnmatch import fnmatch
 from pathlib import Path
 
+from data.common import walk
+
 class BadInput(Exception):
     """An error that the user can fix: the message is one line."""
 
@@ -369,7 +371,8 @@ def read(arguments):
     for argument in arguments:
         paths = [Path(argument)]
         if paths[0].is_dir():
-            paths = sorted([*paths[0].rglob("*.log"), *paths[0].rglob("*.txt")])
+            paths = sorted(folder / name for folder, names in walk(argument) for name in names
+                           if name.endswith((".log", ".txt")))
         if not paths:
             unread.append(f"{argument}: no .log or .txt file in this folder")
         files |= {os.path.realpath(path): str(path) for path in paths}
