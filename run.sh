@@ -15,7 +15,7 @@
 # ./run.sh tokenize TEXT            makes shards of a text
 # ./run.sh inspect SHARD            shows what a shard holds
 # ./run.sh fineweb                  fetches the speedrun's data
-# ./run.sh test [--script SCRIPT.py] [flags: pytest --help]    or: test mutants
+# ./run.sh test [quick | --all | mutants] [--script SCRIPT.py] [flags: pytest --help]
 # ./run.sh help                     shows this
 #
 # ./run.sh VERB --help explains a verb, and ./run.sh train --help lists the settings. Paths count
@@ -88,10 +88,13 @@ if [ -z "$python" ]; then
 fi
 [ "${program:-}" != launch ] || note "using $(command -v "$python") ($versions)"
 case "${1-train}" in
-  # Until pytest has read tests/conftest.py, it would take the word after --script for a test.
-  test) [ "${2:-}" != --script ] || set -- test "--script=${3:-}" "${@:4}"
-    [ "${2:-}" != mutants ] || exec "$python" tests/mutants.py "${@:3}"
-    exec "$python" -m pytest "${@:2}" ;;
+  test) shift
+    [ "${1:-}" != mutants ] || exec "$python" tests/mutants.py "${@:2}"
+    [ "${1:-}" != quick ] || set -- -m quick "${@:2}"
+    for ((i = 1; i < $#; i++)); do  # pytest would take the word after --script for a test
+      [ "${!i}" != --script ] || set -- "${@:1:i-1}" "--script=${@:i+1:1}" "${@:i+2}"
+    done
+    exec "$python" -m pytest "$@" ;;
   tokenize | inspect | fineweb) exec "$python" "data/$program.py" "${@:2}" ;;
   *) exec "$python" -W ignore "records/tools/$program.py" "${@:2}" ;;
 esac

@@ -11,6 +11,9 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # one thread in each of several processes
+    os.environ["OMP_NUM_THREADS"] = "1"
+
 import numpy as np
 import pytest
 import torch
@@ -25,6 +28,8 @@ SCRIPT = ROOT / "train_gpt.py"  # the script under test; --script changes it
 EVERY_SCRIPT = ("test_training.py", "test_reliability.py", "test_processes.py", "test_settings.py",
                 "test_loader.py", "test_honesty.py")
 sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "tests"))
+from progress import LEFT_OUT, Progress, SlowestFirst, Watchdog, idle_cores
 from records.tools.load import TORCHRUN, load_script
 
 # The demo, made small, in settings that every script is expected to have. Layers, windows and
@@ -40,6 +45,12 @@ ENVIRONMENT = {
 def pytest_addoption(parser):
     parser.addoption("--script", metavar="PATH", help="test this copy of train_gpt.py instead, by "
                      "the tests that every script must pass")
+    parser.addoption("--all", action="store_true", help="run the tests of full size as well")
+    parser.addoption("--record-times", action="store_true", help="write how long each test takes "
+                     "to tests/times.json")
+
+def pytest_xdist_auto_num_workers():
+    return idle_cores()
 
 def pytest_configure(config):
     global SCRIPT
@@ -53,6 +64,11 @@ def pytest_configure(config):
             raise pytest.UsageError(f"{path}: there is no such file")
     load_script(SCRIPT, "train_gpt")
     torch.manual_seed(0)
+    config.pluginmanager.register(Watchdog(config))
+    if hasattr(config, "workerinput"):
+        config.pluginmanager.register(SlowestFirst())
+    else:
+        config.pluginmanager.register(Progress(config), "progress")
 
 def pytest_ignore_collect(collection_path, config):
     if config.option.script and collection_path.suffix == ".py":
@@ -62,10 +78,15 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
-    if config.option.script:
-        pinned = [item for item in items if item.get_closest_marker("method")]
-        config.hook.pytest_deselected(items=pinned)
-        items[:] = [item for item in items if item not in pinned]
+    option = config.option
+    named = option.all or option.markexpr or any("::" in word for word in config.args)
+    left_out = {"full": not named, "method": bool(option.script)}
+    for marker in (marker for marker, out in left_out.items() if out):
+        marked = [item for item in items if item.get_closest_marker(marker)]
+        config.hook.pytest_deselected(items=marked)
+        items[:] = [item for item in items if item not in marked]
+        if marker == "full":
+            config.stash[LEFT_OUT] = len(marked)
 
 @contextmanager
 def refused(words: str, error=None):
