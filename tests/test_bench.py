@@ -89,6 +89,32 @@ def test_its_half_for_a_gpu_runs_up_to_the_launch(tmp_path, monkeypatch, capsys)
     text = bench.text_of(result)
     assert "one cannot show" in text and "3,072 MiB" in text and " GB/s  triton_" in text
 
+@pytest.mark.parametrize("second, at_once, order", [
+    ("true", [3, 2], "in turn"),
+    ("false", [1, 1], "one script after the other, since the GPU takes one process")])
+def test_scripts_do_not_share_a_gpu_in_exclusive_mode(second, at_once, order, monkeypatch, capsys):
+    """There the program `second`, which uses the GPU beside the first one, fails."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "orig_argv", [second, "--machine"])
+    monkeypatch.setattr(bench, "SPEEDS", [])
+    for name, answer in dict(is_available=True, get_device_name="NVIDIA H200",
+                             mem_get_info=(140 * 2**30, 141 * 2**30)).items():
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    bench.machine()
+    found = capsys.readouterr().out
+    monkeypatch.setattr(bench.subprocess, "check_output", lambda command: found)
+    tried = []
+
+    def measure(contestants, at_once, *rest):
+        tried.append(at_once)
+        for one in contestants:
+            one.report = {"time": 0, "step_ms": [1] * 5, "micro_ms": [[1]] * 5, "losses": [1] * 5,
+                          "kernels": {}, "tokens": 1, "peak memory, reserved": 2**35}
+
+    monkeypatch.setattr(bench, "measure", measure)
+    bench.main([f"--vs={LOG}", "--steps=1", "--json"])
+    assert tried == at_once and json.loads(capsys.readouterr().out)["order"] == order
+
 @pytest.mark.parametrize("words, error", [
     (["--steps=0"], "0: expected a whole number"), (["--num_iterations=9"], "leave it out"),
     (["demo", "--no_such_flag=1"], "train_gpt.py: unrecognized arguments: --no_such_flag=1"),

@@ -255,6 +255,9 @@ def machine():
         found |= dict(device=torch.cuda.get_device_name(), free=torch.cuda.mem_get_info()[0])
         for _, unit, setup, statement, amount, _ in SPEEDS:
             found[unit] = amount / Timer(statement, setup).blocked_autorange().median / 1e12
+        # On many clusters a GPU is in exclusive mode: while this process has it, no other can.
+        second = [*sys.orig_argv[:-1], "--use"]  # this program, with another word
+        found["exclusive"] = bool(subprocess.run(second, capture_output=True).returncode)
     print(json.dumps(found))
 
 # ---- Measuring -----------------------------------------------------------------------------------
@@ -417,9 +420,10 @@ def main(arguments=None):
             contestants.append(Contestant(script, command, Path(tempfile.mkdtemp(dir=folder))))
         cache, resident = "nothing to compile", True
         if "free" in here:
-            measure(contestants, max(1, here["free"] // PROCESS), 1, "an empty cache")
+            at_once = 1 if here["exclusive"] else max(1, here["free"] // PROCESS)
+            measure(contestants, at_once, 1, "an empty cache")
             taken = sum(one.report["peak memory, reserved"] + 2**30 for one in contestants)
-            cache, resident = "a full cache", taken < here["free"]
+            cache, resident = "a full cache", taken < here["free"] and not here["exclusive"]
         measure(contestants, len(contestants) if resident else 1, len(turns), cache)
         found = [figures_of(one, options.steps) for one in contestants]
     other = found[-1]
@@ -428,7 +432,10 @@ def main(arguments=None):
             factor = other["tokens"] / one["tokens"]
             one["ratios"] = [factor * a / b for a, b in zip(one["step_ms"], other["step_ms"])]
     data = [flag.partition("=")[2] for flag in flags if flag.startswith("--train_files=")]
-    order = "in turn" if resident else "one script after the other, since memory holds one"
+    order = "in turn"
+    if not resident:
+        reason = "the GPU takes one process" if here["exclusive"] else "memory holds one"
+        order = f"one script after the other, since {reason}"
     result = dict(machine=here, data=" ".join(data) or "made up", order=order, scripts=found)
     print(json.dumps(result, indent=1) if options.json else text_of(result))
 
@@ -437,5 +444,7 @@ if __name__ == "__main__":
         contest(*sys.argv[2:])
     elif sys.argv[1:2] == ["--machine"]:
         machine()
+    elif sys.argv[1:2] == ["--use"]:
+        torch.zeros(1, device="cuda")
     else:
         sys.exit(run(main))
