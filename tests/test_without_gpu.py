@@ -19,7 +19,9 @@ import train_gpt
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.mark.parametrize("capability, cases", [
     (80, "shared_memory"), (89, "shared_memory"), (90, "validation shared_memory"),
-    (90, "full_size")])
+    (100, "shared_memory"), (120, "shared_memory"),
+    pytest.param(90, "full_size", marks=pytest.mark.full),
+    pytest.param(89, "24_gb", marks=pytest.mark.full)])
 def test_the_program_for_a_gpu_keeps_to_its_limits(capability, cases, tmp_path):
     """gpu_program.py says which."""
     run_helper("gpu_program.py", capability, *cases.split(),

@@ -36,7 +36,9 @@ def properties(name, capability, processors, shared_memory, threads, cache, memo
 GPUS = {  # by compute capability
     80: properties("NVIDIA A100-SXM4-80GB", 80, 108, 167936, 2048, 40, 85),
     89: properties("NVIDIA GeForce RTX 4090", 89, 128, 102400, 1536, 72, 25),
-    90: properties("NVIDIA H100 80GB HBM3", 90, 132, 233472, 2048, 50, 85)}
+    90: properties("NVIDIA H100 80GB HBM3", 90, 132, 233472, 2048, 50, 85),
+    100: properties("NVIDIA B200", 100, 148, 233472, 2048, 126, 192),
+    120: properties("NVIDIA GeForce RTX 5090", 120, 170, 102400, 1536, 96, 34)}
 
 graphs = []  # what Inductor has compiled: forward and backward pass are one each
 sources = []  # the code that it has generated for them
