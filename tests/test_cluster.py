@@ -41,7 +41,7 @@ bash -eu job.sh
 # What a job script finds on a cluster.
 PROGRAMS = {"activate": "", "scontrol": "echo one; echo two",
             "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
-            "srun": 'export SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2\n"$@" & first=$!\n'
+            "srun": 'shift\nexport SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2\n"$@" & first=$!\n'
                     'nsenter -t $TWO -n -u "$@"; second=$?\nwait $first && exit $second'}
 
 @pytest.fixture
@@ -54,6 +54,7 @@ def start_job(folder, script, *flags) -> subprocess.Popen:
     """Hands the page's job to the scheduler, with one process on each host and small settings."""
     job = PAGE.split("<!-- two nodes -->\n```\n")[1].split("```")[0]
     assert len(job.splitlines()) <= 10 and job.count("nproc_per_node=8") == 1
+    assert "\nsrun --kill-on-bad-exit=1 torchrun" in job, "a node would wait for one that has died"
     job, count = re.subn(r"train_gpt\.py --preset=.*", " ".join([str(script), *flags]),
                          job.replace("nproc_per_node=8", "nproc_per_node=1"))
     assert count == 1

@@ -1,11 +1,12 @@
 """Newton-Schulz, Muon and Adam against oracles, on one rank and on several; what is saved."""
 
 import dataclasses
+import re
 from unittest.mock import Mock, call
 
 import pytest
 import torch
-from conftest import run_helper
+from conftest import ROOT, run_helper
 from test_model import ALONE, WINDOW, sequence, tiny_model
 from torch import nn
 
@@ -131,6 +132,44 @@ def test_a_state_that_would_not_be_saved_whole_is_refused(kind, state):
     optimizer.state["more"] = state
     with pytest.raises((AssertionError, ValueError)):
         gather_training_state(model, [optimizer])
+
+class Counted:
+    """Stands in for torch.distributed: counts bytes, and exchanges nothing."""
+
+    def __init__(self):
+        self.reduced = []
+        self.gathered = []
+
+    def reduce_scatter_single(self, local, whole, async_op):
+        self.reduced.append(whole.nbytes)
+
+    def all_gather_single(self, whole, local, async_op):
+        self.gathered.append(whole.nbytes)
+
+    def all_reduce(self, whole, async_op):
+        self.reduced.append(whole.nbytes)
+
+@pytest.mark.method
+@pytest.mark.parametrize("size, most", [(8, 691e6), (16, 691e6), (6, 655e6)])
+def test_a_step_of_the_speedrun_exchanges_little(size, most, monkeypatch):
+    """The tensors have no values here."""
+    counted = Counted()
+    monkeypatch.setattr(train_gpt, "dist", counted)
+    hp = dataclasses.replace(PRESETS["speedrun"], dtype="bfloat16")
+    world = train_gpt.World(3, size, torch.device("meta"))
+    with world.device:
+        model = train_gpt.GPT(hp, torch.bfloat16, flex=True)
+    optimizers = train_gpt.build_optimizers(model, hp, world)
+    for p in model.parameters():
+        p.grad = torch.empty_like(p)
+    train_step(model, [], optimizers, 0, hp, world)
+    assert max(sum(counted.reduced), sum(counted.gathered)) < most
+    if size in (8, 16):
+        page = (ROOT / "records" / "cluster.md").read_text()
+        rows = re.findall(r"(?m)^\| .+ \| (\d+) \| ([\d.]+) \|$", page)
+        told = sorted(float(each) for count, each in rows for _ in range(int(count)))
+        assert told == pytest.approx(sorted(x / 1e6 for x in counted.gathered), abs=0.051)
+        assert "these are 690 MB each way" in page
 
 def test_distributed_optimizers_equal_a_single_rank():
     """Some have none of the matrices, and one optimizer is a user's own. Collectives come early or
