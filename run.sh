@@ -21,24 +21,28 @@
 # ./run.sh VERB --help explains a verb, and ./run.sh train --help lists the settings. Paths count
 # from this folder. Packages and data are fetched or made where a verb needs them. The variable
 # PYTHON names an interpreter, NPROC the number of processes (else one per GPU, or per core).
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"  # it was started by `sh run.sh`
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"  # of the file, if this is a link to it
+# What other launchers, notebooks or an optimized Python leave in the environment is not for this
+# project. Threads that are bound to cores would hide these from what counts them, and share one.
+unset RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_USE_AGENT_STORE ${!PET_@} \
+  OMP_PROC_BIND OMP_PLACES GOMP_CPU_AFFINITY KMP_AFFINITY PYTHONOPTIMIZE
+export MPLBACKEND=agg
 verbs="train demo short speedrun race ablate bench honest ideas compare sample hellaswag tokenize"
 verbs+=" inspect fineweb test help"
 die() { echo "error: $*" >&2; exit 2; }
 note() { echo "run.sh: $*" >&2; }
+# sbatch runs a copy of this file in a folder of its own.
+[ -e records/tools/fits.py ] || cd "${SLURM_SUBMIT_DIR:-.}"
+[ -e records/tools/fits.py ] || die "$PWD holds a copy of run.sh without the rest: start" \
+  "the one in the project's folder; sbatch is to be called there"
 
-nearest() {  # the verb that has most letters of the word $1, and fewest others
-  for verb in $verbs; do
-    letters=$(tr -cd -- "$1 " <<< "$verb")
-    echo "$((2 * ${#letters} - ${#verb})) $verb"
-  done | sort -n | tail -n 1 | cut -d " " -f 2
-}
 # Whether the interpreter $1 is new enough and has the modules $2: its versions, or why not.
 fits() { "$1" -W ignore records/tools/fits.py $2 2>&1 | tail -n 1 | sed 's/^.*: line [0-9]*: //'; }
 
 for word; do  # a shell leaves the tilde of --records=~/runs alone
-  [[ $word != --*=\~/* ]] || word=${word%%=*}=$HOME/${word#*=\~/}
+  [[ $word != --*=\~/* ]] || word=${word%%=*}=${HOME-~}/${word#*=\~/}
   set -- "${@:2}" "$word"
 done
 needed="torch numpy tqdm huggingface_hub"
@@ -55,36 +59,52 @@ case "${1-train}" in
   inspect) program=inspect_shards; needed="numpy" ;;
   fineweb) program=fineweb; needed="numpy tqdm huggingface_hub" ;;
   test) needed+=" tiktoken scipy matplotlib plotly pyarrow pytest xdist hypothesis" ;;
-  *) die "$1 is no verb; the nearest is $(nearest "$1"), and there are: $verbs" ;;
+  *) die "$1 is no verb; there are: $verbs" ;;
 esac
 for python in "${PYTHON:-.venv/bin/python}" python3 python ""; do
   if versions=$(fits "$python" "$needed"); then break; fi
+  [[ $versions != *"hides Python's"* ]] || die "$versions"
   [ -z "${PYTHON:-}" ] || die "PYTHON=$PYTHON cannot be used: $versions; name a Python from 3.10" \
     "on that has the packages of requirements.txt, or leave PYTHON out"
   [ -z "$(command -v "$python")" ] || note "passed over $python: $versions"
 done
-if [ -z "$python" ]; then
-  python=.venv/bin/python
+make_venv() {  # with the packages of requirements.txt, by uv where there is one
   [ -w . ] || die "no Python here has the packages that this needs, and .venv cannot be made in" \
     "$PWD, which is read-only: copy the folder, or name a Python that has them by PYTHON"
   note "making .venv with the packages of requirements.txt (once; torch is large)"
+  uv=$(command -v uv || true)
   if ! fits $python "" > /dev/null; then  # there is none, or its Python is old or gone
     for base in python3 python python3.{14,13,12,11,10} ""; do
       if fits "$base" venv > /dev/null; then break; fi
     done
-    [ -n "$base" ] || die "Python 3.10 or newer is needed: install one"
     rm -rf .venv
-    "$base" -m venv --without-pip .venv || die "$base -m venv .venv fails, as it says above"
+    if [ -n "$uv" ]; then
+      uv venv --python "${base:-3.13}" .venv || die "uv venv fails, as it says above"
+    else
+      [ -n "$base" ] || die "Python 3.10 or newer is needed: install one"
+      "$base" -m venv --without-pip .venv || die "$base -m venv .venv fails, as it says above"
+    fi
   fi
-  fits $python pip > /dev/null || $python -m ensurepip >&2 || die "pip cannot be put into .venv:" \
-    "install Python's venv package (on Debian and Ubuntu, apt install python3-venv)"
+  install=(uv pip install --python $python --torch-backend "${UV_TORCH_BACKEND:-auto}")
+  if [ -z "$uv" ]; then
+    install=($python -m pip install --disable-pip-version-check)
+    fits $python pip > /dev/null || $python -m ensurepip >&2 || die "pip cannot be put" \
+      "into .venv: install Python's venv package (on Debian and Ubuntu, apt install python3-venv)"
+  fi
   packages=(-r requirements.txt)
   # A torch that is there already stays, and a verb that needs none does not install it.
   if [[ $needed != torch* ]] || fits $python torch > /dev/null; then
     packages=($(grep -Ev '^(#|torch|triton)' requirements.txt))
   fi
-  $python -m pip install --disable-pip-version-check "${packages[@]}" >&2 || die "pip failed, see above"
+  "${install[@]}" "${packages[@]}" >&2 || die "the packages cannot be installed, see above"
   versions=$(fits $python "$needed") || die ".venv cannot be used: $versions; remove it"
+}
+if [ -z "$python" ]; then
+  python=.venv/bin/python
+  exec 9< run.sh
+  flock 9 2> /dev/null || true  # while another start makes it, if this system has the command
+  versions=$(fits $python "$needed") || make_venv
+  exec 9<&-
 fi
 [ "${program:-}" != launch ] || note "using $(command -v "$python") ($versions)"
 case "${1-train}" in

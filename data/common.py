@@ -139,9 +139,9 @@ def sha256(path) -> str:
     return digest.hexdigest()
 
 def walk(top, skip=lambda name: False):
-    """Yields (folder, names of its files) for a folder and all below it, those behind links too, but
-    each only once. Leaves out folders whose name `skip` says. Raises OSError for one that cannot be
-    read."""
+    """Yields (folder, names of its files) for a folder and all below it, those behind links too,
+    but each only once. Leaves out those for whose name skip() is true. Raises OSError for one that
+    cannot be read."""
     def fail(error):
         raise error
 
@@ -154,15 +154,18 @@ def walk(top, skip=lambda name: False):
             yield Path(folder), names
 
 @contextlib.contextmanager
-def locked(path: Path, refusal: str):
-    """Refuses a second program that locks this file. The kernel releases the lock whatever ends the
-    first one."""
+def locked(path: Path, refusal: str = ""):
+    """Refuses a second program that locks this file, or if no refusal is given, has it wait. The
+    kernel releases the lock whatever ends the first one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{path.parent}: {refusal}") from None
+            require(not refusal, f"{path.parent}: {refusal}")
+            print(f"note: another program makes files in {path.parent}; this one waits for it",
+                  file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             print(f"note: {path.parent} is on a file system without locks ({error.strerror}): make "
                   "sure that you start this only once", file=sys.stderr)
@@ -175,12 +178,20 @@ def staging(folder: Path):
     with locked(folder / "lock", "another run is writing there; wait for it, or choose another "
                 "name"):
         for leftover in folder.iterdir():
-            if leftover.name != "lock":
+            if leftover.is_dir():
+                shutil.rmtree(leftover)
+            elif leftover.name != "lock":
                 leftover.unlink()
         try:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+def write_whole(path: Path, text: str):
+    """Replaces a file by one with this text, so that at no time there is half of one."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, path)
 
 def publish(staged: list[Path], folder: Path):
     """Gives finished files their final names, in order, once their content is on the disk."""

@@ -11,6 +11,7 @@ is compared with the hub's and goes into SHA256SUMS next to it (`sha256sum -c` r
 hub's own variables hold: HF_ENDPOINT for a mirror, HF_TOKEN, HF_HUB_OFFLINE.
 """
 
+import contextlib
 import os
 import re
 import sys
@@ -19,7 +20,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from data.common import ArgumentParser, UserError, between, check_shard, require, run, sha256
+from data.common import (ArgumentParser, UserError, between, check_shard, locked, require, run,
+                         sha256, write_whole)
 from data.vocab import GPT2Tokenizer
 
 REPOSITORY = "kjj0/fineweb10B-gpt2"
@@ -28,8 +30,8 @@ SUMS = "SHA256SUMS"
 
 def read_sums(folder: Path) -> dict[str, str]:
     """{file name: SHA-256} of the files that were fetched."""
-    lines = (folder / SUMS).read_text().splitlines() if (folder / SUMS).exists() else []
-    return {name: digest for digest, name in (line.split(maxsplit=1) for line in lines)}
+    text = (folder / SUMS).read_text(errors="replace") if (folder / SUMS).exists() else ""
+    return {name: digest for digest, name in re.findall(r"(?m)^([0-9a-f]{64}) [ *](.+)$", text)}
 
 def check(path: Path, digest: str | None) -> int:
     """The number of tokens of a sound shard. Raises UserError where it is none, or has another
@@ -59,7 +61,7 @@ def fetch(name: str, folder: Path):
         path.unlink()
         raise
     sums = sorted({**read_sums(folder), name: sha256(path)}.items())
-    (folder / SUMS).write_text("".join(f"{digest}  {file}\n" for file, digest in sums))
+    write_whole(folder / SUMS, "".join(f"{digest}  {file}\n" for file, digest in sums))
 
 def main(argv=None):
     p = ArgumentParser(description=__doc__, prog="./run.sh fineweb")
@@ -69,6 +71,10 @@ def main(argv=None):
     p.add_argument("--verify", action="store_true", help="check what is there, fetch nothing")
     args = p.parse_args(argv)
     folder = args.out or Path(os.path.relpath(Path(__file__).resolve().parent / "fineweb10B"))
+    with contextlib.nullcontext() if args.verify else locked(folder / ".lock"):
+        check_and_fetch(args, folder)
+
+def check_and_fetch(args, folder: Path):
     there = sorted(path.name for path in folder.glob("fineweb_*.bin"))
     names = ["fineweb_val_000000.bin"]
     names += [f"fineweb_train_{i:06d}.bin" for i in range(1, args.num_chunks + 1)]

@@ -6,8 +6,9 @@
 
 Inputs are files and folders. A line of JSON Lines (.jsonl, .ndjson, .jsonlines, .jl, .json) and a
 row of .parquet is a document; any other text file is one document. Each may be compressed, by gzip,
-xz, bzip2 or zstd. Every document begins with the end-of-text token. Written into --out, when all is complete: NAME_train_000001.bin and on,
-NAME_val_000000.bin and on, and NAME.json, which says what they hold; the same whatever --workers.
+xz, bzip2 or zstd. Every document begins with the end-of-text token. Written into --out, when all is
+complete: NAME_train_000001.bin and on, NAME_val_000000.bin and on, and NAME.json, which says what
+they hold; the same whatever --workers.
 
 Validation takes whole documents by a hash of their text, so that copies of one go to the same side;
 it gets the wanted number of tokens or up to 10 % fewer. Where documents are too few or too long for
@@ -85,16 +86,16 @@ def find_files(inputs, globs, exclude) -> list[Path]:
 
 def without_mark(path, data: bytes) -> bytes:
     """Without the byte order mark that some editors put first. Raises UserError for UTF-16."""
-    require(b"\0" not in data[:8192] and not data.startswith(b"%PDF"), f"{path}: holds zero bytes or "
-            "is a PDF, so it is no UTF-8 text; unpack it, convert it or leave it out")
+    require(b"\0" not in data[:8192] and not data.startswith(b"%PDF"), f"{path}: holds zero bytes "
+            "or is a PDF, so it is no UTF-8 text; unpack it, convert it or leave it out")
     return data.removeprefix("\ufeff".encode())
 
 def read_text(path, stream, _):
     rest = without_mark(path, stream.read(2 * PIECE_BYTES))
     with contextlib.suppress(ValueError, RecursionError):
         require(not isinstance(json.loads(rest.partition(b"\n")[0]), dict)
-                or path.suffix.lower() == ".txt", f"{path}: begins with a JSON object, as JSON Lines "
-                "does: name it .jsonl, or .txt if it is one text all the same")
+                or path.suffix.lower() == ".txt", f"{path}: begins with a JSON object, as JSON "
+                "Lines does: name it .jsonl, or .txt if it is one text all the same")
     begins = True
     while rest or begins:
         end = piece_end(rest)
@@ -139,8 +140,8 @@ def read_parquet(path, stream, text_field):
         raise UserError(f"{path}: no parquet file with text in {text_field!r} ({e!r})") from None
 
 def read_table(path, stream, _):
-    raise UserError(f"{path}: a table is no text: make JSON Lines of its column of texts, or name it "
-                    ".txt to take all of it as one text")
+    raise UserError(f"{path}: a table is no text: make JSON Lines of its column of texts, or name "
+                    "it .txt to take all of it as one text")
 
 READERS = {".parquet": read_parquet, ".csv": read_table, ".tsv": read_table, **dict.fromkeys(
     [".jsonl", ".ndjson", ".jsonlines", ".jl", ".json"], read_jsonl)}  # any other: text
@@ -151,8 +152,10 @@ def read_files(files, text_field):
         reader = READERS.get(name.suffix.lower(), read_text)
         try:
             with open(path, "rb") as raw:
-                opener = [opener for head, opener in OPENERS.items() if re.match(head, raw.peek(10))]
-                yield from reader(path, opener[0](raw) if opener else raw, text_field)
+                head = raw.peek(10)
+                stream = next((opener(raw) for form, opener in OPENERS.items()
+                               if re.match(form, head)), raw)
+                yield from reader(path, stream, text_field)
         except (EOFError, lzma.LZMAError, zlib.error, ValueError, OSError) as e:
             # An error of the disk has a number, those of the formats have none.
             require(getattr(e, "errno", None), f"{path}: damaged or cut off ({str(e)!r})")

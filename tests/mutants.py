@@ -171,7 +171,7 @@ IN_PROGRAMS = {
     ("data/common.py", "test_data_common.py"): [
         ("a token of vocab_size is sound", "tokens.max() «>=→>» vocab_size", "first_bad"),
         ("a program's own status is lost", "return main() «or→and» 0"),
-        ("two programs hold one lock", "fcntl.«LOCK_EX→LOCK_SH»", "one_run_at")],
+        ("two programs hold one lock", "fcntl.«LOCK_EX→LOCK_SH» | fcntl", "one_run_at")],
     ("data/fineweb.py", "test_data_fineweb.py"): [
         ("a chunk too few is fetched", "range(1, args.num_chunks« + 1→»)"),
         ("the hub's checksum is not compared", "check(path, «etag→None» if"),
@@ -259,9 +259,14 @@ IN_PROGRAMS = {
     ("records/tools/submission.py", "test_compare.py"): [
         ("a run's seconds, said to be milliseconds", "{«1000 * →»one.seconds:.0f}ms",
          "statistics_of")],
-    ("records/tools/load.py", "test_race.py"): [
-        ("a program outlives the one that started it",
-         "        «program.terminate()\n        program.wait()→pass»\n", "interrupted")]}
+    ("records/tools/load.py", "test_launch.py"): [
+        ("a script in another encoding is taken", 'read_text(encoding="«utf-8→latin-1»")',
+         "another_encoding")],
+    ("records/tools/leash.py", "test_race.py"): [
+        ("a program outlives the one that started it", "prctl(1, «SIGTERM→0»,", "interrupted")],
+    ("records/tools/leash.py", "test_watch.py"): [
+        ("a traceback begins in the leash", "«trace.tb_frame.f_code.co_filename == __file__→False»",
+         "leashed_script")]}
 
 def mutants_in(program: str, section: int, file: str, rows) -> list[Mutant]:
     return [Mutant(program, section, file, "".join(test), mistake,

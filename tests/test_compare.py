@@ -12,7 +12,7 @@ from conftest import ROOT
 from scipy import stats
 from test_logs import LOGS, log_text
 
-from records.tools import compare, load, logs
+from records.tools import compare, load, logs, submission
 
 GOOD = [3.2770, 3.2781, 3.2776, 3.2783]
 SAME = [3.2772, 3.2779, 3.2778, 3.2784]
@@ -261,6 +261,8 @@ def test_what_does_not_compare_is_not_compared(tmp_path, capsys, env, hyper, mor
                                                  or losses_compare is False)
     assert (found["paired"]["loss"]["p"] is not None) == losses_compare
     assert status == (0 if losses_compare else 2)
+    if not losses_compare:  # that alone is said, and no table that invites to compare
+        assert run_main(capsys, sides[0], "--vs", sides[1])[:2] == (2, "")
     assert err.count("\n") == err.count("error: Losses do not compare") == 1 - losses_compare
 
 # ---- What is printed -----------------------------------------------------------------------------
@@ -283,7 +285,8 @@ def test_two_sides_and_what_they_differ_in(tmp_path, capsys):
     _, out, _ = run_main(capsys, a, "--vs", tmp_path / "a")
     for line in ("hyperparameters: no difference in the logs", "source, B -> A:\nthe same"):
         assert f"\n{line}\n" in out
-    assert "missing in a log" in run_main(capsys, a, "--vs", LOGS / "console_only.log")[1]
+    console = LOGS / "console_only.log"
+    assert "missing in a log" in run_main(capsys, console, "--vs", console)[1]
 
 @pytest.mark.parametrize("end, row", [
     (None, "3.2000 25.00 s 100.00 250 250k 238 23.75 s"), ("step:0/", "- - - 0/0 - - -"),
@@ -403,6 +406,11 @@ def test_statistics_replace_only_their_own(tmp_path, capsys):
     folder = write(tmp_path / "a", GOOD)
     for _ in range(2):
         assert run_main(capsys, folder, "--statistics")[0] == 0
+    assert "no p-value of their difference" not in (folder / "statistics.md").read_text()
+    for repeat, warned in ((None, True), (3, False)):  # of a race until it is decided, or not
+        (tmp_path / "race.json").write_text(json.dumps({"repeat": repeat}))
+        assert (submission.PEEKED in run_main(capsys, folder, "--statistics")[2]) == warned
+        assert (submission.PEEKED in (folder / "statistics.md").read_text()) == warned
     (folder / "statistics.md").write_text("# by hand")
     with pytest.raises(logs.BadInput, match="was not written by --statistics"):
         compare.main([str(folder), "--statistics"])

@@ -88,6 +88,7 @@ def test_a_folder_is_of_one_run_at_a_time(tmp_path):
     assert other.exitcode == 0 and not folder.exists()
     folder.mkdir()
     (folder / "left").touch()
+    (folder / "foreign").mkdir()
     with staging(folder):
         assert [path.name for path in folder.iterdir()] == ["lock"]
     assert not folder.exists()

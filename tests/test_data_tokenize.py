@@ -157,8 +157,8 @@ def test_files_are_taken_in_the_order_of_their_paths_and_once(tmp_path, monkeypa
         assert [(top / path).relative_to(top).as_posix() for path in found] == expected.split()
 
 def test_no_file_below_a_folder_is_left_out_in_silence(tmp_path, monkeypatch):
-    """Links to folders are followed, each folder is read once, also of a ring of links, and one that
-    cannot be read is an error. Logs are found in the same way."""
+    """Links to folders are followed, each folder is read once, also of a ring of links, and one
+    that cannot be read is an error. Logs are found in the same way."""
     for name in ("in/own.txt", "real/a.txt", "real/run.log", "in/closed/b.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()

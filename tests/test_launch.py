@@ -4,6 +4,8 @@ import os
 import re
 import shutil
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,8 +53,9 @@ def test_ranks_are_as_many_as_there_are_cores_and_divide_the_micro_batches(files
     assert launch.cores() == launch.number_of_ranks(60, 0) == cores
     assert launch.number_of_ranks(7, 0) == 1
     assert [launch.number_of_ranks(8, gpus) for gpus in (1, 3, 8)] == [1, 2, 8]
-    monkeypatch.setenv("NPROC", "5")
-    assert launch.number_of_ranks(8, 0) == 5, "the script's own check refuses it"
+    monkeypatch.setenv("NPROC", "64")  # of a shell that uses it for make
+    with refused("NPROC=64 processes cannot share 8 micro-batches equally: unset NPROC", UserError):
+        launch.number_of_ranks(8, 0)
 
 @pytest.mark.parametrize("wanted, ranks, threads", [
     (None, 2, "1"), ("8", 6, "1"), ("8", 2, "3"), ("2", 2, "2"), ("0", 3, "2"), ("4,2", 1, "6")])
@@ -108,6 +111,8 @@ def test_a_driver_in_vain_is_said(tmp_path, monkeypatch):
     ("demo --repeat=2 --seed=1", "--repeat=2: takes a number above 0, and neither --seed nor"),
     ("speedrun", "speedrun takes weeks without a GPU; run demo"),
     ("no_such.py demo", "no_such.py: there is no such script"),
+    ("data/common.py demo", "is no copy of train_gpt.py, because it has no GPT, parse_flags, ch"),
+    ("demo --records=README.md/x", "--records=README.md/x takes no log: README.md is no folder"),
     ("demo --check", "NPROC=0 is not a number above 0"),
     ("demo --check", "srun has started 8 run.sh, which do not know of each other"),
     ("speedrun --text=README.md", "--text=README.md: trains the demo"),
@@ -145,10 +150,27 @@ def test_a_run_is_resumed_by_its_checkpoint_its_log_its_folder_or_as_the_newest(
         assert capsys.readouterr().out.endswith(f"run.sh: mine.py goes on from {checkpoint}\n")
     (log,) = Path("records").glob("*older.log")
     assert str(log)[:-4] in launch.find_resumed("other.py", [f"--resume={log}"])[1][0]
+    log.with_suffix("").rename("records/best")  # renamed, it is still the older one
+    log.rename("records/best.log")
+    assert launch.find_resumed(None, ["--resume="])[1] == [f"--resume={checkpoint}"]
+    renamed = checkpoint.parent.with_suffix(".log").rename("records/newest.log")  # the log alone
+    for run in (renamed, ""):
+        assert launch.find_resumed(None, [f"--resume={run}"])[1] == [f"--resume={checkpoint}"]
+    (checkpoint.parent / "step_kept.pt").symlink_to("step00000001.pt")  # by its content, step 1
+    assert launch.find_resumed(None, ["--resume="])[1] == [f"--resume={checkpoint}"]
+    with open(renamed), refused("is still being written, by process "
+                                f"{os.getpid()}: wait for its end", UserError):
+        launch.find_resumed(None, ["--resume="])
     shutil.move("records", "elsewhere")
     assert launch.find_resumed(None, ["--records=elsewhere", "--resume="])[0] == "mine.py"
 
 # ---- The data ------------------------------------------------------------------------------------
+
+def test_a_script_in_another_encoding_is_one_line(tmp_path):
+    path = tmp_path / "latin.py"
+    path.write_bytes("# -*- coding: latin-1 -*-\n# caf\xe9\n".encode("latin-1"))
+    with refused("latin.py: is no text in UTF-8 .*; save it as UTF-8", UserError):
+        launch.load_script(path)
 
 def test_the_presets_get_the_data_that_they_need(started, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -197,6 +219,18 @@ def test_what_was_made_here_and_is_damaged_is_made_again(damage, tokenizing, cap
         capsys.readouterr().out)
     assert {path.name: path.read_bytes() for path in Path("d").iterdir()} == {
         **good, "other.bin": b""}
+
+def test_a_second_start_waits_for_what_the_first_one_makes(tokenizing, monkeypatch, capsys):
+    Path("text.txt").write_text("to be or not to be " * 1000)
+    make = launch.start
+    monkeypatch.setattr(launch, "start",
+                        lambda *words: (second.start(), time.sleep(1), make(*words)))
+    second = threading.Thread(target=lambda: made.append(launch.make_shards("d/s", "text.txt")))
+    made = []
+    assert launch.make_shards("d/s", "text.txt")
+    second.join()
+    assert made == [False] and len(tokenizing) == 1
+    assert "note: another program makes files in d; this one waits" in capsys.readouterr().err
 
 def test_a_text_is_tokenized_once_and_again_when_it_has_changed(tokenizing, capsys):
     text = Path("my texts", "demo.txt")

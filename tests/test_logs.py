@@ -322,6 +322,13 @@ def test_a_line_that_a_full_disk_has_cut_is_no_result(tmp_path):
         assert losses_of(run) == [10.8, 4.0] and not run.finished and run.lines[-1].step == 250
         assert losses_of(read_text(tmp_path, text[:end])) == [10.8, 4.0]  # killed there
 
+def test_a_parent_that_was_renamed_is_found_by_what_it_says(tmp_path):
+    name = "2026-01-01T00-00-00Z_a"
+    (tmp_path / "best.log").write_text(log_text((4.0, 3.9), notes=[f"log: records/{name}.log"]))
+    (tmp_path / "b.log").write_text(log_text((3.9, 3.8), parent=f"gone/{name}", first=125))
+    run = logs.read_run(tmp_path / "b.log", "b")
+    assert not run.missing and losses_of(run) == [4.0, 3.9, 3.8]
+
 # ---- Without the packages ------------------------------------------------------------------------
 
 @pytest.mark.parametrize("package, program, arguments", [

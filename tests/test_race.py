@@ -143,8 +143,8 @@ def test_a_race_in_turn_with_the_same_seeds(place, capsys):
     out = capsys.readouterr().out
     folder = place / "records" / "race_record"
     assert sorted(path.name for path in folder.iterdir()) == [
-        "base", "race.html", "race.json", "race.png", "record", "record.patch", "verdict.json",
-        "verdict.txt"]
+        ".lock", "base", "base.py", "race.html", "race.json", "race.png", "record", "record.patch",
+        "record.py", "verdict.json", "verdict.txt"]
     ends = [[logs.read_run(path, "x").loss for path in finished_logs(place, side)]
             for side in ("record", "base")]
     verdict = " ".join((folder / "verdict.txt").read_text().split())
@@ -276,7 +276,7 @@ def test_two_settings_of_one_script(place):
         assert ("--muon_lr=0.5 --val_loss_every=2" in line) == ("--name=base_ours " in line)
     assert (place / "records" / "race_x" / "base_ours").is_dir()
     asked = (place / "honesty.py.asked").read_text().splitlines()
-    assert asked[1] == f"{place}/base.py --weights demo --save_every=3"
+    assert asked[1] == f"{place}/records/race_x/base.py --weights demo --save_every=3"
 
 @pytest.mark.parametrize("old, new, flags, words", [
     ("loss = 5", "loss = missing", [], "whose output is above; mend it and start the race again"),
@@ -331,7 +331,7 @@ def test_a_race_that_goes_on_refuses_what_has_changed(place, capsys, monkeypatch
         assert "was begun with other scripts or flags: " in err and words in err
         assert "Go back to them, remove that folder, or give this race a --name of its own" in err
 
-    is_refused("record.flags was ['--muon_lr=1'] and is ['--muon_lr=2']", "--muon_lr=2")
+    is_refused("or flags: --muon_lr=1 then, --muon_lr=2 now. Go back", "--muon_lr=2")
     is_refused("first_seed was 1 and is 2", "--muon_lr=1", "--seed=2")
     monkeypatch.setenv("NPROC", "2")
     is_refused("NPROC was None and is 2", "--muon_lr=1")
@@ -354,9 +354,10 @@ ON_ALL_SIDES = "this flag takes effect on all sides or on none"
     (["--only_ours=--muon_lr=1 --val_tokens 9"], ON_ALL_SIDES),
     (["--only_ours=--vocab_size=99"], ON_ALL_SIDES), (["--only_ours=--text=a"], ON_ALL_SIDES),
     ([f"{ROOT}/train_gpt.py --val_seq_len=64"], ON_ALL_SIDES),
+    (["base.py"], "would race itself, with the same settings: name a copy"),
     (["demo"], "no word names a copy: ./run.sh race my_record.py")])
 def test_wrong_usage_starts_nothing(flags, words, place, capsys):
-    script = flags.pop() if flags == ["demo"] else "record.py"
+    script = flags.pop() if flags in (["demo"], ["base.py"]) else "record.py"
     assert run_race(place, *flags, script=script) == 2
     out = capsys.readouterr()
     assert words in out.err and not (place / "starts").exists() and len(out.err.splitlines()) == 1
@@ -403,16 +404,19 @@ def wait_until(done):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="signals and pgrep as on Linux")
 @pytest.mark.parametrize("number, group, status", [
-    (signal.SIGINT, True, 130), (signal.SIGTERM, False, 143), (signal.SIGKILL, True, -9)])
+    (signal.SIGINT, True, 130), (signal.SIGTERM, False, 143), (signal.SIGKILL, False, -9)])
 def test_interrupted_it_goes_on_and_no_run_is_lost_or_counted_twice(number, group, status, place,
                                                                     capsys):
-    """While it runs, it cannot be started a second time."""
+    """While it runs, it cannot be started a second time, and its script may be edited: it runs what
+    it began with. When it is killed, its run ends too."""
     hold = place / "starts.hold"
     hold.touch()
     program = begin(place)
     wait_until((place / "starts.held").exists)  # three steps into the third of four runs
     assert run_race(place, "--repeat=2") == 2
     assert "race_record: this race is running already; wait for it" in capsys.readouterr().err
+    for side in ("record", "base"):
+        (place / f"{side}.py").write_text("an edit that is half done")
     (os.killpg if group else os.kill)(program.pid, number)
     assert program.wait() == status
     pattern = f"{place}.*--seed"  # of a stand-in that trains
@@ -422,6 +426,8 @@ def test_interrupted_it_goes_on_and_no_run_is_lost_or_counted_twice(number, grou
         assert "race: the same command goes on from the runs that are done\n" in text
         assert text.endswith("interrupted\n") and "Traceback" not in text
     hold.unlink()
+    (place / "base.py").write_text(STAND_IN)
+    changed(place, "OFFSET = 0.0", "OFFSET = -0.1")
     run_race(place, "--repeat=2")
     assert "2 runs are done" in capsys.readouterr().out
     assert len(starts(place)) == 2 + 5

@@ -170,11 +170,18 @@ def test_of_several_runs_the_newest_is_taken(tmp_path, monkeypatch, capsys):
         folder.mkdir()
         for path in (folder.with_suffix(".log"), folder / "step00000001.pt"):
             path.touch()
-    for pattern in ("*", "*.log", "*/*.pt"):
-        runs = sorted(tmp_path.glob(pattern))
-        found = sample.load_run(SimpleNamespace(run=runs, script=None))
-        assert sample.folder_of(found) == newest
-        assert f"note: the newest of {len(runs)} runs: {found}\n" == capsys.readouterr().err
+    for name in ("2025-12-31T23-59-59Z_z", "best"):
+        for pattern in ("*", "*.log", "*/*.pt"):
+            runs = sorted(tmp_path.glob(pattern))
+            found = sample.load_run(SimpleNamespace(run=runs, script=None))
+            assert sample.folder_of(found) == newest
+            assert f"note: the newest of {len(runs)} runs: {found}\n" == capsys.readouterr().err
+        if name == "best":
+            break
+        for path in sorted(tmp_path.glob("2025*")):  # renamed, it is still the older one
+            path.rename(path.with_name(f"best{path.suffix}"))
+        torch.save({"log": f"r/{name}.log"}, tmp_path / "best" / "step00000001.pt")
+        (tmp_path / "best.log").write_text(log_text(notes=[f"log: r/{name}.log"]))
 
 def test_a_run_of_another_script_needs_that_script(tmp_path, run_sample, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -196,7 +203,7 @@ def test_a_run_of_another_script_needs_that_script(tmp_path, run_sample, monkeyp
     (["unknown"], "unknown/step00000000.pt: does not fit"), (["shape"], "mismatch"),
     (["x", "--tokens=0"], "--tokens: 0: expected a whole number from 1 on"),
     (["x", "--temperature=nan"], "--temperature: nan: expected a number from 0 on"),
-    (["x", "--script=other.py"], "other.py: is not a training script")])
+    (["x", "--script=other.py"], "other.py: is no copy of train_gpt.py, because it has no GPT")])
 def test_what_cannot_be_used_is_one_line(tmp_path, run_sample, monkeypatch, run, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other.py").write_text("BLOCK = 128\n")

@@ -10,6 +10,7 @@ import pytest
 from conftest import ROOT, RUN_SH, TINY, log_path, newest_checkpoint, planted, run_sh
 
 from records.tools import watch
+from records.tools.load import LEASH
 
 def test_on_a_terminal_a_training_step_is_shown_every_two_seconds(monkeypatch):
     steps = [f"step:{n}/9 train_loss:1" for n in range(9)]
@@ -34,7 +35,8 @@ def started(*argv, until, **env) -> subprocess.Popen:
     raise AssertionError("".join(output))
 
 @pytest.mark.parametrize("number, to_all, ranks, steps", [
-    (signal.SIGINT, True, "1", 0), (signal.SIGINT, True, "2", 10), (signal.SIGTERM, False, "2", 0)])
+    (signal.SIGINT, True, "1", 0), (signal.SIGINT, True, "2", 10), (signal.SIGTERM, False, "2", 0),
+    (signal.SIGKILL, False, "2", 10)])
 def test_a_signal_leaves_nothing_behind_and_says_how_to_go_on(tmp_path, shards, number, to_all,
                                                               ranks, steps):
     """Ctrl+C, which a terminal sends to all, or a signal to run.sh alone, as from a scheduler. The
@@ -42,8 +44,14 @@ def test_a_signal_leaves_nothing_behind_and_says_how_to_go_on(tmp_path, shards, 
     flags = [*TINY[1:], "--num_iterations=4000", "--epochs=10000", "--val_loss_every=0",
              f"--save_every={steps}"]
     run = started("demo", *flags, *shards, f"--records={tmp_path}", until="step:50/", NPROC=ranks)
+    if number == signal.SIGKILL:  # it is alive, so it is not resumed, which would run it twice
+        again = run_sh(f"--resume={log_path(tmp_path)}")
+        assert again.returncode == 2 and "is still being written, by process " in again.stderr
     (os.killpg if to_all else os.kill)(run.pid, number)
     output, _ = run.communicate(timeout=20)
+    if number == signal.SIGKILL:
+        assert run.returncode == -number
+        return
     assert run.returncode == 128 + number, output
     what = "it has saved no checkpoint to go on from; the same command starts it again"
     if steps:
@@ -66,6 +74,27 @@ def test_a_rank_that_fails_is_said_last_without_torchruns_report(tmp_path, shard
         f"error: {words}", f"run.sh: to go on: ./run.sh {copy} --resume={checkpoint}"], done.stderr
     assert "ChildFailedError" not in done.stderr
     assert ("AssertionError: a defect" in done.stderr) == (status == 1)
+
+def test_a_leashed_script_runs_as_any_other(tmp_path):
+    """It is __main__, its traceback begins in it, and its helpers are found beside it."""
+    (tmp_path / "helper.py").write_text("def fail():\n    raise ValueError('mine')\n")
+    script = tmp_path / "a script.py"
+    script.write_bytes("""# -*- coding: latin-1 -*-
+import helper, pickle, sys
+from dataclasses import dataclass
+@dataclass
+class Own:
+    x: str = "\xe9"
+print(sys.argv, __name__, __file__, sys.path[0], pickle.loads(pickle.dumps(Own())))
+helper.fail()
+""".encode("latin-1"))
+    mistake = tmp_path / "mistake.py"
+    mistake.write_text("x = = 1")
+    for words in ([script, "a", "--b=1"], [mistake], ["-c", "import sys; sys.exit(3)"]):
+        plain, leashed = (subprocess.run([sys.executable, *leash, *words], capture_output=True,
+                                         check=False) for leash in ([], [LEASH]))
+        assert (plain.returncode, plain.stdout) == (leashed.returncode, leashed.stdout)
+        assert plain.stderr == leashed.stderr
 
 def test_a_console_that_goes_away_does_not_end_the_run(tmp_path, shards):
     run = started("demo", *TINY[1:], *shards, f"--records={tmp_path}", "--num_iterations=40",

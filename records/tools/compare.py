@@ -387,14 +387,16 @@ def main(arguments=None):
     if options.statistics:
         from records.tools import submission
         path = submission.write(candidates, baseline, comparisons, target)
+        if submission.until_decided(sides):
+            say(f"warning: {submission.PEEKED}", sys.stderr)
         say(f"{path} is written", sys.stderr)
+    apart = [side for side in candidates if baseline and not comparable_losses(side, *baseline)]
     if options.json:
         found = {"version": 11, "target": target, "sides": sides, "comparisons": comparisons,
                  "unread": unread}
         print(json.dumps(found, indent=1, default=as_json, allow_nan=False))
-    else:
+    elif len(apart) < len(candidates):
         report(candidates, baseline, comparisons, target)
-    apart = [side for side in candidates if baseline and not comparable_losses(side, *baseline)]
     for side in apart:
         say(f"error: {other_validation(side, *baseline)}", sys.stderr)
     return 2 if apart else 1 if unread else 0

@@ -6,11 +6,15 @@ Old Pythons read this as well, down to 2.7.
 """
 
 import importlib
+import os
 import re
 import sys
 
 if sys.version_info < (3, 10):
     sys.exit("Python %d.%d is older than 3.10" % sys.version_info[:2])
+for file in sorted(os.listdir(".")):
+    if file.endswith(".py") and file[:-3] in sys.stdlib_module_names:
+        sys.exit("%s in this folder hides Python's own module: give it another name" % file)
 for name in sys.argv[1:]:
     try:
         importlib.import_module(name)

@@ -18,6 +18,7 @@ that the copy refuses, are one line and status 2; another error of the copy keep
 
 import contextlib
 import copy
+import glob
 import hashlib
 import itertools
 import os
@@ -28,7 +29,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from records.tools.load import ROOT, TORCHRUN, ArgumentParser, UserError, require, run
+from records.tools.load import LEASH, ROOT, TORCHRUN, ArgumentParser, UserError, require, run
 
 import numpy as np
 import torch
@@ -76,7 +77,8 @@ class Trial:
         self.script = checked_script(path)
         known = self.script.Hyperparameters.__dataclass_fields__
         sizes = [flag for flag in SIZES if flag[2:].partition("=")[0] in known]
-        files = [f"--{name}_files={folder}/{name}_*.bin" for name in ("train", "val")]
+        files = [f"--{name}_files={glob.escape(str(folder))}/{name}_*.bin"
+                 for name in ("train", "val")]
         self.flags = ["--preset=demo", *flags, *sizes, *files]
         self.world = self.script.World(0, 1, torch.device("cpu"))
         hp, _ = self.script.parse_flags(self.flags)
@@ -127,8 +129,8 @@ class Trial:
                 self.script.main(arguments)
         else:
             done = subprocess.run(
-                [sys.executable, "-W", "ignore", *TORCHRUN, f"--nproc_per_node={processes}",
-                 str(self.path), *arguments],
+                [sys.executable, LEASH, "-W", "ignore", *TORCHRUN,
+                 f"--nproc_per_node={processes}", LEASH, str(self.path), *arguments],
                 env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
             require(done.returncode == 0, f"it fails on {processes} processes: "
                     f"{one_line((done.stderr.strip() or 'no output')[-400:])}")
@@ -266,8 +268,6 @@ def main():
     options, words = parser.parse_known_args()
     path, flags = split_words(words)
     require(path, f"name the script first: {usage}")
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name, None)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
         for line in check(path, flags, [*[weights] * options.weights, check_model, check_runs]):

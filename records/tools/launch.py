@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from records.tools import logs
-from records.tools.load import ArgumentParser, UserError, child, load_script, require, run
+from records.tools.load import ArgumentParser, UserError, child, load_script, locked, require, run
 
 import torch
 
@@ -78,17 +78,27 @@ def find_resumed(path: str | None, flags: list[str]) -> tuple[str, list[str], di
         return path or "train_gpt.py", flags, {}
     run = Path(values["--resume"] or values.get("--records", "records")).expanduser()
     checkpoint = sample.find_checkpoint(run)
-    try:
-        saved = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
-        settings, source = saved["settings"], saved["script"]
-    except Exception:  # of many kinds; the script's own check says what is wrong with the file
-        settings, source = {}, None
+    writer = writer_of(checkpoint.resolve().parent)
+    require(not writer, f"the log of {checkpoint} is still being written, by process {writer}: wait "
+            "for its end, or end it, before you resume it")
+    saved = sample.content_of(checkpoint)  # the script's own check says what is wrong with it
+    settings, source = saved.get("settings", {}), saved.get("script")
     scripts = ["train_gpt.py", *sorted(map(str, Path().glob("*.py")))]
     same = [script for script in scripts if source and sample.source_hash(Path(script)) == source]
     path = path or (same or scripts)[0]
     say(f"{path} goes on from {checkpoint}")
     flags = [flag for flag in flags if not flag.startswith("--resume=")]
     return path, [*flags, f"--resume={checkpoint}"], settings
+
+def writer_of(folder: Path) -> int | None:
+    """A process on this machine that has the log of this folder of checkpoints open, as far as the
+    system shows."""
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            file = Path(os.readlink(link))
+            if file.parent == folder.parent and file.suffix == ".log" and (
+                    folder.name in (file.stem, sample.born(file))):
+                return int(link.parts[2])
 
 def cores() -> int:
     """How many this process may use: by its affinity, and by the quotas of its control groups, as a
@@ -114,6 +124,8 @@ def number_of_ranks(micro_batches: int, gpus: int) -> int:
     wanted = os.environ.get("NPROC")
     if wanted:
         require(wanted.isdecimal() and int(wanted) > 0, f"NPROC={wanted} is not a number above 0")
+        require(micro_batches % int(wanted) == 0, f"NPROC={wanted} processes cannot share "
+                f"{micro_batches} micro-batches equally: unset NPROC, or set one that divides it")
         return int(wanted)
     return max(n for n in range(1, (gpus or cores()) + 1) if micro_batches % n == 0)
 
@@ -157,7 +169,10 @@ def prepare_cpu(ranks: int):
 def make_shards(prefix: str, *words: str) -> bool:
     """Makes shards of shuffled bytes by these words for data/tokenize_text.py, unless there are
     some that are still as their sidecar says, which is written last. Says whether it made any."""
-    sidecar = Path(f"{prefix}.json")
+    with locked(Path(prefix).with_name(f".{Path(prefix).name}.lock")):
+        return remake_shards(Path(f"{prefix}.json"), *words)
+
+def remake_shards(sidecar: Path, *words: str) -> bool:
     old = [*sidecar.parent.glob(f"{sidecar.stem}_*.bin"), *sidecar.parent.glob(sidecar.name)]
     with suppress(OSError, ValueError, LookupError, TypeError):
         sides = json.loads(sidecar.read_text())
@@ -166,7 +181,8 @@ def make_shards(prefix: str, *words: str) -> bool:
         if found == sums and sides["shuffle"] == PIECE:
             return False
     if old:
-        say(f"{prefix}*: files are missing, damaged or of an older kind; all are made again")
+        say(f"{sidecar.with_suffix('')}*: files are missing, damaged or of an older kind; all are "
+            "made again")
     for path in old:
         path.unlink()
     start("data/tokenize_text.py", *words, f"--out={sidecar.parent}", f"--name={sidecar.stem}",
@@ -226,7 +242,7 @@ def show_sample(path: str, log: Path, hp, prompt: list[str]):
     except (UserError, UnicodeEncodeError) as e:  # the disk was full, say
         say(f"no sample: {e}")
         return
-    say(f"what the model writes after step {int(checkpoint.stem[4:])} of {hp.num_iterations}:")
+    say(f"what the model writes after step {sample.step_of(checkpoint)} of {hp.num_iterations}:")
     words = [*[f"--script={path}"] * (path != "train_gpt.py"), *prompt]
     start("records/tools/sample.py", str(checkpoint), *words, "--tokens=300", "--temperature=0.9")
     another = shlex.join(["./run.sh", "sample", str(log), *words, "--seed=1"])
@@ -249,7 +265,7 @@ def main(argv=None):
     path, flags, saved = find_resumed(path, flags)
     if own.text is not None and "--preset=demo" not in flags:
         flags.insert(0, "--preset=demo")
-    script = load_script(path)
+    script = sample.checked_script(Path(path), "parse_flags", "check_settings")
     try:
         hp, command = script.parse_flags(flags)
         if command.resume:
@@ -263,6 +279,10 @@ def main(argv=None):
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     require(own.repeat is None or own.repeat > 0 and hp.seed < 0 and not command.resume,
             f"--repeat={own.repeat}: takes a number above 0, and neither --seed nor --resume")
+    records = Path(hp.records).expanduser()
+    there = next(path for path in (records, *records.parents, Path()) if os.path.exists(path))
+    require(there.is_dir() and os.access(there, os.W_OK), f"--records={hp.records} takes no log: "
+            f"{there} is no folder that you can write into")
     require(own.text is None or command.preset == "demo" and not own_data,
             f"--text={own.text}: trains the demo, and takes neither --train_files nor --val_files")
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")

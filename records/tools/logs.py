@@ -11,6 +11,7 @@ chain are read as one run, which is called by the newest of them.
 """
 
 import codecs
+import contextlib
 import copy
 import hashlib
 import math
@@ -225,6 +226,9 @@ class Run:
         self.missing = None  # why the beginning of the chain is not among them
         self.changed = []  # settings, on resuming
         self.mixed = []  # in what else the logs of the chain differ
+        # What its log was called when it began, with the time; the file may be renamed later.
+        born = re.search(r"(?m)^log: (.+)\.log$", sections.steps) if settings else None
+        self.born = os.path.basename(born[1]) if born else Path(path).stem
         self.reached = None  # where it meets the target
         self.hyperparameters = settings
         self.environment = environment
@@ -339,6 +343,10 @@ class Reader:
                 if len(parents) > 1:
                     raise BadInput(f"{path} holds {len(parents)} runs")
                 return parents[0]
+        for path in (*self.paths.values(), *sorted(Path(piece.path).parent.glob("*.log"))):
+            with contextlib.suppress(BadInput):
+                if self.pieces(path)[0].born == Path(name).stem:  # it was renamed
+                    return self.pieces(path)[0]
         raise BadInput(f"{name} is missing")
 
     def runs(self, path, name):

@@ -16,9 +16,10 @@ takes more to be better, since the best of many looks good by chance. A candidat
 once its difference is surely within +-W (--worth=W), or its losses are the baseline's to the last
 digit in two pairs. With --repeat=N, every candidate gets N pairs, and a p-value at the end.
 
-Before its first run each script trains one step, which does not count but shows its mistakes, and
-./run.sh honest checks that its validation loss is honest. A copy that fails is not raced, unless
---dishonest says so; the verdict then begins with what the check saw.
+The race keeps a copy of each script in its folder, and runs that: the script may be edited for the
+next idea meanwhile. Before its first run each script trains one step, which does not count but
+shows its mistakes, and ./run.sh honest checks that its validation loss is honest. A copy that fails
+is not raced, unless --dishonest says so; the verdict then begins with what the check saw.
 
 The race lies in records/race_NAME, a folder of logs for each script; NAME is the first copy's, or
 --name. Interrupted, the same command goes on with it, unless a script or a flag has changed.
@@ -62,6 +63,8 @@ from records.tools.tables import plain, runs_of
 from records.tools.trial import Entry, script_text
 
 from tqdm import tqdm
+
+from data.common import write_whole
 
 STEP = re.compile(r"step:(\d+)/(\d+) ")
 VALIDATION = {"--val_files", "--val_tokens", "--val_seq_len", "--vocab_size", "--text"}
@@ -147,6 +150,10 @@ def parse(arguments) -> Race:
         require(flag.partition("=")[0] not in ("--resume", "--check"),
                 f"{flag}: a race starts runs of its own; leave it out")
     baseline, *candidates = racers
+    for one in candidates:
+        require(one.flags != baseline.flags or not os.path.samefile(one.script, baseline.script),
+                f"{one.script} would race itself, with the same settings: name a copy, or give "
+                "--only_ours a flag (a second file with equal text shows how far runs spread)")
     folder = Path(options.records).expanduser() / f"race_{options.name or candidates[0].name}"
     return Race(folder, candidates, baseline, options)
 
@@ -177,25 +184,29 @@ def check(race: Race):
     tried, and what is raced is written down. Then reads the runs that are done."""
     path = race.folder / "race.json"
     try:
-        before = dict(json.loads(path.read_text() or "{}"))
+        before = dict(json.loads(path.read_text() if path.exists() else "{}"))
     except (ValueError, TypeError) as error:
         raise UserError(f"{path}: cannot be read ({error}); remove {race.folder} to begin "
                         "anew") from None
     for racer in race.racers:
         racer.dishonest = before.get(f"{racer.name}.dishonest", "")
         racer.weights = before.get(f"{racer.name}.weights", {})
-    changed = [f"{key} was {before[key]} and is {value}" for key, value in definition(race).items()
-               if before.get(key, value) != value]
+    changed = dict.fromkeys(
+        how_it_changed(key, before[key], value) for key, value in definition(race).items()
+        if before.get(key, value) != value)
     require(not changed, f"{race.folder} was begun with other scripts or flags: "
             f"{'; '.join(changed)}. Go back to them, remove that folder, or give this race "
             "a --name of its own")
+    for racer in race.racers:
+        racer.kept = str(race.folder / f"{racer.name}.py")
+        write_whole(Path(racer.kept), racer.text)
     announce(race)
     new = [racer for racer in race.racers if f"{racer.name}.sha256" not in before]
     for racer in new:
         if race.racing:  # else the baseline need not be tried
             try_out(race, racer)
     if race.racing:
-        path.write_text(json.dumps(definition(race), indent=1))
+        write_whole(path, json.dumps(definition(race), indent=1))
     for one in race.racing if new else ():
         say_unequal(one, race.baseline)
     for racer in race.racers:
@@ -203,6 +214,14 @@ def check(race: Race):
     done = sum(len(racer.runs) for racer in race.racers)
     if done:
         say(f"{runs_of(done, 'run')} are done")
+
+def how_it_changed(key: str, before, now) -> str:
+    """What has changed. Of flags, those that differ; the sides share most of them."""
+    if not isinstance(before, list):
+        return f"{key} was {before} and is {now}"
+    sides = [[word for word in ours if word not in theirs] or ["nothing"]
+             for ours, theirs in ((before, now), (now, before))]
+    return f"{' '.join(sides[0])} then, {' '.join(sides[1])} now"
 
 def announce(race: Race):
     names = ", ".join(one.name for one in race.candidates)
@@ -328,7 +347,7 @@ def look(race: Race, pair: int):
 def conclude(race: Race, interrupted: bool = False) -> int:
     """Write the verdict, the pictures and the changes; returns the exit status."""
     found = outcome_of(race)
-    (race.folder / "verdict.json").write_text(json.dumps(found.rows, indent=1), encoding="utf-8")
+    write_whole(race.folder / "verdict.json", json.dumps(found.rows, indent=1))
     verdict.write_page(found, race.folder, alive=False)
     for one in race.candidates:
         patch = verdict.patch_of(one, race.baseline)
@@ -354,7 +373,7 @@ def main(arguments=None) -> int:
     os.chdir(ROOT)
     race = parse(sys.argv[1:] if arguments is None else arguments)
     console = sys.stderr if race.options.json else sys.stdout
-    alone = locked(race.folder / "race.json", "this race is running already; wait for it, or give "
+    alone = locked(race.folder / ".lock", "this race is running already; wait for it, or give "
                    "this one a --name of its own")
     with contextlib.redirect_stdout(console), alone:
         check(race)

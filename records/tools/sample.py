@@ -13,8 +13,10 @@ import contextlib
 import hashlib
 import itertools
 import os
+import re
 import sys
 from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -56,10 +58,12 @@ def arguments(verb: str, description: str) -> ArgumentParser:
     add("--vocab_dir", metavar="DIR", help="of GPT-2's encoder.json and vocab.bpe (downloaded)")
     return parser
 
-def checked_script(path: Path) -> ModuleType:
-    """A training script as a module. Raises UserError where there is none."""
+def checked_script(path: Path, *names: str) -> ModuleType:
+    """A training script as a module. Raises UserError where there is none, or it lacks a name."""
     script = load_script(path)
-    require(hasattr(script, "GPT"), f"{path}: is not a training script, because it has no GPT")
+    missing = [name for name in ("GPT", *names) if not hasattr(script, name)]
+    require(not missing,
+            f"{path}: is no copy of train_gpt.py, because it has no {', '.join(missing)}")
     return script
 
 def source_hash(path: Path) -> str:
@@ -68,10 +72,46 @@ def source_hash(path: Path) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 def folder_of(run: Path) -> Path:
-    """The folder of the run that this log, folder or checkpoint belongs to."""
+    """The folder of the run that this log, folder or checkpoint belongs to. A log that was renamed
+    alone still says what its folder is called."""
     if run.suffix == ".pt":
         return run.parent
-    return run.with_suffix("") if run.suffix == ".log" and not run.is_dir() else run
+    if run.suffix != ".log" or run.is_dir():
+        return run
+    folder = run.with_suffix("")
+    return folder if folder.is_dir() else folder.with_name(born(run))
+
+def born(run: Path) -> str:
+    """What a log, or the log of a folder or checkpoint, was called at first, by what it says."""
+    folder = run.parent if run.suffix == ".pt" else run
+    log = run if run.suffix == ".log" else folder.parent / f"{folder.name}.log"
+    with contextlib.suppress(logs.BadInput):
+        return logs.read_run(log, "").born
+    found = [run] if run.suffix == ".pt" else checkpoints_in(folder)
+    return content_of(found[-1]).get("log", folder.name) if found else log.stem
+
+def began(run: Path) -> tuple[str, str]:
+    """When a run began, by its first name, or if that has no time, by its file's; and that name."""
+    name = born(run)
+    found = re.search(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\dZ", name)
+    seconds = run.stat().st_mtime if run.exists() else 0
+    time = f"{datetime.fromtimestamp(seconds, timezone.utc):%FT%H-%M-%SZ}"
+    return found[0] if found else time, name
+
+def content_of(checkpoint: Path) -> dict:
+    """What a checkpoint holds; nothing if it is none."""
+    with contextlib.suppress(Exception):  # a damaged file leads to many kinds
+        return dict(torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True))
+    return {}
+
+def step_of(checkpoint: Path) -> int:
+    """By its name, or if that was changed, by its content."""
+    found = re.fullmatch(r"step(\d{8})\.pt", checkpoint.name)
+    return int(found[1]) if found else content_of(checkpoint).get("step", -1)
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Its checkpoints by their step."""
+    return sorted(folder.glob("*.pt"), key=step_of)
 
 def find_checkpoint(run: Path) -> Path:
     """The newest checkpoint of a run; in a folder of logs, of the newest run that has one. If a
@@ -79,7 +119,8 @@ def find_checkpoint(run: Path) -> Path:
     from which it does."""
     if run.suffix == ".pt" and run.is_file():
         return run
-    runs = sorted(run.glob("*.log"), key=lambda log: log.name, reverse=True)
+    runs = [path for path in run.iterdir() if path.suffix == ".log"] if run.is_dir() else []
+    runs.sort(key=began, reverse=True)
     for log in runs:
         with contextlib.suppress(UserError, logs.BadInput):
             return find_checkpoint(log)
@@ -87,17 +128,17 @@ def find_checkpoint(run: Path) -> Path:
     folder = folder_of(run)
     require(run.suffix != ".pt" and (folder.is_dir() or run.is_file()),
             f"{run}: there is no such run; name its log, its folder or a checkpoint")
-    found = sorted(folder.glob("step*.pt"))
-    log = folder.parent / f"{folder.name}.log"
+    found = checkpoints_in(folder)
+    log = run if run.suffix == ".log" else folder.parent / f"{folder.name}.log"
     if not found and log.is_file():
         chain = logs.read_run(log, folder.name)
         for (before, _), (_, step) in reversed([*itertools.pairwise(chain.logs)]):
-            found = found or [path for path in sorted(folder_of(Path(before)).glob("step*.pt"))
-                              if path.name <= f"step{step:08}.pt"]
+            found = found or [path for path in checkpoints_in(folder_of(Path(before)))
+                              if step_of(path) <= step]
         require(found or not chain.missing,
                 f"{log}: has saved no checkpoint yet, and {chain.missing}")
-    require(found, f"{folder}: has no checkpoint; the run has not saved one yet, or was told to "
-            "save none (--save_every=0)")
+    require(found, f"{folder}: has no checkpoint; the run has not saved one yet, was told to save "
+            "none (--save_every=0), or its folder was renamed or removed")
     return found[-1]
 
 def load_model(run, device="cpu", script_path: Path | None = None) -> Trained:
@@ -127,7 +168,7 @@ def load_model(run, device="cpu", script_path: Path | None = None) -> Trained:
 def load_run(args) -> Trained:
     """The model of the run that the arguments name. Raises UserError."""
     runs = [Path(run) for run in args.run]
-    newest = max(runs, key=lambda run: (folder_of(run).absolute().name, run.name))
+    newest = max(runs, key=lambda run: (began(run), run.name))
     if len(runs) > 1:
         note(f"the newest of {len(runs)} runs: {newest}")
     return load_model(newest, "cuda" if torch.cuda.is_available() else "cpu", args.script)

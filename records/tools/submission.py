@@ -2,6 +2,8 @@
 statistics, the one-sided p against the target, Welch's tests, and the values as Python lists. Its
 figures are those of two published ones, as tests/test_compare.py checks."""
 
+import contextlib
+import json
 import os
 from pathlib import Path
 from statistics import median
@@ -9,6 +11,9 @@ from statistics import median
 from records.tools import judge
 from records.tools.logs import BadInput, number
 
+PEEKED = ("These runs are of a race that looked after each pair and stopped when it was decided, "
+          "so no p-value of their difference holds: its E does, which ./run.sh compare "
+          "--until_decided=0.01 gives.")
 MARK = "Written by `./run.sh compare --statistics`."
 
 def section(side, target):
@@ -30,6 +35,15 @@ def section(side, target):
         lines += [f"p(mean val_loss < {target:g}) = **{number(side.rule['p'], '.10f')}**, by "
                   f'`scipy.stats.ttest_1samp(losses, {target:g}, alternative="less").pvalue`.', ""]
     return lines
+
+def until_decided(sides):
+    """Whether a run lies in the folder of a race that was not of a fixed number of pairs."""
+    folders = {Path(one.path).resolve().parents[1] for side in sides for one in side.used}
+    for path in (folder / "race.json" for folder in folders):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            if json.loads(path.read_text()).get("repeat") is None:
+                return True
+    return False
 
 def counted(runs, what):
     return " | ".join(sorted({str(getattr(one, what) or "unknown") for one in runs}))
@@ -56,7 +70,7 @@ def write(candidates, baseline, comparisons, target):
     path = Path(os.path.commonpath(folders)) / "statistics.md"
     if path.exists() and MARK not in path.read_text(encoding="utf-8", errors="replace"):
         raise BadInput(f"{path} was not written by --statistics: rename it")
-    lines = ["# Statistics", ""]
+    lines = ["# Statistics", "", *[PEEKED, ""] * until_decided(sides)]
     for side, comparison in zip(candidates, comparisons):
         lines += section_of_two(side, *baseline, comparison)
     for side in sides:

@@ -29,6 +29,13 @@ class Entry:
     weights: dict = field(default_factory=dict)  # hashes of those that its runs start from
     decided: int | None = None  # after how many pairs
     standing: str = ""  # after the last pair, in words
+    kept: str = ""  # the file with its text that a race runs, whatever happens to the script
+
+    @property
+    def started(self) -> tuple[str, dict]:
+        """The file that runs, and what lets it import what lies beside the script."""
+        paths = [os.path.dirname(os.path.abspath(self.script)), os.environ.get("PYTHONPATH")]
+        return self.kept or self.script, {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
     @property
     def sha256(self) -> str:
@@ -58,8 +65,10 @@ def start(program: Path, *words: str, watch=lambda line: None, **variables: str)
 def run(entry: Entry, seed: int, records: Path, *more: str, **options):
     """Train with these flags more; (the finished run or None, the output, which ends with what is
     wrong)."""
-    status, output = start(LAUNCH, entry.script, "--save_every=0", *entry.flags, f"--seed={seed}",
-                           f"--name={entry.name}", f"--records={records}", *more, **options)
+    script, place = entry.started
+    status, output = start(LAUNCH, script, "--save_every=0", *entry.flags, f"--seed={seed}",
+                           f"--name={entry.name}", f"--records={records}", *more, **place,
+                           **options)
     found = {} if status else finished(entry, records, [seed])
     if not status and not found:
         output += (f"{records}: there is no log of a finished run of {entry.script} with seed "
@@ -94,7 +103,8 @@ def dishonesty(entry: Entry) -> tuple[str, dict]:
     """What the check of its validation loss saw, nothing if it is honest; and of the weights that
     its runs start from, {"parameter shape": hash}, nothing if the script does not tell."""
     flags = [flag for flag in entry.flags if not flag.startswith("--text=")]
-    status, output = start(HONESTY, entry.script, "--weights", *flags)
+    script, place = entry.started
+    status, output = start(HONESTY, script, "--weights", *flags, **place)
     weights = dict(re.findall(r"(?m)^weights: (\S+ \w+)_(\w+)$", output))
     # 3: it is not honest; another one: it could not be checked
     return f"{entry.script}: {last_line(output)}" if status else "", weights

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from records.tools import logs, sample
-from records.tools.load import TORCHRUN, UserError, child, require
+from records.tools.load import LEASH, TORCHRUN, UserError, child, require
 
 STEP_LINES = 2.0  # seconds from one line of a training step to the next, on a terminal
 
@@ -57,15 +57,14 @@ def thinned(lines):
 def train(path: str, flags: list[str], ranks: int) -> Path:
     """A run; its log. If it ends early, the last lines say why and how to go on, and this process
     ends with its status."""
-    command = [path, *flags]
-    if ranks > 1:
-        command = [*TORCHRUN, f"--nproc_per_node={ranks}", *command]
-    say(shlex.join(["python", *command]))
+    torchrun = [*TORCHRUN, f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    say(shlex.join(["python", *torchrun, path, *flags]))
+    leashed = [*torchrun, *[LEASH] * (ranks > 1), path, *flags]
     log = None
     ended = {}
     try:
         # Whatever the console can show, the paths that a run prints arrive here as they are.
-        with child(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8",
+        with child(*leashed, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8",
                    errors="surrogateescape",
                    env=os.environ | {"PYTHONIOENCODING": "utf-8:surrogateescape"}) as program:
             errors = threading.Thread(target=pass_errors, args=(program.stderr, ended), daemon=True)

@@ -1,0 +1,49 @@
+"""Runs a Python program that ends with the process that started it, whatever ended that one:
+
+    python records/tools/leash.py train_gpt.py --seed=1
+    python records/tools/leash.py -m torch.distributed.run --nproc_per_node=2 LEASH train_gpt.py
+
+torchrun gives its ranks sessions of their own, so they would train on when it is killed. On Linux
+the kernel sends them a signal then; on other systems the program runs without a leash.
+
+A script runs in this process as `python SCRIPT` runs it, and a hook that is set here before sees
+all that it does. Words that begin with a dash are for a Python that takes this process's place.
+"""
+
+import os
+import sys
+from types import ModuleType
+
+STARTER = "LEASH_STARTER"  # the process that starts this one, in the environment
+
+def end_with_starter():
+    """SIGTERM for this process when its parent ends. Ends it now if that has happened before."""
+    if sys.platform == "linux":
+        import ctypes
+        from signal import SIGTERM
+        ctypes.CDLL(None).prctl(1, SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG, which exec leaves alone
+        if os.environ.get(STARTER, str(os.getppid())) != str(os.getppid()):
+            sys.exit("the process that started this one has ended")
+    os.environ[STARTER] = str(os.getpid())  # of what it starts, since exec keeps the number
+
+def show_without_leash(kind, error, trace):
+    """A traceback begins in the script."""
+    while trace and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    sys.__excepthook__(kind, error.with_traceback(trace), trace)
+
+def run_script(path: str):
+    """As __main__, whose text is read by its own coding line."""
+    sys.path[0] = os.path.dirname(os.path.realpath(path))
+    sys.excepthook = show_without_leash
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__file__ = os.path.abspath(path)
+    with open(path, "rb") as file:
+        exec(compile(file.read(), main.__file__, "exec", dont_inherit=True), main.__dict__)
+
+if __name__ == "__main__":
+    end_with_starter()
+    if sys.argv[1].startswith("-"):
+        os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+    del sys.argv[0]
+    run_script(sys.argv[0])
