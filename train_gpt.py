@@ -77,7 +77,8 @@ class Hyperparameters:
     save_every: int = flag(500, "steps between checkpoints; 0 saves none, not even at the end")
     val_loss_every: int = flag(125, "steps between validations, besides those at saves and the end")
     # Data. A step is micro_batches sequences, on all ranks together. A batch that grows changes
-    # tokens_per_step, tokens_seen, step_starts, train_batches, train_step and the head's fp8_scale.
+    # tokens_per_step, tokens_seen, step_starts, train_batches, train_step and the lm_head's
+    # gradient_scale.
     train_files: str = flag("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
     val_files: str = flag("data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
     vocab_size: int = flag(50257, "vocabulary; its last token begins a document", min=2, max=65536)
@@ -105,11 +106,11 @@ class Hyperparameters:
     num_iterations: int = flag(1770, "training steps", max=10**7)
     cooldown_frac: float = flag(0.4, "last fraction of the run, in which rates fall", max=1)
     lr_floor: float = flag(0.1, "what the learning rates fall to, as a share of their peak", max=1)
-    muon_lr: float = flag(0.05, "learning rate of the blocks' matrices (Muon)")
+    muon_lr: float = flag(0.05, "learning rate of the layers' matrices (Muon)")
     muon_momentum_start: float = flag(0.85, "Muon's momentum at the first step", max=1)
     muon_momentum_end: float = flag(0.95, "Muon's momentum after its warmup", max=1)
     muon_momentum_steps: int = flag(300, "steps of Muon's momentum warmup, in a run of any length")
-    head_lr: float = flag(0.008, "learning rate of the output head (Adam)")
+    lm_head_lr: float = flag(0.008, "learning rate of the output head (Adam)")
     embed_lr: float = flag(0.6, "learning rate of all embeddings (Adam)")
     scalar_lr: float = flag(0.04, "learning rate of vectors and scalars (Adam)")
     adam_beta1: float = flag(0.8, "decay of Adam's mean gradient", max=1 - 1e-9)
@@ -138,8 +139,8 @@ PRESETS = {
         window_end=256, num_iterations=720, lr_floor=0.0, muon_lr=0.045, muon_momentum_end=0.75,
         muon_momentum_steps=0, adam_beta1=0.3, embed_lr=0.3, adam_eps=1e-7)}
 
-def tokens_seen(step: int, hp: Hyperparameters) -> int:
-    return step * hp.tokens_per_step
+def tokens_seen(done: int, hp: Hyperparameters) -> int:
+    return done * hp.tokens_per_step
 
 def window_tokens(step: int, hp: Hyperparameters) -> int:
     """The long window in tokens. It grows linearly, in whole blocks (record 2024-11-24)."""
@@ -151,7 +152,7 @@ def window_tensor(step: int, hp: Hyperparameters, device: torch.device) -> Tenso
     """... as a tensor, since a number would recompile. (torch.tensor would wait for the device.)"""
     return torch.full((), window_tokens(step, hp), dtype=torch.int32, device=device)
 
-def lr_scale(step: int, hp: Hyperparameters) -> float:
+def lr_factor(step: int, hp: Hyperparameters) -> float:
     """The factor on every learning rate: 1, then falling linearly to lr_floor."""
     left = max(0, 1 - step / max(1, hp.num_iterations))
     height = min(1, left / hp.cooldown_frac) if hp.cooldown_frac else 1
@@ -192,38 +193,38 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     # Document numbers never fall. So some pair is visible unless the key block ends in an earlier
     # document than the query block begins in, and every pair of an earlier key block if it begins
     # in the document that the query block ends in.
-    some_NN = (distance_NN >= 0) & (last_N >= first_N[:, None])
-    all_NN = (distance_NN > 0) & (first_N == last_N[:, None])
+    any_visible_NN = (distance_NN >= 0) & (last_N >= first_N[:, None])
+    all_visible_NN = (distance_NN > 0) & (first_N == last_N[:, None])
 
     def ordered(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
         """For each row the number of chosen blocks, and a list of all that begins with them."""
-        rank_NN = chosen_NN.cumsum(1)  # no sort, which would take minutes to compile
-        place_NN = torch.where(chosen_NN, rank_NN - 1, rank_NN[:, -1:] + block_N - rank_NN)
+        count_NN = chosen_NN.cumsum(1)  # no sort, which would take minutes to compile
+        place_NN = torch.where(chosen_NN, count_NN - 1, count_NN[:, -1:] + block_N - count_NN)
         order_NN = torch.zeros_like(distance_NN).scatter_(1, place_NN, block_N.expand_as(place_NN))
-        return rank_NN[:, -1].int()[None, None], order_NN[None, None]  # batch, head
+        return count_NN[:, -1].int()[None, None], order_NN[None, None]  # batch, head
 
     def make_mask(window_blocks: Tensor):
-        seen_NN = some_NN & (distance_NN < window_blocks)
+        visible_NN = any_visible_NN & (distance_NN < window_blocks)
         if not flex:
-            return plain_mask(seen_NN, sees)
-        partial_NN, full_NN = seen_NN & ~all_NN, seen_NN & all_NN
+            return plain_mask(visible_NN, sees)
+        partial_NN, full_NN = visible_NN & ~all_visible_NN, visible_NN & all_visible_NN
         lists = [ordered(x_NN) for x_NN in (partial_NN, full_NN, partial_NN.T, full_NN.T)]
         return BlockMask(2 * (len(tokens_T),), *sum(lists, ()), (BLOCK, BLOCK), sees)
 
     return [make_mask(window // BLOCK), make_mask((window // BLOCK // 2).clamp(min=1))]
 
-def plain_mask(seen_NN: Tensor, sees) -> list[tuple[slice, Tensor]]:
+def plain_mask(visible_NN: Tensor, sees) -> list[tuple[slice, Tensor]]:
     """For each query block a slice of keys, and a bias [128, keys]: 0 where one is seen or -inf."""
-    position_T = torch.arange(len(seen_NN) * BLOCK, device=seen_NN.device)
+    position_T = torch.arange(len(visible_NN) * BLOCK, device=visible_NN.device)
     mask = []
-    for query, seen_N in zip(position_T.split(BLOCK), seen_NN):
-        key_range = slice(int(seen_N.nonzero()[0]) * BLOCK, int(query[-1]) + 1)
+    for query, visible_N in zip(position_T.split(BLOCK), visible_NN):
+        key_range = slice(int(visible_N.nonzero()[0]) * BLOCK, int(query[-1]) + 1)
         key = position_T[key_range]
-        visible = seen_N[key // BLOCK] & sees(None, None, query[:, None], key)
+        visible = visible_N[key // BLOCK] & sees(None, None, query[:, None], key)
         mask.append((key_range, torch.where(visible, 0.0, -torch.inf)))
     return mask
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: list, scale: float) -> Tensor:
+def plain_attend(q: Tensor, k: Tensor, v: Tensor, mask: list, scale: float) -> Tensor:
     """The same for CPUs, where FlexAttention has no gradient."""
     if k.size(1) < q.size(1):  # grouped queries
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
@@ -233,11 +234,11 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: list, scale: float) -
         outputs.append(scores.softmax(-1) @ v[:, :, key_range])
     return torch.cat(outputs, dim=2)
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
     """q is [1, H, T, K], k and v [1, kv heads, T, K]."""
     if isinstance(mask, BlockMask):
         return flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)
-    return plain_attention(q, k, v, mask, scale)
+    return plain_attend(q, k, v, mask, scale)
 
 # ---- 3. The head: FP8 and the loss --------------------------------------------------------------
 
@@ -246,7 +247,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
 # gradient is at most 1 / tokens_per_step, and GPT multiplies this scale by tokens_per_step, so at
 # most 10.7 reaches e5m2 (57344), as in the record: 2^19 for a mean over 48K tokens. Another layer,
 # a tied head, or a scaled input, logit or loss needs other scales.
-INPUT_SCALE, WEIGHT_SCALE, GRADIENT_SCALE = 2.0, 2.0**9, 2.0**19 / (48 * 1024)
+INPUT_SCALE, WEIGHT_SCALE, TOKEN_GRADIENT_SCALE = 2.0, 2.0**9, 2.0**19 / (48 * 1024)
 
 def to_e4m3(x: Tensor, scale: float) -> Tensor:
     return (x.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn)
@@ -271,11 +272,12 @@ class FP8Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_TV: Tensor):
         x8_TD, w8_VD = ctx.saved_tensors
-        scale, dtype = ctx.gradient_scale, grad_TV.dtype
-        g8_TV = (grad_TV.float() * scale).to(torch.float8_e5m2).contiguous()
+        g8_TV = (grad_TV.float() * ctx.gradient_scale).to(torch.float8_e5m2).contiguous()
         g8_VT, x8_DT, w8_DV = (x.T.contiguous() for x in (g8_TV, x8_TD, w8_VD))
-        grad_x_TD = fp8_matmul(g8_TV, w8_DV, scale * WEIGHT_SCALE, dtype, fast=False)
-        grad_w_VD = fp8_matmul(g8_VT, x8_DT, scale * INPUT_SCALE, torch.float32, fast=False)
+        x_scale = ctx.gradient_scale * WEIGHT_SCALE
+        w_scale = ctx.gradient_scale * INPUT_SCALE
+        grad_x_TD = fp8_matmul(g8_TV, w8_DV, x_scale, grad_TV.dtype, fast=False)
+        grad_w_VD = fp8_matmul(g8_VT, x8_DT, w_scale, torch.float32, fast=False)
         return grad_x_TD, grad_w_VD, None
 
 class CrossEntropy(torch.autograd.Function):
@@ -290,9 +292,9 @@ class CrossEntropy(torch.autograd.Function):
     def forward(ctx, logits_TV: Tensor, target_T: Tensor) -> Tensor:
         exp_TV = (logits_TV * math.log2(math.e)).exp2_()
         sum_T = exp_TV.sum(-1)
-        own_T = logits_TV.gather(-1, target_T.clamp(min=0)[:, None])[:, 0]
+        target_logit_T = logits_TV.gather(-1, target_T.clamp(min=0)[:, None])[:, 0]
         ctx.save_for_backward(exp_TV, sum_T, target_T)
-        return torch.where(target_T < 0, 0.0, sum_T.log() - own_T).sum()
+        return torch.where(target_T < 0, 0.0, sum_T.log() - target_logit_T).sum()
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -307,21 +309,21 @@ def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
 def parameter(*shape: int, dtype=torch.float32) -> nn.Parameter:
-    """NaN until draw_weights fills it by its row of PARAMETERS (section 6)."""
+    """NaN until draw_weights fills it by its rule in PARAMETERS (section 6)."""
     return nn.Parameter(torch.full(shape, torch.nan, dtype=dtype))
 
 class CastedLinear(nn.Module):
     """A linear layer without bias. Its weight is float32 and cast to the input's dtype. With the
     scale of its gradient it trains in FP8; validation is not in FP8, as in the record."""
 
-    def __init__(self, in_features: int, out_features: int, fp8_scale: float | None = None):
+    def __init__(self, in_features: int, out_features: int, gradient_scale: float | None = None):
         super().__init__()
         self.weight = parameter(out_features, in_features)
-        self.fp8_scale = fp8_scale
+        self.gradient_scale = gradient_scale
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.fp8_scale and self.training:
-            y = FP8Linear.apply(x, self.weight, self.fp8_scale)
+        if self.gradient_scale and self.training:
+            y = FP8Linear.apply(x, self.weight, self.gradient_scale)
         else:
             y = F.linear(x, self.weight.type_as(x))
         return y
@@ -329,9 +331,9 @@ class CastedLinear(nn.Module):
 class Embedding(nn.Module):
     """Rows in `dtype`. A sequence's gradient is summed in float32, sequences' sum is in `dtype`."""
 
-    def __init__(self, rows: int, width: int, dtype: torch.dtype):
+    def __init__(self, num_embeddings: int, width: int, dtype: torch.dtype):
         super().__init__()
-        self.weight = parameter(rows, width, dtype=dtype)
+        self.weight = parameter(num_embeddings, width, dtype=dtype)
 
     def forward(self, tokens_T: Tensor) -> Tensor:
         return F.embedding(tokens_T, self.weight.float()).type_as(self.weight)
@@ -346,9 +348,9 @@ class Rotary(nn.Module):
         # Angles [T, 1, K / 4]; float32 would be inexact at late positions.
         angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float64), frequencies)[:, None]
         c, s = angles.cos().float(), angles.sin().float()
-        still = torch.ones_like(c).repeat(1, 1, 2)
-        self.register_buffer("cos", torch.cat((c, c, still), dim=-1), persistent=False)
-        self.register_buffer("sin", torch.cat((s, -s, 0 * still), dim=-1), persistent=False)
+        unrotated = torch.ones_like(c).repeat(1, 1, 2)
+        self.register_buffer("cos", torch.cat((c, c, unrotated), dim=-1), persistent=False)
+        self.register_buffer("sin", torch.cat((s, -s, 0 * unrotated), dim=-1), persistent=False)
 
     def forward(self, x_THK: Tensor) -> Tensor:
         x = x_THK.float()
@@ -380,7 +382,7 @@ class CausalSelfAttention(nn.Module):
         if value_embed is not None:
             v = v + self.value_mix[1] * value_embed.view_as(v)
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, H, T, K]
-        y_1HTK = attention(q, k, v, mask, self.hp.attention_scale)
+        y_1HTK = attend(q, k, v, mask, self.hp.attention_scale)
         return self.proj(y_1HTK.squeeze(0).transpose(0, 1).reshape(T, -1))
 
 class MLP(nn.Module):
@@ -392,12 +394,12 @@ class MLP(nn.Module):
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.proj(F.relu(self.fc(x_TD)).square())  # ReLU^2 (arXiv:2109.08668)
 
-class Block(nn.Module):
-    def __init__(self, hp: Hyperparameters, layer: int, rotary: Rotary):
+class Layer(nn.Module):
+    def __init__(self, hp: Hyperparameters, index: int, rotary: Rotary):
         super().__init__()
         # One layer does without attention, which saves time (record 2024-12-17). The mix is of the
         # stream and of x0, which keeps the token itself in reach (record 2024-11-06).
-        self.attn = CausalSelfAttention(hp, rotary) if hp.attention[layer] == "x" else None
+        self.attn = CausalSelfAttention(hp, rotary) if hp.attention[index] == "x" else None
         self.mlp = MLP(hp.model_dim)
         self.residual_mix = nn.Parameter(torch.tensor([1.0, 0.0]))
 
@@ -421,18 +423,19 @@ class GPT(nn.Module):
         self.hp = hp
         self.flex = flex
         self.end_of_text = hp.vocab_size - 1
-        rows = math.ceil(hp.vocab_size / 64) * 64  # for FP8, and for up to 64 ranks to share
-        self.embed = Embedding(rows, hp.model_dim, dtype)
+        # Padded for FP8, and for up to 64 ranks to share.
+        vocab = math.ceil(hp.vocab_size / 64) * 64
+        self.embed = Embedding(vocab, hp.model_dim, dtype)
         # Layers with the same digit share a value embedding (record 2024-12-08).
         digits = sorted(set(hp.value_embeds) - {"."})
         width = hp.kv_heads * hp.head_dim
-        self.value_embeds = nn.ModuleDict({d: Embedding(rows, width, dtype) for d in digits})
+        self.value_tables = nn.ModuleDict({d: Embedding(vocab, width, dtype) for d in digits})
         rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len), hp.rope_base)
-        self.blocks = nn.ModuleList(Block(hp, layer, rotary) for layer in range(len(hp.windows)))
-        self.skip_weights = nn.Parameter(torch.ones(len(self.blocks) // 2))
+        self.layers = nn.ModuleList(Layer(hp, i, rotary) for i in range(len(hp.windows)))
+        self.skip_weights = nn.Parameter(torch.ones(len(self.layers) // 2))
         # To tie them, assign embed.weight to the head, not the head's to embed.
-        fp8_scale = GRADIENT_SCALE * hp.tokens_per_step if hp.use_fp8 else None
-        self.lm_head = CastedLinear(hp.model_dim, rows, fp8_scale)
+        gradient_scale = TOKEN_GRADIENT_SCALE * hp.tokens_per_step if hp.use_fp8 else None
+        self.lm_head = CastedLinear(hp.model_dim, vocab, gradient_scale)
 
     def forward(self, tokens_T: Tensor, targets_T: Tensor, window: Tensor) -> Tensor:
         x_TD = self.features(tokens_T, window)
@@ -444,19 +447,19 @@ class GPT(nn.Module):
     def features(self, tokens_T: Tensor, window: Tensor) -> Tensor:
         """The normed residual stream [T, D] after the last layer."""
         masks = dict(zip("LS", build_block_masks(tokens_T, self.end_of_text, window, self.flex)))
-        value_embeds = {digit: embed(tokens_T) for digit, embed in self.value_embeds.items()}
+        value_embed_of = {digit: table(tokens_T) for digit, table in self.value_tables.items()}
         # A U-Net (record 2024-11-10): each layer of the second half adds its mirror image's output.
         x_TD = x0_TD = norm(self.embed(tokens_T))
         skips = []
-        half = len(self.blocks) // 2
-        for layer, block in enumerate(self.blocks):
-            if layer >= half:
-                x_TD = x_TD + self.skip_weights[layer - half] * skips.pop()
-            value_embed = value_embeds.get(self.hp.value_embeds[layer])  # None for "."
-            x_TD = block(x_TD, x0_TD, value_embed, masks[self.hp.windows[layer]])
-            if layer < half:
+        half = len(self.layers) // 2
+        for i, layer in enumerate(self.layers):
+            if i >= half:
+                x_TD = x_TD + self.skip_weights[i - half] * skips.pop()
+            value_embed = value_embed_of.get(self.hp.value_embeds[i])  # None for "."
+            x_TD = layer(x_TD, x0_TD, value_embed, masks[self.hp.windows[i]])
+            if i < half:
                 skips.append(x_TD)
-            assert x_TD.dtype == x0_TD.dtype, f"layer {layer} lacks a cast (type_as)"
+            assert x_TD.dtype == x0_TD.dtype, f"layer {i} lacks a cast (type_as)"
         return norm(x_TD)
 
     def logits(self, x_TD: Tensor) -> Tensor:
@@ -471,12 +474,12 @@ if not hasattr(dist, "all_gather_single"):  # new names in torch 2.13
     dist.all_gather_single = dist.all_gather_into_tensor
     dist.reduce_scatter_single = dist.reduce_scatter_tensor
 
-class Exchange(NamedTuple):
-    """A tensor that is being sent. result() makes a GPU's stream wait for it, not the host."""
+class Pending(NamedTuple):
+    """A tensor that is being sent. wait() makes a GPU's stream wait for it, not the host."""
     tensor: Tensor
     work: "dist.Work | None" = None
 
-    def result(self) -> Tensor:
+    def wait(self) -> Tensor:
         if self.work is not None:
             self.work.wait()
         return self.tensor
@@ -497,22 +500,22 @@ class World:
         """This rank's rows, as a view."""
         return whole.chunk(self.size)[self.rank] if self.is_sharded(whole) else whole
 
-    def reduce_scatter(self, whole: Tensor) -> Exchange:
+    def reduce_scatter(self, whole: Tensor) -> Pending:
         """Sums over the ranks. The result is this rank's rows of the sum."""
         if not self.is_sharded(whole):
             return self.all_reduce(whole)
         local = torch.empty_like(self.shard(whole))
-        return Exchange(local, dist.reduce_scatter_single(local, whole, async_op=True))
+        return Pending(local, dist.reduce_scatter_single(local, whole, async_op=True))
 
-    def all_gather(self, whole: Tensor) -> Exchange:
+    def all_gather(self, whole: Tensor) -> Pending:
         """Fetches the other ranks' rows, in place."""
         if not self.is_sharded(whole):
-            return Exchange(whole)
-        return Exchange(whole, dist.all_gather_single(whole, self.shard(whole), async_op=True))
+            return Pending(whole)
+        return Pending(whole, dist.all_gather_single(whole, self.shard(whole), async_op=True))
 
-    def all_reduce(self, whole: Tensor) -> Exchange:
+    def all_reduce(self, whole: Tensor) -> Pending:
         """Sums over the ranks, in place."""
-        return Exchange(whole, dist.all_reduce(whole, async_op=True) if self.size > 1 else None)
+        return Pending(whole, dist.all_reduce(whole, async_op=True) if self.size > 1 else None)
 
 # ---- 6. Optimizers and parameters ---------------------------------------------------------------
 
@@ -525,7 +528,7 @@ class Optimizer:
         finish(step)  waits for the rows of the others
 
     The summed gradients exist in update() alone, for this rank's rows: clip them there. A norm over
-    a sharded matrix adds up the ranks by world.all_reduce(x).result().
+    a sharded matrix adds up the ranks by world.all_reduce(x).wait().
 
     `state` is what is saved, resumed, and undone after the warm-up: {name: a tensor of as many rows
     for each parameter}. Each rank reads and changes its own rows, world.shard(tensor)."""
@@ -539,13 +542,13 @@ class Optimizer:
         self.state = {}
 
     def lr(self, step: int) -> float:
-        return self.peak_lr * lr_scale(step, self.hp)
+        return self.peak_lr * lr_factor(step, self.hp)
 
     def gather_state(self):
         for tensors in self.state.values():
             for x, p in zip(tensors, self.params.values(), strict=True):
                 assert (x.ndim, x.shape[:1]) == (p.ndim, p.shape[:1]), f"{x.shape} for {p.shape}"
-                self.world.all_gather(x).result()
+                self.world.all_gather(x).wait()
 
 class Adam(Optimizer):
     """Adam (arXiv:1412.6980) by PyTorch's fused kernel of AdamW. In bfloat16, weights and state, a
@@ -560,11 +563,11 @@ class Adam(Optimizer):
         self.state["mean_square"] = [torch.zeros_like(p) for p in params.values()]
 
     def begin(self):
-        self.sums = [self.world.reduce_scatter(p.grad) for p in self.params.values()]
+        self.pending_sums = [self.world.reduce_scatter(p.grad) for p in self.params.values()]
 
     def update(self, step: int):
-        gradients = [exchange.result() for exchange in self.sums]
-        self.sums = []  # frees their memory
+        gradients = [pending.wait() for pending in self.pending_sums]
+        self.pending_sums = []  # frees their memory
         local = [self.world.shard(p.detach()) for p in self.params.values()]
         means = [self.world.shard(mean) for mean in self.state["mean"]]
         squares = [self.world.shard(square) for square in self.state["mean_square"]]
@@ -572,16 +575,16 @@ class Adam(Optimizer):
         torch._fused_adamw_(local, gradients, means, squares, [], [count] * len(local),
                             lr=self.lr(step), weight_decay=self.weight_decay, beta1=self.betas[0],
                             beta2=self.betas[1], eps=self.eps, amsgrad=False, maximize=False)
-        self.gathers = [self.world.all_gather(p.detach()) for p in self.params.values()]
+        self.pending_params = [self.world.all_gather(p.detach()) for p in self.params.values()]
 
     def finish(self, step: int):
-        for exchange in self.gathers:
-            exchange.result()
+        for pending in self.pending_params:
+            pending.wait()
 
 class Muon(Optimizer):
     """Nesterov momentum, orthogonalized (Keller Jordan et al., 2024): all directions of an update
     become about equally large, so that rare ones are learned too. For another optimizer of matrices
-    subclass `direction`.
+    subclass `compute_update`.
 
     All parameters of a Muon have one shape. Their gradients, updates and momentum lie in stacks,
     padded with zeros to a multiple of the ranks. With 11 parameters on two ranks:
@@ -605,33 +608,33 @@ class Muon(Optimizer):
     def begin(self):
         for gradient, p in zip(self.gradients, self.params.values()):
             gradient.copy_(p.grad)
-        self.sum = self.world.reduce_scatter(self.gradients)
+        self.pending_sum = self.world.reduce_scatter(self.gradients)
 
     def update(self, step: int):
-        gradients = self.sum.result().float()
-        self.world.shard(self.updates).copy_(self.direction(gradients, step))
-        self.gather = self.world.all_gather(self.updates)
+        gradients = self.pending_sum.wait().float()
+        self.world.shard(self.updates).copy_(self.compute_update(gradients, step))
+        self.pending_updates = self.world.all_gather(self.updates)
 
     def finish(self, step: int):
-        for update, p in zip(self.gather.result(), self.params.values()):
+        for update, p in zip(self.pending_updates.wait(), self.params.values()):
             if self.weight_decay:
                 p.mul_(1 - self.lr(step) * self.weight_decay)
             p.add_(update, alpha=-self.lr(step))
 
-    def direction(self, gradients: Tensor, step: int) -> Tensor:
+    def compute_update(self, gradients: Tensor, step: int) -> Tensor:
         """The updates of this rank's part of the stack, from its gradients in float32."""
         beta = muon_momentum(step, self.hp)
         momentum = self.world.shard(self.state["momentum"]).lerp_(gradients, 1 - beta)
         ahead = gradients.lerp(momentum, beta).to(self.updates.dtype)  # Nesterov
         # A tall matrix is scaled up, so that its outputs change as much as those of a square one.
-        scale = max(1, ahead.size(-2) / ahead.size(-1)) ** 0.5
+        tall_factor = max(1, ahead.size(-2) / ahead.size(-1)) ** 0.5
         # Each matrix by itself: a stack of qkv [n, 3, 768, 768] is [3n, 768, 768] here.
-        return scale * self.orthogonalize(ahead.flatten(0, -3)).view_as(ahead)
+        return tall_factor * self.orthogonalize(ahead.flatten(0, -3)).view_as(ahead)
 
     def gather_state(self):
         for stack in self.state.values():
             assert len(stack) == len(self.updates) and stack.ndim > 1, "state of another stack"
-            self.world.all_gather(stack).result()
+            self.world.all_gather(stack).wait()
 
 def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
     """About U V^T for each matrix U S V^T of x [n, rows, cols], by a quintic iteration, steep at
@@ -656,57 +659,59 @@ def uniform(x: Tensor, generator):  # with a standard deviation of 0.5 / sqrt(in
     bound = 0.5 * math.sqrt(3 / x.size(-1))
     x.uniform_(-bound, bound, generator=generator)
 
-# How each parameter starts, who trains it, and how fast, by the first row that fits its whole name.
-# Options are arguments of the optimizer; a text names a setting. With None, vectors and scalars
-# start as their module made them. Muon takes three dimensions for a stack of matrices.
+# How each parameter starts, who trains it, and how fast: by the first rule that fits its whole
+# name. Options are arguments of the optimizer; a text names a setting. With None, vectors and
+# scalars start as their module made them. Muon takes three dimensions for a stack of matrices.
 PARAMETERS = [
-    # names                                  initial  optimizer  options         shapes in speedrun
-    (r"lm_head\.weight",                     zero,    Adam, dict(lr="head_lr")),    # [50304, 768]
-    (r"(embed|value_embeds\.\d)\.weight",    normal,  Adam, dict(lr="embed_lr")),   # [50304, 768]
-    (r"blocks\..*\.(qkv|fc\.weight)",        uniform, Muon, dict(lr="muon_lr")),    # [3, 768, 768]
-    (r"blocks\..*\.proj\.weight",            zero,    Muon, dict(lr="muon_lr")),    # [768, 3072]
-    (r"skip_weights|blocks\.\d+\..*_mix",    None,    Adam, dict(lr="scalar_lr")),  # [6], [2]
+    # names                                  initial  optimizer  options          shapes in speedrun
+    (r"lm_head\.weight",                     zero,    Adam, dict(lr="lm_head_lr")),  # [50304, 768]
+    (r"(embed|value_tables\.\d)\.weight",    normal,  Adam, dict(lr="embed_lr")),    # [50304, 768]
+    (r"layers\..*\.(qkv|fc\.weight)",        uniform, Muon, dict(lr="muon_lr")),     # [3, 768, 768]
+    (r"layers\..*\.proj\.weight",            zero,    Muon, dict(lr="muon_lr")),     # [768, 3072]
+    (r"skip_weights|layers\.\d+\..*_mix",    None,    Adam, dict(lr="scalar_lr")),   # [6], [2]
 ]
 
-def rows_of(model: nn.Module) -> dict[str, int]:
-    """{name of a parameter: index of its row}"""
-    rows = {}
+def find_rules(model: nn.Module) -> dict[str, int]:
+    """{name of a parameter: index of its rule in PARAMETERS}"""
+    patterns = [pattern for pattern, *_ in PARAMETERS]
+    rules = {}
     for name, p in model.named_parameters():
-        fitting = [i for i, row in enumerate(PARAMETERS) if re.fullmatch(row[0], name)]
-        require(fitting, f"PARAMETERS has no row for {name} {tuple(p.shape)}")
-        rows[name] = fitting[0]
-    for i, row in enumerate(PARAMETERS):
-        require(i in rows.values(), f"PARAMETERS: no parameter belongs to the row {row[0]}")
-    return rows
+        fitting = [i for i, pattern in enumerate(patterns) if re.fullmatch(pattern, name)]
+        require(fitting, f"PARAMETERS has no rule for {name} {tuple(p.shape)}")
+        rules[name] = fitting[0]
+    for i, pattern in enumerate(patterns):
+        require(i in rules.values(), f"PARAMETERS: no parameter belongs to the rule {pattern}")
+    return rules
 
 @torch.no_grad()
 def draw_weights(model: nn.Module, seed: int):
-    """Fills every parameter by its row. Random numbers depend on seed and name alone: two scripts
+    """Fills every parameter by its rule. Random numbers depend on seed and name alone: two scripts
     start with equal weights where names and shapes agree, so that their runs compare in pairs."""
-    for name, row in rows_of(model).items():
+    for name, rule in find_rules(model).items():
         p = model.get_parameter(name)
-        initial = PARAMETERS[row][1]
+        _, initial, _, _ = PARAMETERS[rule]
         if initial is None:
             require(p.ndim < 2 and not p.isnan().any(), f"PARAMETERS: {name} lacks initial values")
             continue
-        require(p.isnan().all(), f"{name} has values, which its row of PARAMETERS would replace: "
-                "make it by parameter(...), and let the row say how it starts")
+        require(p.isnan().all(), f"{name} has values, which its rule in PARAMETERS would replace: "
+                "make it by parameter(...), and let the rule say how it starts")
         values = torch.empty(p.shape)  # in float32 on the CPU: what torch draws depends on both
         number = int(sha256(f"{seed} {name}".encode()).hexdigest()[:15], 16)
         initial(values, torch.Generator().manual_seed(number))
         p.copy_(values)
 
 def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> list[Optimizer]:
-    """Parameters of one row and dtype, for Muon also of one shape, share an optimizer."""
+    """Parameters of one rule and dtype, for Muon also of one shape, share an optimizer."""
     groups = {}
-    for name, row in rows_of(model).items():
+    for name, rule in find_rules(model).items():
         p = model.get_parameter(name)
-        shape = p.shape if issubclass(PARAMETERS[row][2], Muon) else None
+        _, _, optimizer, _ = PARAMETERS[rule]
+        shape = p.shape if issubclass(optimizer, Muon) else None
         if p.requires_grad:
-            groups.setdefault((row, p.dtype, shape), {})[name] = p
+            groups.setdefault((rule, p.dtype, shape), {})[name] = p
     optimizers = []
-    for (row, *_), params in groups.items():
-        _, _, optimizer, options = PARAMETERS[row]
+    for (rule, *_), params in groups.items():
+        _, _, optimizer, options = PARAMETERS[rule]
         values = {key: getattr(hp, x) if isinstance(x, str) else x for key, x in options.items()}
         optimizers.append(optimizer(params, hp, world, **values))
     return optimizers
@@ -802,11 +807,11 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
     """One step on this rank's micro-batches. Returns the mean loss over all ranks, and waits for
     nothing."""
     window = window_tensor(step, hp, world.device)
-    loss = torch.zeros((), dtype=torch.float64, device=world.device)
+    mean_loss = torch.zeros((), dtype=torch.float64, device=world.device)
     for inputs_T, targets_T in batches:
-        part = model(inputs_T, targets_T, window) / hp.tokens_per_step
-        part.backward()
-        loss += part.detach()
+        loss = model(inputs_T, targets_T, window) / hp.tokens_per_step
+        loss.backward()
+        mean_loss += loss.detach()
     with torch.no_grad():  # p.grad is this rank's own sum: to clip, see Optimizer
         for optimizer in optimizers:
             optimizer.begin()
@@ -815,7 +820,7 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
         for optimizer in optimizers:
             optimizer.finish(step)
     model.zero_grad(set_to_none=True)
-    return world.all_reduce(loss).result()
+    return world.all_reduce(mean_loss).wait()
 
 @torch.no_grad()
 def evaluate(model, sequences: list, step: int, hp: Hyperparameters, world: World) -> float:
@@ -827,7 +832,7 @@ def evaluate(model, sequences: list, step: int, hp: Hyperparameters, world: Worl
         total[0] += model(inputs_T, targets_T, window)
         total[1] += (targets_T >= 0).sum()
     model.train()
-    loss, targets = world.all_reduce(total).result().tolist()
+    loss, targets = world.all_reduce(total).wait().tolist()
     return loss / targets
 
 def gather_training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict:
@@ -987,16 +992,16 @@ class Plan:
     train_shards: list[Shard]
     val_shards: list[Shard]
     checkpoint: Path | None  # to resume from
-    step: int = 0  # the first one that this run makes
+    first_step: int = 0  # that this run makes; a checkpoint has done those before it
     seconds: float = 0.0  # the training time of all steps before it
 
-    def data_read(self, step: int) -> str:
-        """A hash of what the steps before this one have read."""
-        steps = islice(step_starts(self.train_shards, self.hp), step)
+    def data_read(self, done: int) -> str:
+        """A hash of what that many steps have read."""
+        steps = islice(step_starts(self.train_shards, self.hp), done)
         starts = [(shard.fingerprint, start) for shard, start in steps]
-        return sha256(f"{starts} {tokens_seen(step, self.hp)}".encode()).hexdigest()
+        return sha256(f"{starts} {tokens_seen(done, self.hp)}".encode()).hexdigest()
 
-def prepare(hp: Hyperparameters, command, script: str, world: World, saved: dict | None) -> Plan:
+def make_plan(hp: Hyperparameters, command, script: str, world: World, saved: dict | None) -> Plan:
     """Makes every check that needs no training. A resumed run has its checkpoint's settings, except
     those that the command line names. Raises UserError."""
     if saved:
@@ -1022,19 +1027,20 @@ def prepare(hp: Hyperparameters, command, script: str, world: World, saved: dict
     steps = sum(1 for _ in islice(step_starts(train_shards, hp), hp.num_iterations))
     require(steps == hp.num_iterations, f"--train_files={hp.train_files} suffices for {steps} "
             f"steps, not {hp.num_iterations}: add shards, raise --epochs or lower --num_iterations")
-    short = [s.tokens for s in train_shards if s.tokens <= hp.tokens_per_step]
-    require(sum(short) <= UNREAD * sum(s.tokens for s in train_shards), f"{len(short)} training "
+    small = [s.tokens for s in train_shards if s.tokens <= hp.tokens_per_step]
+    require(sum(small) <= UNREAD * sum(s.tokens for s in train_shards), f"{len(small)} training "
             f"shards have no more tokens than a step's {hp.tokens_per_step}: join them")
 
     plan = Plan(hp, script, train_shards, val_shards, command.resume)
     if saved:
-        plan = replace(plan, step=saved["step"], seconds=saved["seconds"])
-        require(plan.step <= hp.num_iterations, f"the run has done {plan.step} steps already")
-        require(plan.data_read(plan.step) == saved["data_read"], "--resume: keep micro_batches, "
+        plan = replace(plan, first_step=saved["step"], seconds=saved["seconds"])
+        done = saved["step"]
+        require(done <= hp.num_iterations, f"the run has done {done} steps already")
+        require(plan.data_read(done) == saved["data_read"], "--resume: keep micro_batches, "
                 "train_seq_len, the shards read (more may follow) and how a script reads them")
     return plan
 
-def changes(hp: Hyperparameters, script: str, saved: dict) -> Iterator[str]:
+def changed_settings(hp: Hyperparameters, script: str, saved: dict) -> Iterator[str]:
     """Lines of the log on what a resumed run has changed."""
     for name, value in asdict(hp).items():
         if value != (old := saved["settings"].get(name)):
@@ -1046,7 +1052,7 @@ def changes(hp: Hyperparameters, script: str, saved: dict) -> Iterator[str]:
 
 # ---- Log and clock
 
-def say(text: str):
+def print_line(text: str):
     """Prints, as long as there is a console."""
     try:
         print(text, flush=True)
@@ -1083,24 +1089,24 @@ class RunLog:
         if self.file is None:
             return
         if console:
-            say(text)
+            print_line(text)
         line = ("...\n" * self.failed + text + "\n").encode(errors="backslashreplace")
         complete = False
         with suppress(OSError):
             complete = self.file.write(line) == len(line)
         if not complete and not self.failed:
-            say(f"warning: {self.path} cannot be written (disk full?); training goes on")
+            print_line(f"warning: {self.path} cannot be written (disk full?); training goes on")
         self.failed = not complete
 
-    def write_loss(self, kind: str, step: int, hp: Hyperparameters, loss: float, seconds: float):
-        """After `step` updates and `seconds` of training. One that is not finite ends the run."""
-        at = step - 1 if kind == "train_loss" else step  # the step whose schedules it was made with
-        average = f"{1000 * seconds / step:.2f}" if step else "nan"
-        self.write(f"step:{step}/{hp.num_iterations} {kind}:{loss:.4f} "
+    def write_loss(self, kind: str, done: int, hp: Hyperparameters, loss: float, seconds: float):
+        """After `done` steps and `seconds` of training. One that is not finite ends the run."""
+        step = done - 1 if kind == "train_loss" else done  # whose schedules it was made with
+        average = f"{1000 * seconds / done:.2f}" if done else "nan"
+        self.write(f"step:{done}/{hp.num_iterations} {kind}:{loss:.4f} "
                    f"train_time:{1000 * seconds:.0f}ms step_avg:{average}ms "
-                   f"tokens:{tokens_seen(step, hp)} lr:{lr_scale(at, hp):.3f} "
-                   f"window:{window_tokens(at, hp)}")
-        require(math.isfinite(loss), f"step {step}: {kind} is {loss}; try lower learning rates")
+                   f"tokens:{tokens_seen(done, hp)} lr:{lr_factor(step, hp):.3f} "
+                   f"window:{window_tokens(step, hp)}")
+        require(math.isfinite(loss), f"step {done}: {kind} is {loss}; try lower learning rates")
 
 def environment(plan: Plan, world: World) -> list[str]:
     """Machine, software and data, as lines `key: value`."""
@@ -1126,7 +1132,7 @@ def environment(plan: Plan, world: World) -> list[str]:
         table = subprocess.getoutput(f"nvidia-smi --query-gpu={query} --format=csv").splitlines()
         lines += [f"gpu: {line}" for line in table]
     if plan.checkpoint:
-        lines.append(f"resumed: {plan.checkpoint.absolute()} at step {plan.step}")
+        lines.append(f"resumed: {plan.checkpoint.absolute()} at step {plan.first_step}")
     count = plan.script.count("\n")
     lines.append(f"script: sha256 {sha256(plan.script.encode()).hexdigest()} {count} lines")
     return [" ".join(line.split()) for line in lines]  # also of a name with a line break
@@ -1138,7 +1144,7 @@ class StepClock:
     def __init__(self, device: torch.device, seconds: float):
         self.cuda = device.type == "cuda"
         self.seconds = seconds  # at the last stop
-        self.pending = []  # (step, loss, mark of its end), the oldest first
+        self.pending = []  # (steps done, loss, mark of its end), the oldest first
 
     def mark(self):
         """A CPU's time, or an event in a GPU's queue."""
@@ -1160,15 +1166,15 @@ class StepClock:
     def stop(self):
         self.seconds = self.seconds_at(self.mark())
 
-    def add_loss(self, step: int, loss: Tensor):
-        self.pending.append((step, loss.to("cpu", non_blocking=True), self.mark()))
+    def add_loss(self, done: int, loss: Tensor):
+        self.pending.append((done, loss.to("cpu", non_blocking=True), self.mark()))
 
     def read_losses(self, keep: int) -> Iterator[tuple[int, float, float]]:
-        """(step, loss, seconds) of all but the `keep` newest, the same steps on every rank."""
+        """(steps done, loss, seconds) of all but the `keep` newest; the same on every rank."""
         while len(self.pending) > keep:
-            step, loss, mark = self.pending.pop(0)
+            done, loss, mark = self.pending.pop(0)
             seconds = self.seconds_at(mark)
-            yield step, float(loss), seconds
+            yield done, float(loss), seconds
 
 # ---- Checkpoints
 
@@ -1184,17 +1190,17 @@ def read_checkpoint(path: Path) -> dict:
         raise UserError(f"--resume={path} cannot be used ({reason}): name a checkpoint, "
                         "step<n>.pt; if it is damaged, the one before it") from None
 
-def save_checkpoint(step: int, seconds: float, model, optimizers, plan: Plan, log, warn) -> bool:
+def save_checkpoint(done: int, seconds: float, model, optimizers, plan: Plan, log, warn) -> bool:
     """Saves what a run needs to continue, on any number of ranks, and returns whether that worked:
     if not, the run goes on. The file gets its name when it is whole; the two newest are kept."""
     began = time.perf_counter()
     state = gather_training_state(model, optimizers)
     if log.file is None:  # only rank 0 saves
         return True
-    path = log.path.with_suffix("") / f"step{step:08}.pt"
+    path = log.path.with_suffix("") / f"step{done:08}.pt"
     unfinished = path.with_name("unfinished")
-    saved = dict(step=step, seconds=seconds, settings=asdict(plan.hp), state=state,
-                 script=sha256(plan.script.encode()).hexdigest(), data_read=plan.data_read(step))
+    saved = dict(step=done, seconds=seconds, settings=asdict(plan.hp), state=state,
+                 script=sha256(plan.script.encode()).hexdigest(), data_read=plan.data_read(done))
     file = io.BytesIO()  # in memory first, so that an OSError below is the disk's
     torch.save(saved, file)
     try:
@@ -1219,12 +1225,12 @@ def save_checkpoint(step: int, seconds: float, model, optimizers, plan: Plan, lo
 def main(argv: list[str]):
     # What to do: rank 0 makes a plan for all. With --check the ranks do not connect.
     script = Path(__file__).read_text(encoding="utf-8")  # now, before anyone edits it
-    asked, command = parse_flags(argv)
+    hp, command = parse_flags(argv)
     world = world_of_this_process()
     saved = plan = None
     if world.rank == 0 or command.check:
         saved = read_checkpoint(command.resume) if command.resume else None
-        plan = prepare(asked, command, script, world, saved)
+        plan = make_plan(hp, command, script, world, saved)
     if command.check:
         world = World(0, 1, world.device)
     elif world.size > 1:
@@ -1251,7 +1257,7 @@ def main(argv: list[str]):
     try:
         log.write(f"log: {log.path}")
         log.write(f"to resume: {sys.argv[0]} --resume=FILE, with the FILE of a `checkpoint:` line")
-        for line in changes(hp, script, saved) if saved else ():
+        for line in changed_settings(hp, script, saved) if saved else ():
             log.write(line)
         log.write(f"model: {sum(p.numel() for p in model.parameters())} parameters; "
                   f"{hp.micro_batches} x {hp.train_seq_len} tokens a step, {world.size} rank(s)")
@@ -1261,7 +1267,7 @@ def main(argv: list[str]):
         # What comes before the clock. Unlike torch.compile(model), this keeps parameters' names.
         if compiles:
             model.compile(dynamic=False, fullgraph=True)
-        batches_of_steps = train_batches(plan.train_shards, hp, world, plan.step)
+        batches_of_steps = train_batches(plan.train_shards, hp, world, plan.first_step)
         began = time.perf_counter()
         warm_up(model, optimizers, hp, world)
         log.write(f"warmup: {time.perf_counter() - began:.1f} s, untimed")
@@ -1270,7 +1276,7 @@ def main(argv: list[str]):
         clock = StepClock(world.device, plan.seconds)
         save_worked = True
         clock.start()
-        for step in range(plan.step, hp.num_iterations + 1):
+        for step in range(plan.first_step, hp.num_iterations + 1):
             last = step == hp.num_iterations  # to end early, decide alike on all ranks
             save_due = step > 0 and hp.save_every > 0 and (last or step % hp.save_every == 0)
             val_due = hp.val_loss_every > 0 and step % hp.val_loss_every == 0
@@ -1281,7 +1287,7 @@ def main(argv: list[str]):
                 val_loss = evaluate(model, val_sequences, step, hp, world)
                 log.write_loss("val_loss", step, hp, val_loss, clock.seconds)
                 # Weights that are not finite are never saved: write_loss has ended the run.
-                if save_due and step > plan.step:
+                if save_due and step > plan.first_step:
                     save_worked = save_checkpoint(step, clock.seconds, model, optimizers, plan, log,
                                                   warn=save_worked or last)
                 clock.start()

@@ -13,20 +13,20 @@ from conftest import TINY, launch, load_checkpoint, load_script, log_of, losses,
 import train_gpt
 
 FC = "        self.fc = CastedLinear(dim, 4 * dim)\n"
-HEAD = "        self.lm_head = CastedLinear(hp.model_dim, rows, fp8_scale)\n"
+HEAD = "        self.lm_head = CastedLinear(hp.model_dim, vocab, gradient_scale)\n"
 MIX = "        self.value_mix = nn.Parameter("
-ATTENTION = "        y_1HTK = attention(q, k, v, mask, self.hp.attention_scale)\n"
+ATTENTION = "        y_1HTK = attend(q, k, v, mask, self.hp.attention_scale)\n"
 TABLE = "PARAMETERS = [\n«→    {},\n»"
 
 # Edits, each a text that the script has once, with «old→new» in it.
 SWIGLU = [FC + "«→        self.gate = CastedLinear(dim, 4 * dim)\n»",
           "self.proj(«F.relu(self.fc(x_TD)).square()→F.silu(self.gate(x_TD)) * self.fc(x_TD)»)"]
-SWIGLU_ROW = TABLE.format(r"(r'blocks\..*\.gate\.weight', uniform, Muon, dict(lr='muon_lr'))")
+SWIGLU_ROW = TABLE.format(r"(r'layers\..*\.gate\.weight', uniform, Muon, dict(lr='muon_lr'))")
 HEAD_GATE = [
     "«→        self.head_gate = CastedLinear(hp.model_dim, hp.num_heads)\n»" + MIX,
     ATTENTION + "«→        gate_HT = torch.sigmoid(self.head_gate(x_TD)).T\n"
                 "        y_1HTK = y_1HTK * gate_HT[None, :, :, None]\n»"]
-HEAD_GATE_ROW = TABLE.format(r"(r'blocks\..*\.head_gate\.weight', zero, Adam, dict(lr=0.01))")
+HEAD_GATE_ROW = TABLE.format(r"(r'layers\..*\.head_gate\.weight', zero, Adam, dict(lr=0.01))")
 HEAD_SCALES = [  # float32, like all vectors
     "«→        self.head_mix = nn.Parameter(torch.ones(hp.num_heads))\n»" + MIX,
     ATTENTION + "«→        y_1HTK = y_1HTK * self.head_mix[:, None, None]\n»"]
@@ -35,15 +35,16 @@ NO_HEAD_ROW = r"""    «→# »(r"lm_head\.weight","""
 LION = ["""\
 «→class Lion(Adam):
     def update(self, step):
-        for p, gradient, mean in zip(self.params.values(), self.sums, self.state["mean"]):
-            gradient, mean = gradient.result(), self.world.shard(mean)
+        for p, gradient, mean in zip(self.params.values(), self.pending_sums,
+                                     self.state["mean"]):
+            gradient, mean = gradient.wait(), self.world.shard(mean)
             update = mean.lerp(gradient, 1 - self.betas[0]).sign()
             self.world.shard(p.detach()).sub_(self.lr(step) * update)
             mean.lerp_(gradient, 1 - self.betas[1])
-        self.gathers = [self.world.all_gather(p.detach()) for p in self.params.values()]
+        self.pending_params = [self.world.all_gather(p.detach()) for p in self.params.values()]
 
 »class Muon(Optimizer):
-""", 'zero,    «Adam, dict(lr="head_lr")→Lion, dict(lr=0.001, betas=(0.9, 0.99))»',
+""", 'zero,    «Adam, dict(lr="lm_head_lr")→Lion, dict(lr=0.001, betas=(0.9, 0.99))»',
         'normal,  «Adam, dict(lr="embed_lr")→Lion, dict(lr=0.01, betas=(0.9, 0.95))»']
 AVERAGE = [  # as buffers of the model, so a part of what is saved
     HEAD + """\
@@ -58,8 +59,8 @@ AVERAGE = [  # as buffers of the model, so a part of what is saved
 »    model.zero_grad("""]
 GROWING = [  # at the places that the comment in Hyperparameters names
     """\
-    return «step * hp.tokens_per_step
-→sum(step_tokens(s, hp) for s in range(step))
+    return «done * hp.tokens_per_step
+→sum(step_tokens(s, hp) for s in range(done))
 
 def step_tokens(step: int, hp: Hyperparameters) -> int:
     return hp.tokens_per_step // (2 if step < hp.num_iterations // 2 else 1)
@@ -87,16 +88,16 @@ LAMBDAS = ["self.«residual_mix→lambdas» = ",
 IDEAS = {
     "another activation": (["self.proj(«F.relu(self.fc(x_TD)).square()→F.gelu(self.fc(x_TD))»)"],
                            None, []),
-    "SwiGLU": (SWIGLU, r"no row for blocks\.0\.mlp\.gate\.weight \(128, 32\)", [SWIGLU_ROW]),
-    "a gate per head": (HEAD_GATE, r"no row for blocks\.0\.attn\.head_gate\.weight \(2, 32\)",
+    "SwiGLU": (SWIGLU, r"no rule for layers\.0\.mlp\.gate\.weight \(128, 32\)", [SWIGLU_ROW]),
+    "a gate per head": (HEAD_GATE, r"no rule for layers\.0\.attn\.head_gate\.weight \(2, 32\)",
                         [HEAD_GATE_ROW]),
-    "a tied head": (TIED, r"no parameter belongs to the row lm_head\\\.weight", [NO_HEAD_ROW]),
+    "a tied head": (TIED, r"no parameter belongs to the rule lm_head\\\.weight", [NO_HEAD_ROW]),
     "Lion": (LION, None, []), "averaged weights": (AVERAGE, None, []),
     "a growing batch": (GROWING, None, []), "z-loss": (Z_LOSS, None, []),
-    "zeros in a constructor": (ZEROED, r"blocks\.0\.mlp\.proj\.weight has values", None),
-    "torch's linear layer": (TORCHS_LINEAR, r"blocks\.0\.mlp\.fc\.weight has values", None),
-    "lambdas": (LAMBDAS, r"no row for blocks\.0\.lambdas \(2,\)",
-                [r"blocks\.\d+\..*«_mix→(_mix|lambdas)»"])}
+    "zeros in a constructor": (ZEROED, r"layers\.0\.mlp\.proj\.weight has values", None),
+    "torch's linear layer": (TORCHS_LINEAR, r"layers\.0\.mlp\.fc\.weight has values", None),
+    "lambdas": (LAMBDAS, r"no rule for layers\.0\.lambdas \(2,\)",
+                [r"layers\.\d+\..*«_mix→(_mix|lambdas)»"])}
 
 def loaded(folder, *edits):
     """A copy of the script with these edits, as a module."""
@@ -161,7 +162,7 @@ def test_an_optimizer_that_forgets_its_shard_is_an_error_on_two_ranks(tmp_path):
     script = loaded(tmp_path, *LION, "«self.world.shard(mean)→mean»\n")
     lion = script.Lion({"own": torch.nn.Parameter(torch.zeros(4, 4))}, script.PRESETS["demo"],
                        script.World(0, 2, torch.device("cpu")), lr=0.1)
-    lion.sums = [script.Exchange(torch.ones(2, 4))]
+    lion.pending_sums = [script.Pending(torch.ones(2, 4))]
     with pytest.raises(RuntimeError, match="The size of tensor"):
         lion.update(0)
 
@@ -172,7 +173,7 @@ def test_a_parameter_that_nothing_uses_is_named(tmp_path, shards):
     with refused("no gradient reaches own:"):
         train(loaded(tmp_path, *OWN), *TINY, *shards, f"--records={tmp_path}")
 
-@pytest.mark.parametrize("frozen", ["embed.weight", "blocks.0.mlp.fc.weight", "skip_weights"])
+@pytest.mark.parametrize("frozen", ["embed.weight", "layers.0.mlp.fc.weight", "skip_weights"])
 def test_frozen_parameters_have_no_optimizer_and_the_others_train(tmp_path, shards, frozen):
     """Also where a run resumes."""
     freeze = "".join(f"    model.get_parameter({name!r}).requires_grad_(False)\n"

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from test_model import sequence, tiny_model
 
-from train_gpt import (BLOCK, GPT, GRADIENT_SCALE, INPUT_SCALE, PRESETS, WEIGHT_SCALE, CastedLinear,
-                       CrossEntropy, FP8Linear, to_e4m3)
+from train_gpt import (BLOCK, GPT, INPUT_SCALE, PRESETS, TOKEN_GRADIENT_SCALE, WEIGHT_SCALE,
+                       CastedLinear, CrossEntropy, FP8Linear, to_e4m3)
 
 def operands(T=32, D=48, V=64):
     generator = torch.Generator().manual_seed(0)
@@ -56,7 +56,8 @@ def test_scales_fit_the_losses_of_a_training_step():
         head = GPT(dataclasses.replace(hp, val_seq_len=BLOCK), torch.bfloat16, flex=True).lm_head
     # The record's, for a mean over the 48K tokens of a micro-batch
     assert (INPUT_SCALE, WEIGHT_SCALE) == (2, 2**9)
-    assert head.fp8_scale / hp.micro_batches == GRADIENT_SCALE * hp.train_seq_len == 2**19
+    assert TOKEN_GRADIENT_SCALE * hp.train_seq_len == 2**19
+    assert head.gradient_scale == 2**19 * hp.micro_batches
     assert D**0.5 * INPUT_SCALE <= 448  # a normed row has no larger value
     assert 0.8 < 448 / WEIGHT_SCALE < 0.9  # the largest weight that does not saturate
     # A token that is wrong for sure has a gradient of -1 / tokens; the others p / tokens. Head
@@ -66,21 +67,21 @@ def test_scales_fit_the_losses_of_a_training_step():
         logits[:, 0] += peak
         logits.requires_grad_()
         (CrossEntropy.apply(logits, torch.randint(V, (64,))) / tokens).backward()
-        g8 = (logits.grad * head.fp8_scale).to(torch.float8_e5m2).float()
+        g8 = (logits.grad * head.gradient_scale).to(torch.float8_e5m2).float()
         assert float(g8.abs().max()) < 12  # it was at most 10.7 before it was rounded
         flushed = logits.grad.abs().where(g8 == 0, 0).sum() / logits.grad.abs().sum()
         assert float(flushed) < 0.01, "too large a part of the gradient is flushed to zero"
     # The gradient of a sum over tokens, in place of their mean, would saturate.
-    assert float((logits.grad * tokens * head.fp8_scale).abs().max()) > 57344
+    assert float((logits.grad * tokens * head.gradient_scale).abs().max()) > 57344
 
 def test_plain_outside_training_and_without_fp8():
     x, w, _ = operands(V=32)
-    layer = CastedLinear(48, 32, fp8_scale=2.0**19)
+    layer = CastedLinear(48, 32, gradient_scale=2.0**19)
     layer.weight = torch.nn.Parameter(w)
     plain = F.linear(x, w.bfloat16())
     assert not torch.equal(layer(x), plain)
     torch.testing.assert_close(layer.eval()(x), plain, rtol=0, atol=0)
-    layer.fp8_scale = None
+    layer.gradient_scale = None
     torch.testing.assert_close(layer.train()(x), plain, rtol=0, atol=0)
 
 def test_a_whole_training_step_of_the_model():

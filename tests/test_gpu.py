@@ -18,8 +18,8 @@ from test_interpreted import why_not
 from test_model import sequence, tiny_model
 
 from records.tools.bench import write_documents
-from train_gpt import (GPT, INPUT_SCALE, WEIGHT_SCALE, CrossEntropy, FP8Linear, World, attention,
-                       build_block_masks, build_optimizers, connect, dist, parse_flags, prepare,
+from train_gpt import (GPT, INPUT_SCALE, WEIGHT_SCALE, CrossEntropy, FP8Linear, World, attend,
+                       build_block_masks, build_optimizers, connect, dist, make_plan, parse_flags,
                        train_step)
 
 needs_gpu = pytest.mark.gpu
@@ -74,7 +74,7 @@ def test_compiled_flex_attention_equals_attention_in_bands(T, heads, kv_heads, l
     @torch.compile(dynamic=False, fullgraph=True)
     def compiled(tokens, q, k, v, window):
         masks = build_block_masks(tokens, 9, window, flex=True)
-        return [attention(q, k, v, mask, 0.12) for mask in masks]
+        return [attend(q, k, v, mask, 0.12) for mask in masks]
 
     near = {"output": 0.01, "a query's output": 0.05, "gradients": 0.02}
     worst = dict.fromkeys(near, 0.0)
@@ -86,7 +86,7 @@ def test_compiled_flex_attention_equals_attention_in_bands(T, heads, kv_heads, l
                 got = compiled(tokens, q, k, v, window)
                 float32 = [x.detach().float().requires_grad_() for x in (q, k, v)]
                 masks = build_block_masks(tokens, 9, window, flex=False)
-                want = [attention(*float32, mask, 0.12) for mask in masks]
+                want = [attend(*float32, mask, 0.12) for mask in masks]
             errors = []
             for a, b in zip(got, want):
                 of_queries = (a.float() - b).norm(dim=-1) / b.norm(dim=-1)
@@ -192,7 +192,7 @@ def test_nccl_takes_what_the_script_gives_it(shards, monkeypatch, request):
                             WORLD_SIZE="1").items():
         monkeypatch.setenv(name, value)
     world = World(0, 1, torch.device("cuda", torch.cuda.current_device()))
-    plan = prepare(*parse_flags([*TINY, *shards]), "text", world, None)
+    plan = make_plan(*parse_flags([*TINY, *shards]), "text", world, None)
     assert connect(plan, "text", world) == plan
     request.addfinalizer(dist.destroy_process_group)
     assert dist.get_backend() == ("gloo" if FAKED else "nccl")

@@ -34,7 +34,7 @@ EVALUATE = "    model.eval()\n"
 RELU = "F.relu(self.fc(x_TD)).square()"
 CALL = "total[0] += model(inputs_T, targets_T, window)"
 GLOBAL = "BLOCK = 128"
-PROJ = r'(r"blocks\..*\.proj\.weight",            zero,    Muon, dict(lr="muon_lr"))'
+PROJ = r'(r"layers\..*\.proj\.weight",            zero,    Muon, dict(lr="muon_lr"))'
 FUTURE = "the loss of token 0 changes by .* it sees the future"
 ENTROPY = r"but the cross-entropy of logits\(features\(\)\) is"
 RESUMED = "resumed at step 12, and validates at other steps, ends with other numbers"
@@ -109,10 +109,10 @@ RIGHT = {
         (CALL, CALL.replace("window", "2 * window")),
         ("return 2 * c * torch.sigmoid(self.lm_head(x_TD).float() * (2 / c))",
          "return 30 * torch.tanh(self.lm_head(x_TD).float() / 30)"),
-        ('    (r"lm_head\\.weight",                     zero,    Adam, dict(lr="head_lr")),    '
+        ('    (r"lm_head\\.weight",                     zero,    Adam, dict(lr="lm_head_lr")),  '
          "# [50304, 768]\n", ""),
-        ("rows, fp8_scale)\n",
-         "rows, fp8_scale)\n        self.lm_head.weight = self.embed.weight\n"),
+        ("vocab, gradient_scale)\n",
+         "vocab, gradient_scale)\n        self.lm_head.weight = self.embed.weight\n"),
         (MLP, "mean = x_TD.cumsum(0) / torch.arange(1, len(x_TD) + 1)[:, None]\n"
          "        return x_TD + 0.1 * mean.type_as(x_TD) + self.mlp(norm(x_TD))"),
         (LOSS, TRAINING + "0.1 * CrossEntropy.apply(self.logits(x), "
@@ -125,7 +125,7 @@ RIGHT = {
          "        y_1HTK = y_1HTK * torch.sigmoid(self.gate(x_TD)).T[None, :, :, None]\n"
          "        return self.proj(y_1HTK"),
         ("(qkv|", r"(gate\.weight|qkv|"),
-        ("        self.embed = ", "        self.embed2 = Embedding(rows, hp.model_dim, dtype)\n"
+        ("        self.embed = ", "        self.embed2 = Embedding(vocab, hp.model_dim, dtype)\n"
          "        self.embed = "),
         (EMBED, "before = F.pad(tokens_T[:-1], (1, 0))\n        "
          "x_TD = x0_TD = norm(self.embed(tokens_T) + self.embed2(before))"),

@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from train_gpt import BLOCK, build_block_masks, plain_attention
+from train_gpt import BLOCK, build_block_masks, plain_attend
 
 EOT = 9
 
@@ -40,7 +40,7 @@ def as_dense(mask, T):
     return seen, (partial, full)
 
 def plain_as_dense(mask):
-    """What a mask for plain_attention makes visible [T, T]."""
+    """What a mask for plain_attend makes visible [T, T]."""
     seen = torch.zeros(2 * [len(mask) * BLOCK], dtype=torch.bool)
     for n, (keys, bias) in enumerate(mask):
         assert set(bias.unique().tolist()) <= {0.0, -torch.inf}
@@ -83,6 +83,6 @@ def test_nothing_is_quadratic_in_the_sequence_length():
         tokens = torch.zeros(T, dtype=torch.int32)
         mask, _ = build_block_masks(tokens, EOT, torch.tensor(256), flex=False)
         q, k, v = torch.randn(3, 1, 1, T, 16, requires_grad=True)
-        plain_attention(q, k, v, mask, 0.12).sum().backward()
+        plain_attend(q, k, v, mask, 0.12).sum().backward()
     kept = sum(bias.numel() for _, bias in mask)
     assert len(sizes) > T // BLOCK and max(*sizes, kept) <= 2 * T * BLOCK

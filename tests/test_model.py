@@ -78,15 +78,15 @@ def plain_loss(p, tokens, targets, window, hp):
     for i in range(layers):
         if i >= layers / 2:
             x = x + p["skip_weights"][i - layers // 2] * outputs[layers - 1 - i]
-        mix = p[f"blocks.{i}.residual_mix"]
+        mix = p[f"layers.{i}.residual_mix"]
         x = mix[0] * x + mix[1] * x0
         if hp.attention[i] == "x":
             mark = hp.value_embeds[i]
-            embedded = None if mark == "." else p[f"value_embeds.{mark}.weight"][tokens]
+            embedded = None if mark == "." else p[f"value_tables.{mark}.weight"][tokens]
             seen = dense_mask(tokens, blocks[hp.windows[i]], hp.vocab_size - 1)
-            x = x + plain_attention(p, f"blocks.{i}.attn", rms_norm(x), embedded, seen, hp)
-        hidden = rms_norm(x) @ p[f"blocks.{i}.mlp.fc.weight"].T
-        x = x + hidden.clamp(min=0) ** 2 @ p[f"blocks.{i}.mlp.proj.weight"].T
+            x = x + plain_attention(p, f"layers.{i}.attn", rms_norm(x), embedded, seen, hp)
+        hidden = rms_norm(x) @ p[f"layers.{i}.mlp.fc.weight"].T
+        x = x + hidden.clamp(min=0) ** 2 @ p[f"layers.{i}.mlp.proj.weight"].T
         outputs.append(x)
     c = hp.lm_head_softcap
     logits = c + c * torch.tanh(rms_norm(x) @ p["lm_head.weight"].T / c)

@@ -41,7 +41,7 @@ def test_agrees_with_the_muon_of_torch(monkeypatch):
     one matrix at a time, where ours may have a stack, and works in bfloat16."""
     torch.manual_seed(0)
     scales = [1.0, 1.0, 0.5, 0.25, 0.125, 0.1]
-    monkeypatch.setattr(train_gpt, "lr_scale", lambda step, hp: scales[step])
+    monkeypatch.setattr(train_gpt, "lr_factor", lambda step, hp: scales[step])
 
     def matrices(tensors):
         return [matrix for x in tensors for matrix in x.view(-1, *x.shape[-2:])]
@@ -74,7 +74,7 @@ def test_adam_is_torchs(dtype, monkeypatch):
     """By the settings' betas and epsilon, and by an optimizer's own."""
     torch.manual_seed(0)
     scales = [1.0, 1.0, 0.5, 0.25]
-    monkeypatch.setattr(train_gpt, "lr_scale", lambda step, hp: scales[step])
+    monkeypatch.setattr(train_gpt, "lr_factor", lambda step, hp: scales[step])
     ours = [nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in ((30, 8), (5,), ())]
     theirs = [nn.Parameter(p.detach().clone()) for p in ours]
     hp = dataclasses.replace(HP, adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-7)

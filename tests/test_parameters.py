@@ -15,13 +15,13 @@ def test_initial_weights():
     vectors = dict(residual_mix=[1, 0], value_mix=[0.5, 0.5], skip_weights=[1, 1])
     spread = dict(qkv=0.5 / 16, fc=0.5 / 16, proj=0, lm_head=0, embed=1)
     for name, p in model.named_parameters():
-        kind = name.replace("value_embeds.0", "embed").removesuffix(".weight").split(".")[-1]
+        kind = name.replace("value_tables.0", "embed").removesuffix(".weight").split(".")[-1]
         if kind in vectors:
             assert p.tolist() == vectors[kind]
         else:
             size = float(p.detach().square().mean().sqrt())
             assert size == pytest.approx(spread[kind], rel=0.02), name
-    assert model.blocks[0].attn.qkv.shape == (2 + 1 + 1, 2 * 16, 256), "four matrices for Muon"
+    assert model.layers[0].attn.qkv.shape == (2 + 1 + 1, 2 * 16, 256), "four matrices for Muon"
     assert len(model.lm_head.weight) == 320 == len(model.embed.weight), "the padded vocabulary"
 
 def drawn(seed=3, dtype=torch.float32, **changes):
@@ -32,7 +32,7 @@ def test_draws_depend_on_seed_and_name_alone():
     """So that runs of two scripts can be compared in pairs of equal seeds."""
     base = drawn()
     random = {name for name, p in base.items() if p.ndim > 1 and p.any()}
-    assert {"embed.weight", "blocks.3.mlp.fc.weight", "blocks.0.attn.qkv"} <= random
+    assert {"embed.weight", "layers.3.mlp.fc.weight", "layers.0.attn.qkv"} <= random
     for changes in (dict(windows="LSSLSS", attention="xx.xxx", value_embeds="0..0.."),
                     dict(windows="LS", attention="xx", value_embeds="0."),
                     dict(attention="xxxx"), dict(value_embeds="01.0"), dict(value_embeds="...."),
@@ -44,7 +44,7 @@ def test_draws_depend_on_seed_and_name_alone():
     torch.manual_seed(5)
     assert torch.equal(drawn()["embed.weight"], base["embed.weight"])
     assert not torch.equal(drawn(seed=4)["embed.weight"], base["embed.weight"])
-    fc = [base[f"blocks.{layer}.mlp.fc.weight"] for layer in range(4)]
+    fc = [base[f"layers.{layer}.mlp.fc.weight"] for layer in range(4)]
     assert not any(torch.equal(fc[0], weight) for weight in fc[1:]), "layers begin alike"
     rounded = drawn(dtype=torch.bfloat16)["embed.weight"]
     assert torch.equal(rounded, base["embed.weight"].bfloat16())
@@ -65,16 +65,16 @@ def put(name, value):
 # Changes of a model, and what is said of them. Each names the parameter or the row.
 REFUSED = {
     "a row without a parameter": (lambda model: setattr(model, "lm_head", model.embed),
-                                  r"no parameter belongs to the row lm_head"),
+                                  r"no parameter belongs to the rule lm_head"),
     "a new name": (lambda model: setattr(model, "tokens", model._modules.pop("embed")),
-                   r"no row for tokens\.weight \(320, 32\)"),
-    "a bias": (put("blocks.0.mlp.fc.bias", nn.Parameter(torch.zeros(128))),
-               r"no row for blocks\.0\.mlp\.fc\.bias"),
+                   r"no rule for tokens\.weight \(320, 32\)"),
+    "a bias": (put("layers.0.mlp.fc.bias", nn.Parameter(torch.zeros(128))),
+               r"no rule for layers\.0\.mlp\.fc\.bias"),
     "a name that begins like a row's": (put("skip_weights_2", nn.Parameter(torch.ones(2))),
-                                        r"no row for skip_weights_2 \(2,\)"),
+                                        r"no rule for skip_weights_2 \(2,\)"),
     "a vector that is left NaN": (put("skip_weights", parameter(2)), "skip_weights lacks initial "),
     "a matrix whose row leaves it to its module": (
-        put("blocks.0.own_mix", nn.Parameter(torch.ones(2, 2))), r"blocks\.0\.own_mix lacks init"),
+        put("layers.0.own_mix", nn.Parameter(torch.ones(2, 2))), r"layers\.0\.own_mix lacks init"),
 }
 
 @pytest.mark.parametrize("change, words", REFUSED.values(), ids=REFUSED)
@@ -90,28 +90,28 @@ def test_the_optimizers_of_the_table():
     optimizers = build_optimizers(model, hp, ALONE)
     layers = {"attn.qkv": (0, 1, 3), "attn.proj.weight": (0, 1, 3), "mlp.fc.weight": range(4),
               "mlp.proj.weight": range(4)}
-    mixes = {f"blocks.{layer}.residual_mix" for layer in range(4)}
-    mixes |= {f"blocks.{layer}.attn.value_mix" for layer in (0, 1, 3)}
+    mixes = {f"layers.{layer}.residual_mix" for layer in range(4)}
+    mixes |= {f"layers.{layer}.attn.value_mix" for layer in (0, 1, 3)}
     assert {(type(each), each.peak_lr, frozenset(each.params)) for each in optimizers} == {
         # Two kv heads are as wide as the model, so all embeddings have one shape.
-        (Adam, hp.head_lr, frozenset({"lm_head.weight"})),
-        (Adam, hp.embed_lr, frozenset({"embed.weight", "value_embeds.0.weight"})),
+        (Adam, hp.lm_head_lr, frozenset({"lm_head.weight"})),
+        (Adam, hp.embed_lr, frozenset({"embed.weight", "value_tables.0.weight"})),
         (Adam, hp.scalar_lr, frozenset({"skip_weights"} | mixes)),
-        *((Muon, hp.muon_lr, frozenset(f"blocks.{i}.{name}" for i in which))
+        *((Muon, hp.muon_lr, frozenset(f"layers.{i}.{name}" for i in which))
           for name, which in layers.items())}
 
 def test_parameters_of_two_dtypes_do_not_share_an_adam():
     model, hp = tiny_model()
     model.embed.weight.data = model.embed.weight.data.bfloat16()
     groups = [{*each.params} for each in build_optimizers(model, hp, ALONE)]
-    assert {"embed.weight"} in groups and {"value_embeds.0.weight"} in groups
+    assert {"embed.weight"} in groups and {"value_tables.0.weight"} in groups
 
 def test_a_row_of_ones_own_with_a_subclass_of_muon(monkeypatch):
     """Its options reach its optimizers, which are one for each shape."""
     class Sign(Muon):
         pass
 
-    row = r"blocks\..*\.(fc|proj)\.weight", uniform, Sign, dict(lr="embed_lr", weight_decay=0.5)
+    row = r"layers\..*\.(fc|proj)\.weight", uniform, Sign, dict(lr="embed_lr", weight_decay=0.5)
     monkeypatch.setattr(train_gpt, "PARAMETERS", [row, *PARAMETERS[:3], PARAMETERS[4]])
     model, hp = tiny_model(attention="xxxx", num_kv_heads=2)
     signs = [o for o in build_optimizers(model, hp, ALONE) if type(o) is Sign]

@@ -181,7 +181,7 @@ def test_settings_stay_but_those_that_are_named(tmp_path, shards, monkeypatch):
     auto = train_gpt.resolve(train_gpt.PRESETS["demo"], torch.device("cpu")).dtype
     other = "bfloat16" if auto == "float32" else "float32"
     checkpoint = broken_run(tmp_path, shards, "--seed=-1", f"--dtype={other}", "--muon_lr=0.03")
-    new = {"head_lr": 0.02, "save_every": 4, "adam_beta2": 0.9, "name": "changed"}
+    new = {"lm_head_lr": 0.02, "save_every": 4, "adam_beta2": 0.9, "name": "changed"}
     old = torch.load(checkpoint, weights_only=True)["settings"]
     assert old["seed"] >= 0 and old["dtype"] == other and old["muon_lr"] == 0.03
     copy = tmp_path / "other.py"

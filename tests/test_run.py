@@ -233,7 +233,7 @@ def test_no_tool_imports_one_that_imports_it():
 def test_tests_run_on_a_copy(tmp_path, quick):
     """The tests that pin the method are left out; what they are is in tests/conftest.py."""
     copy = tmp_path / "copy.py"
-    copy.write_text((ROOT / "train_gpt.py").read_text().replace("hp.head_lr", "0.01"))
+    copy.write_text((ROOT / "train_gpt.py").read_text().replace("hp.lm_head_lr", "0.01"))
     done = run_sh("test", "--script", str(copy), "--collect-only", "-n", "0", PYTHON=quick)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "::test_the_script_is_honest" in done.stdout

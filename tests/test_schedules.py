@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from train_gpt import PRESETS, lr_scale, muon_momentum, window_tokens
+from train_gpt import PRESETS, lr_factor, muon_momentum, window_tokens
 
 HP = PRESETS["speedrun"]
 
@@ -19,16 +19,16 @@ def test_the_window_grows_from_start_to_end_in_whole_blocks():
     assert window_tokens(0, replace(HP, num_iterations=0)) == 128
 
 def test_learning_rate_is_flat_then_falls_to_the_floor():
-    scales = [lr_scale(step, HP) for step in range(HP.num_iterations + 1)]
+    scales = [lr_factor(step, HP) for step in range(HP.num_iterations + 1)]
     start = HP.num_iterations * 6 // 10
     assert set(scales[:start + 1]) == {1.0} and scales[start + 1] < 1
     assert scales[-1] == pytest.approx(0.1)
     assert scales[(start + 1770) // 2] == pytest.approx(0.55, abs=0.001)
     falls = [a - b for a, b in zip(scales[start:], scales[start + 1:])]
     assert max(falls) - min(falls) < 1e-9
-    assert lr_scale(1770, replace(HP, cooldown_frac=0.0)) == 1.0
-    assert lr_scale(0, replace(HP, cooldown_frac=1.0, lr_floor=0.0)) == 1.0
-    assert lr_scale(1770, replace(HP, cooldown_frac=1.0, lr_floor=0.0)) == 0.0
+    assert lr_factor(1770, replace(HP, cooldown_frac=0.0)) == 1.0
+    assert lr_factor(0, replace(HP, cooldown_frac=1.0, lr_floor=0.0)) == 1.0
+    assert lr_factor(1770, replace(HP, cooldown_frac=1.0, lr_floor=0.0)) == 0.0
 
 def test_momentum_warms_up_and_stays():
     momenta = [muon_momentum(step, HP) for step in (0, 150, 300, 1770)]

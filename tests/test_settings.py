@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 def prepare(*flags, ranks=1):
     """The plan of a run that does not resume."""
     hp, command = train_gpt.parse_flags([*TINY, "--use_fp8=false", *map(str, flags)])
-    return train_gpt.prepare(hp, command, "", train_gpt.World(0, ranks, CPU), None)
+    return train_gpt.make_plan(hp, command, "", train_gpt.World(0, ranks, CPU), None)
 
 def test_every_field_is_a_flag_of_its_name(capsys):
     for f in dataclasses.fields(Hyperparameters):
@@ -163,7 +163,7 @@ def test_strange_settings_make_a_plan_or_one_line(shards, tmp_path, monkeypatch,
     else:
         hp = plan.hp
         for step in (0, hp.num_iterations):
-            assert 0 <= train_gpt.lr_scale(step, hp) <= 100
+            assert 0 <= train_gpt.lr_factor(step, hp) <= 100
             assert train_gpt.window_tokens(step, hp) > 0 <= train_gpt.tokens_seen(step, hp)
         assert all(0 <= train_gpt.muon_momentum(step, hp) <= 1 for step in (0, 5, 10**6))
 

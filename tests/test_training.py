@@ -59,7 +59,7 @@ def test_a_validation_is_the_mean_over_its_targets(shards, runs_here, monkeypatc
     """Also of a part of the data, and where ranks have unequally many sequences, or none."""
     sums = []  # of each rank, in place of an exchange
     monkeypatch.setattr(World, "all_reduce", lambda world, whole: (
-        sums.append(whole.clone()), train_gpt.Exchange(whole))[1])
+        sums.append(whole.clone()), train_gpt.Pending(whole))[1])
     model, hp = tiny_model(val_tokens=val_tokens)
     (shard,) = train_gpt.find_shards(shards[1].removeprefix("--val_files="))
     stream = train_gpt.read_tokens(shard.path, 0, val_tokens + 1, 257).long()
@@ -113,7 +113,8 @@ def test_a_pass_leaves_out_at_most_a_fiftieth(sizes):
     assert f"unread: {count} of {sum(sizes)} training tokens, in a pass" in lines
 
 def test_the_log_has_its_sections_and_its_last_lines(tmp_path, shards, capsys):
-    train(train_gpt, *TINY, *shards, f"--records={tmp_path}", "--name=my_try", "--head_lr=0.0123")
+    train(train_gpt, *TINY, *shards, f"--records={tmp_path}", "--name=my_try",
+          "--lm_head_lr=0.0123")
     log = log_of(tmp_path)
     console = capsys.readouterr().out
     assert re.fullmatch(r"[\d-]{10}T[\d-]{8}Z_my_try\.log", log_path(tmp_path).name)

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._pytree import tree_leaves
 
-from train_gpt import GPT, PRESETS, World, attention, build_block_masks, build_optimizers
+from train_gpt import GPT, PRESETS, World, attend, build_block_masks, build_optimizers
 
 SPEEDRUN = dataclasses.replace(PRESETS["speedrun"], dtype="bfloat16")
 GIB = 2**30
@@ -78,7 +78,7 @@ def case_shared_memory(capability):
 
     def masked_attention(q, k, v, tokens, window):
         mask, _ = build_block_masks(tokens, 9, window, flex=True)
-        return attention(q, k, v, mask, 0.12).float().sum()
+        return attend(q, k, v, mask, 0.12).float().sum()
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         qkv = [torch.empty(1, H, T, K, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]

@@ -36,7 +36,7 @@ class Whitened(Muon):
         n, rows, _ = self.gradients.shape
         self.state["left"] = torch.zeros(n, rows, rows, device=world.device)
 
-    def direction(self, gradients, step):
+    def compute_update(self, gradients, step):
         left = self.world.shard(self.state["left"]).lerp_(gradients @ gradients.mT, 0.1)
         return torch.linalg.solve(left + 0.1 * torch.eye(len(left[0])), gradients)
 
