@@ -362,7 +362,7 @@ class CausalSelfAttention(nn.Module):
     """Attention with normed queries and keys (arXiv:2010.04245). Values are mixed with an embedding
     of the token (record 2024-12-04). Query heads may share kv heads (arXiv:2305.13245)."""
 
-    def __init__(self, hp: Hyperparameters, rotary: Rotary):
+    def __init__(self, hp: Hyperparameters, rotary: "Rotary"):
         super().__init__()
         self.hp = hp
         self.rotary = rotary
@@ -395,7 +395,7 @@ class MLP(nn.Module):
         return self.proj(F.relu(self.fc(x_TD)).square())  # ReLU^2 (arXiv:2109.08668)
 
 class Layer(nn.Module):
-    def __init__(self, hp: Hyperparameters, index: int, rotary: Rotary):
+    def __init__(self, hp: Hyperparameters, index: int, rotary: "Rotary"):
         super().__init__()
         # One layer does without attention, which saves time (record 2024-12-17). The mix is of the
         # stream and of x0, which keeps the token itself in reach (record 2024-11-06).
@@ -659,16 +659,17 @@ def uniform(x: Tensor, generator):  # with a standard deviation of 0.5 / sqrt(in
     bound = 0.5 * math.sqrt(3 / x.size(-1))
     x.uniform_(-bound, bound, generator=generator)
 
-# How each parameter starts, who trains it, and how fast: by the first rule that fits its whole
-# name. Options are arguments of the optimizer; a text names a setting. With None, vectors and
-# scalars start as their module made them. Muon takes three dimensions for a stack of matrices.
+# How each parameter starts, which optimizer of section 6 trains it, and how fast: by the first rule
+# that fits its whole name. Options are arguments of the optimizer; a string names a setting. With
+# None, vectors and scalars start as their module made them. Muon takes three dimensions for a stack
+# of matrices.
 PARAMETERS = [
-    # names                                  initial  optimizer  options          shapes in speedrun
-    (r"lm_head\.weight",                     zero,    Adam, dict(lr="lm_head_lr")),  # [50304, 768]
-    (r"(embed|value_tables\.\d)\.weight",    normal,  Adam, dict(lr="embed_lr")),    # [50304, 768]
-    (r"layers\..*\.(qkv|fc\.weight)",        uniform, Muon, dict(lr="muon_lr")),     # [3, 768, 768]
-    (r"layers\..*\.proj\.weight",            zero,    Muon, dict(lr="muon_lr")),     # [768, 3072]
-    (r"skip_weights|layers\.\d+\..*_mix",    None,    Adam, dict(lr="scalar_lr")),   # [6], [2]
+    # names                               initial  optimizer and its options       shape in speedrun
+    (r"lm_head\.weight",                  zero,    "Adam", dict(lr="lm_head_lr")),  # [50304, 768]
+    (r"(embed|value_tables\.\d)\.weight", normal,  "Adam", dict(lr="embed_lr")),    # [50304, 768]
+    (r"layers\..*\.(qkv|fc\.weight)",     uniform, "Muon", dict(lr="muon_lr")),     # [3, 768, 768]
+    (r"layers\..*\.proj\.weight",         zero,    "Muon", dict(lr="muon_lr")),     # [768, 3072]
+    (r"skip_weights|layers\.\d+\..*_mix", None,    "Adam", dict(lr="scalar_lr")),   # [6], [2]
 ]
 
 def find_rules(model: nn.Module) -> dict[str, int]:
@@ -706,14 +707,15 @@ def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> lis
     for name, rule in find_rules(model).items():
         p = model.get_parameter(name)
         _, _, optimizer, _ = PARAMETERS[rule]
-        shape = p.shape if issubclass(optimizer, Muon) else None
+        require(optimizer in globals(), f"PARAMETERS: there is no optimizer {optimizer}")
+        shape = p.shape if issubclass(globals()[optimizer], Muon) else None
         if p.requires_grad:
             groups.setdefault((rule, p.dtype, shape), {})[name] = p
     optimizers = []
     for (rule, *_), params in groups.items():
         _, _, optimizer, options = PARAMETERS[rule]
         values = {key: getattr(hp, x) if isinstance(x, str) else x for key, x in options.items()}
-        optimizers.append(optimizer(params, hp, world, **values))
+        optimizers.append(globals()[optimizer](params, hp, world, **values))
     return optimizers
 
 # ---- 7. Data ------------------------------------------------------------------------------------

@@ -99,7 +99,8 @@ IN_THE_SCRIPT = {
         ("a rule without a parameter passes", "require(«i in rules.values()→True», f"),
         ("a pattern fits the beginning of a name", "re.«fullmatch→match»(pattern, name)"),
         ("the last rule that fits, not the first", "rules[name] = fitting[«0→-1»]"),
-        ("a rule's betas are dropped", 'optimizer(params, hp, world, «**values→lr=values["lr"]»)'),
+        ("a rule's betas are dropped",
+         'globals()[optimizer](params, hp, world, «**values→lr=values["lr"]»)'),
         ("initial values of twice the size", "«0.5 * math→math».sqrt(3 / x.size(-1))")],
     (6, "test_edits.py"): [
         ("frozen parameters are trained", "        if «p.requires_grad→True»:\n", "frozen")],

@@ -21,12 +21,12 @@ TABLE = "PARAMETERS = [\n«→    {},\n»"
 # Edits, each a text that the script has once, with «old→new» in it.
 SWIGLU = [FC + "«→        self.gate = CastedLinear(dim, 4 * dim)\n»",
           "self.proj(«F.relu(self.fc(x_TD)).square()→F.silu(self.gate(x_TD)) * self.fc(x_TD)»)"]
-SWIGLU_ROW = TABLE.format(r"(r'layers\..*\.gate\.weight', uniform, Muon, dict(lr='muon_lr'))")
+SWIGLU_ROW = TABLE.format(r"(r'layers\..*\.gate\.weight', uniform, 'Muon', dict(lr='muon_lr'))")
 HEAD_GATE = [
     "«→        self.head_gate = CastedLinear(hp.model_dim, hp.num_heads)\n»" + MIX,
     ATTENTION + "«→        gate_HT = torch.sigmoid(self.head_gate(x_TD)).T\n"
                 "        y_1HTK = y_1HTK * gate_HT[None, :, :, None]\n»"]
-HEAD_GATE_ROW = TABLE.format(r"(r'layers\..*\.head_gate\.weight', zero, Adam, dict(lr=0.01))")
+HEAD_GATE_ROW = TABLE.format(r"(r'layers\..*\.head_gate\.weight', zero, 'Adam', dict(lr=0.01))")
 HEAD_SCALES = [  # float32, like all vectors
     "«→        self.head_mix = nn.Parameter(torch.ones(hp.num_heads))\n»" + MIX,
     ATTENTION + "«→        y_1HTK = y_1HTK * self.head_mix[:, None, None]\n»"]
@@ -44,8 +44,8 @@ LION = ["""\
         self.pending_params = [self.world.all_gather(p.detach()) for p in self.params.values()]
 
 »class Muon(Optimizer):
-""", 'zero,    «Adam, dict(lr="lm_head_lr")→Lion, dict(lr=0.001, betas=(0.9, 0.99))»',
-        'normal,  «Adam, dict(lr="embed_lr")→Lion, dict(lr=0.01, betas=(0.9, 0.95))»']
+""", 'zero,    «"Adam", dict(lr="lm_head_lr")→"Lion", dict(lr=0.001, betas=(0.9, 0.99))»',
+        'normal,  «"Adam", dict(lr="embed_lr")→"Lion", dict(lr=0.01, betas=(0.9, 0.95))»']
 AVERAGE = [  # as buffers of the model, so a part of what is saved
     HEAD + """\
 «→        for name, p in list(self.named_parameters()):
@@ -167,7 +167,7 @@ def test_an_optimizer_that_forgets_its_shard_is_an_error_on_two_ranks(tmp_path):
         lion.update(0)
 
 OWN = [HEAD + "«→        self.own = parameter(2, 3)\n»",
-       TABLE.format("('own', normal, Muon, dict(lr=0.1))")]
+       TABLE.format("('own', normal, 'Muon', dict(lr=0.1))")]
 
 def test_a_parameter_that_nothing_uses_is_named(tmp_path, shards):
     with refused("no gradient reaches own:"):

@@ -34,7 +34,7 @@ EVALUATE = "    model.eval()\n"
 RELU = "F.relu(self.fc(x_TD)).square()"
 CALL = "total[0] += model(inputs_T, targets_T, window)"
 GLOBAL = "BLOCK = 128"
-PROJ = r'(r"layers\..*\.proj\.weight",            zero,    Muon, dict(lr="muon_lr"))'
+PROJ = r'(r"layers\..*\.proj\.weight",         zero,    "Muon", dict(lr="muon_lr"))'
 FUTURE = "the loss of token 0 changes by .* it sees the future"
 ENTROPY = r"but the cross-entropy of logits\(features\(\)\) is"
 RESUMED = "resumed at step 12, and validates at other steps, ends with other numbers"
@@ -109,7 +109,7 @@ RIGHT = {
         (CALL, CALL.replace("window", "2 * window")),
         ("return 2 * c * torch.sigmoid(self.lm_head(x_TD).float() * (2 / c))",
          "return 30 * torch.tanh(self.lm_head(x_TD).float() / 30)"),
-        ('    (r"lm_head\\.weight",                     zero,    Adam, dict(lr="lm_head_lr")),  '
+        ('    (r"lm_head\\.weight",                  zero,    "Adam", dict(lr="lm_head_lr")),  '
          "# [50304, 768]\n", ""),
         ("vocab, gradient_scale)\n",
          "vocab, gradient_scale)\n        self.lm_head.weight = self.embed.weight\n"),
