@@ -7,8 +7,8 @@
 
 The preset `speedrun` is the record of 2025-01-26: 2.93 minutes on eight H100. To try an idea, copy
 this file and change the copy. Each start writes a log into records/: settings, machine, this source
-and a line per step. A run may be killed at any time. Needs torch 2.9.1 or newer. Sections 1 to 8
-are the method. Section 9 has what a run needs besides, section 10 the run's story.
+and a line per step. A run may be killed at any time. Needs torch 2.9.1 or newer. Sections 1 to 9
+are the method and the run. Section 10 has what a run needs besides.
 
 Shapes are in the names: x_TD is [T, D]. T tokens, D model width, H heads, K head width, V
 vocabulary, N blocks of 128 tokens. There is no batch dimension: the model takes one long sequence
@@ -164,7 +164,168 @@ def muon_momentum(step: int, hp: Hyperparameters) -> float:
     risen = min(1, step / hp.muon_momentum_steps) if hp.muon_momentum_steps else 1
     return hp.muon_momentum_start + risen * (hp.muon_momentum_end - hp.muon_momentum_start)
 
-# ---- 2. Block masks and attention ---------------------------------------------------------------
+# ---- 2. The model -------------------------------------------------------------------------------
+
+class GPT(nn.Module):
+    """model(tokens_T, targets_T, window) is the sum of the losses of one sequence, in nats. With
+    `flex` it must be compiled, since uncompiled FlexAttention ignores the lists of blocks.
+
+    Embeddings and the residual stream are in `dtype`, all else is float32: cast a vector or matrix
+    by type_as before the stream is multiplied by it."""
+
+    LOGITS_TOKENS = 24576  # at a time: they fit validation's memory, and 32-bit indices
+
+    def __init__(self, hp: Hyperparameters, dtype: torch.dtype, flex: bool):
+        super().__init__()
+        self.hp = hp
+        self.flex = flex
+        self.end_of_text = hp.vocab_size - 1
+        # Padded for FP8, and for up to 64 ranks to share.
+        vocab = math.ceil(hp.vocab_size / 64) * 64
+        self.embed = Embedding(vocab, hp.model_dim, dtype)
+        # Layers with the same digit share a value embedding (record 2024-12-08).
+        digits = sorted(set(hp.value_embeds) - {"."})
+        width = hp.kv_heads * hp.head_dim
+        self.value_tables = nn.ModuleDict({d: Embedding(vocab, width, dtype) for d in digits})
+        rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len), hp.rope_base)
+        self.layers = nn.ModuleList(Layer(hp, i, rotary) for i in range(len(hp.windows)))
+        self.skip_weights = nn.Parameter(torch.ones(len(self.layers) // 2))
+        # To tie them, assign embed.weight to the head, not the head's to embed.
+        gradient_scale = TOKEN_GRADIENT_SCALE * hp.tokens_per_step if hp.use_fp8 else None
+        self.lm_head = CastedLinear(hp.model_dim, vocab, gradient_scale)
+
+    def forward(self, tokens_T: Tensor, targets_T: Tensor, window: Tensor) -> Tensor:
+        x_TD = self.features(tokens_T, window)
+        loss = 0  # a sum over tokens; what only training minimizes goes under `if self.training`
+        for x, target in zip(x_TD.split(self.LOGITS_TOKENS), targets_T.split(self.LOGITS_TOKENS)):
+            loss += CrossEntropy.apply(self.logits(x), target)
+        return loss
+
+    def features(self, tokens_T: Tensor, window: Tensor) -> Tensor:
+        """The normed residual stream [T, D] after the last layer."""
+        masks = dict(zip("LS", build_block_masks(tokens_T, self.end_of_text, window, self.flex)))
+        value_embed_of = {digit: table(tokens_T) for digit, table in self.value_tables.items()}
+        # A U-Net (record 2024-11-10): each layer of the second half adds its mirror image's output.
+        x_TD = x0_TD = norm(self.embed(tokens_T))
+        skips = []
+        half = len(self.layers) // 2
+        for i, layer in enumerate(self.layers):
+            if i >= half:
+                x_TD = x_TD + self.skip_weights[i - half] * skips.pop()
+            value_embed = value_embed_of.get(self.hp.value_embeds[i])  # None for "."
+            x_TD = layer(x_TD, x0_TD, value_embed, masks[self.hp.windows[i]])
+            if i < half:
+                skips.append(x_TD)
+            assert x_TD.dtype == x0_TD.dtype, f"layer {i} lacks a cast (type_as)"
+        return norm(x_TD)
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """Smoothly capped: z becomes c + c tanh(z / c). A softmax cancels the first c, but a z-loss
+        must subtract it."""
+        c = self.hp.lm_head_softcap
+        return 2 * c * torch.sigmoid(self.lm_head(x_TD).float() * (2 / c))
+
+class Layer(nn.Module):
+    def __init__(self, hp: Hyperparameters, index: int, rotary: "Rotary"):
+        super().__init__()
+        # One layer does without attention, which saves time (record 2024-12-17). The mix is of the
+        # stream and of x0, which keeps the token itself in reach (record 2024-11-06).
+        self.attn = CausalSelfAttention(hp, rotary) if hp.attention[index] == "x" else None
+        self.mlp = MLP(hp.model_dim)
+        self.residual_mix = nn.Parameter(torch.tensor([1.0, 0.0]))
+
+    def forward(self, x_TD: Tensor, x0_TD: Tensor, value_embed: Tensor | None, mask) -> Tensor:
+        x_TD = self.residual_mix[0] * x_TD + self.residual_mix[1] * x0_TD
+        if self.attn is not None:
+            x_TD = x_TD + self.attn(norm(x_TD), value_embed, mask)
+        return x_TD + self.mlp(norm(x_TD))
+
+class CausalSelfAttention(nn.Module):
+    """Attention with normed queries and keys (arXiv:2010.04245). Values are mixed with an embedding
+    of the token (record 2024-12-04). Query heads may share kv heads (arXiv:2305.13245)."""
+
+    def __init__(self, hp: Hyperparameters, rotary: "Rotary"):
+        super().__init__()
+        self.hp = hp
+        self.rotary = rotary
+        # A stack of equal matrices, since Muon orthogonalizes q, k and v one by one; with 6 heads
+        # and 3 kv heads q, q, k, v.
+        parts = hp.num_heads // hp.kv_heads + 2
+        self.qkv = parameter(parts, hp.kv_heads * hp.head_dim, hp.model_dim)
+        self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim)
+        self.value_mix = nn.Parameter(torch.tensor([0.5, 0.5]))  # of value and value embedding
+
+    def forward(self, x_TD: Tensor, value_embed: Tensor | None, mask) -> Tensor:
+        T, heads, kv_heads = len(x_TD), self.hp.num_heads, self.hp.kv_heads
+        qkv = F.linear(x_TD, self.qkv.flatten(0, 1).type_as(x_TD)).view(T, -1, self.hp.head_dim)
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        q, k = self.rotary(norm(q)), self.rotary(norm(k))
+        v = self.value_mix[0] * v  # halved also where nothing is mixed in (record 2024-12-17)
+        if value_embed is not None:
+            v = v + self.value_mix[1] * value_embed.view_as(v)
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, H, T, K]
+        y_1HTK = attend(q, k, v, mask, self.hp.attention_scale)
+        return self.proj(y_1HTK.squeeze(0).transpose(0, 1).reshape(T, -1))
+
+class MLP(nn.Module):
+    def __init__(self, dim: int):
+        super().__init__()
+        self.fc = CastedLinear(dim, 4 * dim)
+        self.proj = CastedLinear(4 * dim, dim)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.proj(F.relu(self.fc(x_TD)).square())  # ReLU^2 (arXiv:2109.08668)
+
+class Rotary(nn.Module):
+    """Rotary positions (arXiv:2104.09864) on half of each head's channels, of which i turns with
+    i + K / 4; the other half matches content at any distance (record 2024-12-17)."""
+
+    def __init__(self, head_dim: int, max_seq_len: int, base: float):
+        super().__init__()
+        frequencies = base ** -torch.linspace(0, 1, head_dim // 4, dtype=torch.float64)
+        # Angles [T, 1, K / 4]; float32 would be inexact at late positions.
+        angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float64), frequencies)[:, None]
+        c, s = angles.cos().float(), angles.sin().float()
+        unrotated = torch.ones_like(c).repeat(1, 1, 2)
+        self.register_buffer("cos", torch.cat((c, c, unrotated), dim=-1), persistent=False)
+        self.register_buffer("sin", torch.cat((s, -s, 0 * unrotated), dim=-1), persistent=False)
+
+    def forward(self, x_THK: Tensor) -> Tensor:
+        x = x_THK.float()
+        # By swapped quarters: to put turned ones together by torch.cat writes a copy in float32.
+        swapped = x.unflatten(-1, (2, 2, -1)).flip(-2).flatten(-3)
+        return (x * self.cos[:len(x)] + swapped * self.sin[:len(x)]).type_as(x_THK)
+
+class Embedding(nn.Module):
+    """Rows in `dtype`. A sequence's gradient is summed in float32, sequences' sum is in `dtype`."""
+
+    def __init__(self, num_embeddings: int, width: int, dtype: torch.dtype):
+        super().__init__()
+        self.weight = parameter(num_embeddings, width, dtype=dtype)
+
+    def forward(self, tokens_T: Tensor) -> Tensor:
+        return F.embedding(tokens_T, self.weight.float()).type_as(self.weight)
+
+class CastedLinear(nn.Module):
+    """A linear layer without bias. Its weight is float32 and cast to the input's dtype. With the
+    scale of its gradient it trains in FP8; validation is not in FP8, as in the record."""
+
+    def __init__(self, in_features: int, out_features: int, gradient_scale: float | None = None):
+        super().__init__()
+        self.weight = parameter(out_features, in_features)
+        self.gradient_scale = gradient_scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gradient_scale and self.training:
+            y = FP8Linear.apply(x, self.weight, self.gradient_scale)
+        else:
+            y = F.linear(x, self.weight.type_as(x))
+        return y
+
+def norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.size(-1),))
+
+# ---- 3. Block masks and attention ---------------------------------------------------------------
 
 def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: bool) -> list:
     """The long and the short mask for FlexAttention (arXiv:2412.05496). A token sees itself and the
@@ -240,7 +401,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
         return flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)
     return plain_attend(q, k, v, mask, scale)
 
-# ---- 3. The head: FP8 and the loss --------------------------------------------------------------
+# ---- 4. The head: FP8 and the loss --------------------------------------------------------------
 
 # Scales before a cast to FP8. e4m3 reaches 448: the head's input is normed, so at most sqrt(768) =
 # 28, and weights may reach 0.875 (training clamps larger ones, validation does not). A logit's
@@ -303,172 +464,65 @@ class CrossEntropy(torch.autograd.Function):
         grad_TV.addcmul_(exp_TV, (1 / sum_T)[:, None])  # softmax - target
         return grad_TV.mul_(torch.where(target_T < 0, 0.0, grad)[:, None]), None
 
-# ---- 4. Model -----------------------------------------------------------------------------------
-
-def norm(x: Tensor) -> Tensor:
-    return F.rms_norm(x, (x.size(-1),))
+# ---- 5. Parameters ------------------------------------------------------------------------------
 
 def parameter(*shape: int, dtype=torch.float32) -> nn.Parameter:
-    """NaN until draw_weights fills it by its rule in PARAMETERS (section 6)."""
+    """NaN until draw_weights fills it by its rule in PARAMETERS, below."""
     return nn.Parameter(torch.full(shape, torch.nan, dtype=dtype))
 
-class CastedLinear(nn.Module):
-    """A linear layer without bias. Its weight is float32 and cast to the input's dtype. With the
-    scale of its gradient it trains in FP8; validation is not in FP8, as in the record."""
+def zero(x: Tensor, generator):
+    x.zero_()
 
-    def __init__(self, in_features: int, out_features: int, gradient_scale: float | None = None):
-        super().__init__()
-        self.weight = parameter(out_features, in_features)
-        self.gradient_scale = gradient_scale
+def normal(x: Tensor, generator):
+    x.normal_(generator=generator)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.gradient_scale and self.training:
-            y = FP8Linear.apply(x, self.weight, self.gradient_scale)
-        else:
-            y = F.linear(x, self.weight.type_as(x))
-        return y
+def uniform(x: Tensor, generator):  # with a standard deviation of 0.5 / sqrt(inputs)
+    bound = 0.5 * math.sqrt(3 / x.size(-1))
+    x.uniform_(-bound, bound, generator=generator)
 
-class Embedding(nn.Module):
-    """Rows in `dtype`. A sequence's gradient is summed in float32, sequences' sum is in `dtype`."""
+# How each parameter starts, which optimizer of section 6 trains it, and how fast: by the first rule
+# that fits its whole name. Options are arguments of the optimizer; a string names a setting. With
+# None, vectors and scalars start as their module made them. Muon takes three dimensions for a stack
+# of matrices.
+PARAMETERS = [
+    # names                               initial  optimizer and its options       shape in speedrun
+    (r"lm_head\.weight",                  zero,    "Adam", dict(lr="lm_head_lr")),  # [50304, 768]
+    (r"(embed|value_tables\.\d)\.weight", normal,  "Adam", dict(lr="embed_lr")),    # [50304, 768]
+    (r"layers\..*\.(qkv|fc\.weight)",     uniform, "Muon", dict(lr="muon_lr")),     # [3, 768, 768]
+    (r"layers\..*\.proj\.weight",         zero,    "Muon", dict(lr="muon_lr")),     # [768, 3072]
+    (r"skip_weights|layers\.\d+\..*_mix", None,    "Adam", dict(lr="scalar_lr")),   # [6], [2]
+]
 
-    def __init__(self, num_embeddings: int, width: int, dtype: torch.dtype):
-        super().__init__()
-        self.weight = parameter(num_embeddings, width, dtype=dtype)
+def find_rules(model: nn.Module) -> dict[str, int]:
+    """{name of a parameter: index of its rule in PARAMETERS}"""
+    patterns = [pattern for pattern, *_ in PARAMETERS]
+    rules = {}
+    for name, p in model.named_parameters():
+        fitting = [i for i, pattern in enumerate(patterns) if re.fullmatch(pattern, name)]
+        require(fitting, f"PARAMETERS has no rule for {name} {tuple(p.shape)}")
+        rules[name] = fitting[0]
+    for i, pattern in enumerate(patterns):
+        require(i in rules.values(), f"PARAMETERS: no parameter belongs to the rule {pattern}")
+    return rules
 
-    def forward(self, tokens_T: Tensor) -> Tensor:
-        return F.embedding(tokens_T, self.weight.float()).type_as(self.weight)
+@torch.no_grad()
+def draw_weights(model: nn.Module, seed: int):
+    """Fills every parameter by its rule. Random numbers depend on seed and name alone: two scripts
+    start with equal weights where names and shapes agree, so that their runs compare in pairs."""
+    for name, rule in find_rules(model).items():
+        p = model.get_parameter(name)
+        _, initial, _, _ = PARAMETERS[rule]
+        if initial is None:
+            require(p.ndim < 2 and not p.isnan().any(), f"PARAMETERS: {name} lacks initial values")
+            continue
+        require(p.isnan().all(), f"{name} has values, which its rule in PARAMETERS would replace: "
+                "make it by parameter(...), and let the rule say how it starts")
+        values = torch.empty(p.shape)  # in float32 on the CPU: what torch draws depends on both
+        number = int(sha256(f"{seed} {name}".encode()).hexdigest()[:15], 16)
+        initial(values, torch.Generator().manual_seed(number))
+        p.copy_(values)
 
-class Rotary(nn.Module):
-    """Rotary positions (arXiv:2104.09864) on half of each head's channels, of which i turns with
-    i + K / 4; the other half matches content at any distance (record 2024-12-17)."""
-
-    def __init__(self, head_dim: int, max_seq_len: int, base: float):
-        super().__init__()
-        frequencies = base ** -torch.linspace(0, 1, head_dim // 4, dtype=torch.float64)
-        # Angles [T, 1, K / 4]; float32 would be inexact at late positions.
-        angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float64), frequencies)[:, None]
-        c, s = angles.cos().float(), angles.sin().float()
-        unrotated = torch.ones_like(c).repeat(1, 1, 2)
-        self.register_buffer("cos", torch.cat((c, c, unrotated), dim=-1), persistent=False)
-        self.register_buffer("sin", torch.cat((s, -s, 0 * unrotated), dim=-1), persistent=False)
-
-    def forward(self, x_THK: Tensor) -> Tensor:
-        x = x_THK.float()
-        # By swapped quarters: to put turned ones together by torch.cat writes a copy in float32.
-        swapped = x.unflatten(-1, (2, 2, -1)).flip(-2).flatten(-3)
-        return (x * self.cos[:len(x)] + swapped * self.sin[:len(x)]).type_as(x_THK)
-
-class CausalSelfAttention(nn.Module):
-    """Attention with normed queries and keys (arXiv:2010.04245). Values are mixed with an embedding
-    of the token (record 2024-12-04). Query heads may share kv heads (arXiv:2305.13245)."""
-
-    def __init__(self, hp: Hyperparameters, rotary: "Rotary"):
-        super().__init__()
-        self.hp = hp
-        self.rotary = rotary
-        # A stack of equal matrices, since Muon orthogonalizes q, k and v one by one; with 6 heads
-        # and 3 kv heads q, q, k, v.
-        parts = hp.num_heads // hp.kv_heads + 2
-        self.qkv = parameter(parts, hp.kv_heads * hp.head_dim, hp.model_dim)
-        self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim)
-        self.value_mix = nn.Parameter(torch.tensor([0.5, 0.5]))  # of value and value embedding
-
-    def forward(self, x_TD: Tensor, value_embed: Tensor | None, mask) -> Tensor:
-        T, heads, kv_heads = len(x_TD), self.hp.num_heads, self.hp.kv_heads
-        qkv = F.linear(x_TD, self.qkv.flatten(0, 1).type_as(x_TD)).view(T, -1, self.hp.head_dim)
-        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
-        q, k = self.rotary(norm(q)), self.rotary(norm(k))
-        v = self.value_mix[0] * v  # halved also where nothing is mixed in (record 2024-12-17)
-        if value_embed is not None:
-            v = v + self.value_mix[1] * value_embed.view_as(v)
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, H, T, K]
-        y_1HTK = attend(q, k, v, mask, self.hp.attention_scale)
-        return self.proj(y_1HTK.squeeze(0).transpose(0, 1).reshape(T, -1))
-
-class MLP(nn.Module):
-    def __init__(self, dim: int):
-        super().__init__()
-        self.fc = CastedLinear(dim, 4 * dim)
-        self.proj = CastedLinear(4 * dim, dim)
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return self.proj(F.relu(self.fc(x_TD)).square())  # ReLU^2 (arXiv:2109.08668)
-
-class Layer(nn.Module):
-    def __init__(self, hp: Hyperparameters, index: int, rotary: "Rotary"):
-        super().__init__()
-        # One layer does without attention, which saves time (record 2024-12-17). The mix is of the
-        # stream and of x0, which keeps the token itself in reach (record 2024-11-06).
-        self.attn = CausalSelfAttention(hp, rotary) if hp.attention[index] == "x" else None
-        self.mlp = MLP(hp.model_dim)
-        self.residual_mix = nn.Parameter(torch.tensor([1.0, 0.0]))
-
-    def forward(self, x_TD: Tensor, x0_TD: Tensor, value_embed: Tensor | None, mask) -> Tensor:
-        x_TD = self.residual_mix[0] * x_TD + self.residual_mix[1] * x0_TD
-        if self.attn is not None:
-            x_TD = x_TD + self.attn(norm(x_TD), value_embed, mask)
-        return x_TD + self.mlp(norm(x_TD))
-
-class GPT(nn.Module):
-    """model(tokens_T, targets_T, window) is the sum of the losses of one sequence, in nats. With
-    `flex` it must be compiled, since uncompiled FlexAttention ignores the lists of blocks.
-
-    Embeddings and the residual stream are in `dtype`, all else is float32: cast a vector or matrix
-    by type_as before the stream is multiplied by it."""
-
-    LOGITS_TOKENS = 24576  # at a time: they fit validation's memory, and 32-bit indices
-
-    def __init__(self, hp: Hyperparameters, dtype: torch.dtype, flex: bool):
-        super().__init__()
-        self.hp = hp
-        self.flex = flex
-        self.end_of_text = hp.vocab_size - 1
-        # Padded for FP8, and for up to 64 ranks to share.
-        vocab = math.ceil(hp.vocab_size / 64) * 64
-        self.embed = Embedding(vocab, hp.model_dim, dtype)
-        # Layers with the same digit share a value embedding (record 2024-12-08).
-        digits = sorted(set(hp.value_embeds) - {"."})
-        width = hp.kv_heads * hp.head_dim
-        self.value_tables = nn.ModuleDict({d: Embedding(vocab, width, dtype) for d in digits})
-        rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len), hp.rope_base)
-        self.layers = nn.ModuleList(Layer(hp, i, rotary) for i in range(len(hp.windows)))
-        self.skip_weights = nn.Parameter(torch.ones(len(self.layers) // 2))
-        # To tie them, assign embed.weight to the head, not the head's to embed.
-        gradient_scale = TOKEN_GRADIENT_SCALE * hp.tokens_per_step if hp.use_fp8 else None
-        self.lm_head = CastedLinear(hp.model_dim, vocab, gradient_scale)
-
-    def forward(self, tokens_T: Tensor, targets_T: Tensor, window: Tensor) -> Tensor:
-        x_TD = self.features(tokens_T, window)
-        loss = 0  # a sum over tokens; what only training minimizes goes under `if self.training`
-        for x, target in zip(x_TD.split(self.LOGITS_TOKENS), targets_T.split(self.LOGITS_TOKENS)):
-            loss += CrossEntropy.apply(self.logits(x), target)
-        return loss
-
-    def features(self, tokens_T: Tensor, window: Tensor) -> Tensor:
-        """The normed residual stream [T, D] after the last layer."""
-        masks = dict(zip("LS", build_block_masks(tokens_T, self.end_of_text, window, self.flex)))
-        value_embed_of = {digit: table(tokens_T) for digit, table in self.value_tables.items()}
-        # A U-Net (record 2024-11-10): each layer of the second half adds its mirror image's output.
-        x_TD = x0_TD = norm(self.embed(tokens_T))
-        skips = []
-        half = len(self.layers) // 2
-        for i, layer in enumerate(self.layers):
-            if i >= half:
-                x_TD = x_TD + self.skip_weights[i - half] * skips.pop()
-            value_embed = value_embed_of.get(self.hp.value_embeds[i])  # None for "."
-            x_TD = layer(x_TD, x0_TD, value_embed, masks[self.hp.windows[i]])
-            if i < half:
-                skips.append(x_TD)
-            assert x_TD.dtype == x0_TD.dtype, f"layer {i} lacks a cast (type_as)"
-        return norm(x_TD)
-
-    def logits(self, x_TD: Tensor) -> Tensor:
-        """Smoothly capped: z becomes c + c tanh(z / c). A softmax cancels the first c, but a z-loss
-        must subtract it."""
-        c = self.hp.lm_head_softcap
-        return 2 * c * torch.sigmoid(self.lm_head(x_TD).float() * (2 / c))
-
-# ---- 5. Ranks -----------------------------------------------------------------------------------
+# ---- 6. Ranks and optimizers --------------------------------------------------------------------
 
 if not hasattr(dist, "all_gather_single"):  # new names in torch 2.13
     dist.all_gather_single = dist.all_gather_into_tensor
@@ -516,8 +570,6 @@ class World:
     def all_reduce(self, whole: Tensor) -> Pending:
         """Sums over the ranks, in place."""
         return Pending(whole, dist.all_reduce(whole, async_op=True) if self.size > 1 else None)
-
-# ---- 6. Optimizers and parameters ---------------------------------------------------------------
 
 class Optimizer:
     """Trains some parameters; the ranks share the work (ZeRO, arXiv:1910.02054). A step has three
@@ -648,58 +700,6 @@ def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b gram + c gram @ gram
         x = torch.baddbmm(x, polynomial, x, beta=a)  # a x + polynomial @ x
     return x.mT if tall else x
-
-def zero(x: Tensor, generator):
-    x.zero_()
-
-def normal(x: Tensor, generator):
-    x.normal_(generator=generator)
-
-def uniform(x: Tensor, generator):  # with a standard deviation of 0.5 / sqrt(inputs)
-    bound = 0.5 * math.sqrt(3 / x.size(-1))
-    x.uniform_(-bound, bound, generator=generator)
-
-# How each parameter starts, which optimizer of section 6 trains it, and how fast: by the first rule
-# that fits its whole name. Options are arguments of the optimizer; a string names a setting. With
-# None, vectors and scalars start as their module made them. Muon takes three dimensions for a stack
-# of matrices.
-PARAMETERS = [
-    # names                               initial  optimizer and its options       shape in speedrun
-    (r"lm_head\.weight",                  zero,    "Adam", dict(lr="lm_head_lr")),  # [50304, 768]
-    (r"(embed|value_tables\.\d)\.weight", normal,  "Adam", dict(lr="embed_lr")),    # [50304, 768]
-    (r"layers\..*\.(qkv|fc\.weight)",     uniform, "Muon", dict(lr="muon_lr")),     # [3, 768, 768]
-    (r"layers\..*\.proj\.weight",         zero,    "Muon", dict(lr="muon_lr")),     # [768, 3072]
-    (r"skip_weights|layers\.\d+\..*_mix", None,    "Adam", dict(lr="scalar_lr")),   # [6], [2]
-]
-
-def find_rules(model: nn.Module) -> dict[str, int]:
-    """{name of a parameter: index of its rule in PARAMETERS}"""
-    patterns = [pattern for pattern, *_ in PARAMETERS]
-    rules = {}
-    for name, p in model.named_parameters():
-        fitting = [i for i, pattern in enumerate(patterns) if re.fullmatch(pattern, name)]
-        require(fitting, f"PARAMETERS has no rule for {name} {tuple(p.shape)}")
-        rules[name] = fitting[0]
-    for i, pattern in enumerate(patterns):
-        require(i in rules.values(), f"PARAMETERS: no parameter belongs to the rule {pattern}")
-    return rules
-
-@torch.no_grad()
-def draw_weights(model: nn.Module, seed: int):
-    """Fills every parameter by its rule. Random numbers depend on seed and name alone: two scripts
-    start with equal weights where names and shapes agree, so that their runs compare in pairs."""
-    for name, rule in find_rules(model).items():
-        p = model.get_parameter(name)
-        _, initial, _, _ = PARAMETERS[rule]
-        if initial is None:
-            require(p.ndim < 2 and not p.isnan().any(), f"PARAMETERS: {name} lacks initial values")
-            continue
-        require(p.isnan().all(), f"{name} has values, which its rule in PARAMETERS would replace: "
-                "make it by parameter(...), and let the rule say how it starts")
-        values = torch.empty(p.shape)  # in float32 on the CPU: what torch draws depends on both
-        number = int(sha256(f"{seed} {name}".encode()).hexdigest()[:15], 16)
-        initial(values, torch.Generator().manual_seed(number))
-        p.copy_(values)
 
 def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> list[Optimizer]:
     """Parameters of one rule and dtype, for Muon also of one shape, share an optimizer."""
@@ -887,7 +887,97 @@ def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: Worl
         gc.collect()
         gc.freeze()  # or Python would search the compiler's many objects for garbage in a step
 
-# ---- 9. What a run needs besides the method: skip it to read for the algorithm ------------------
+# ---- 9. The run ---------------------------------------------------------------------------------
+
+def main(argv: list[str]):
+    # What to do: rank 0 makes a plan for all. With --check the ranks do not connect.
+    script = Path(__file__).read_text(encoding="utf-8")  # now, before anyone edits it
+    hp, command = parse_flags(argv)
+    world = world_of_this_process()
+    saved = plan = None
+    if world.rank == 0 or command.check:
+        saved = read_checkpoint(command.resume) if command.resume else None
+        plan = make_plan(hp, command, script, world, saved)
+    if command.check:
+        world = World(0, 1, world.device)
+    elif world.size > 1:
+        plan = connect(plan, script, world)
+    hp = plan.hp
+    cuda = world.device.type == "cuda"
+
+    # What to train. TORCH_COMPILE_DISABLE=1 is for debugging on a GPU, with a CPU's attention.
+    torch.manual_seed(hp.seed)
+    switches = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
+    compiles = cuda and "1" not in map(os.environ.get, switches)
+    model = GPT(hp, getattr(torch, hp.dtype), flex=compiles)
+    draw_weights(model, hp.seed)
+    model.to(world.device)
+    optimizers = build_optimizers(model, hp, world)
+    if plan.checkpoint:
+        load_training_state(saved["state"] if saved else None, model, optimizers, world)
+    val_sequences = load_validation(plan.val_shards, hp, world)
+    if command.check:
+        print("checks passed")
+        return
+
+    log = RunLog(plan, world)
+    try:
+        log.write(f"log: {log.path}")
+        log.write(f"to resume: {sys.argv[0]} --resume=FILE, with the FILE of a `checkpoint:` line")
+        for line in changed_settings(hp, script, saved) if saved else ():
+            log.write(line)
+        log.write(f"model: {sum(p.numel() for p in model.parameters())} parameters; "
+                  f"{hp.micro_batches} x {hp.train_seq_len} tokens a step, {world.size} rank(s)")
+        log.write("\n".join(f"{type(each).__name__}, lr {each.peak_lr}: {', '.join(each.params)}"
+                            for each in optimizers), console=False)
+
+        # What comes before the clock. Unlike torch.compile(model), this keeps parameters' names.
+        if compiles:
+            model.compile(dynamic=False, fullgraph=True)
+        batches_of_steps = train_batches(plan.train_shards, hp, world, plan.first_step)
+        began = time.perf_counter()
+        warm_up(model, optimizers, hp, world)
+        log.write(f"warmup: {time.perf_counter() - began:.1f} s, untimed")
+
+        # The clock runs for training steps alone: it stops to validate and to save.
+        clock = StepClock(world.device, plan.seconds)
+        save_worked = True
+        clock.start()
+        for step in range(plan.first_step, hp.num_iterations + 1):
+            last = step == hp.num_iterations  # to end early, decide alike on all ranks
+            save_due = step > 0 and hp.save_every > 0 and (last or step % hp.save_every == 0)
+            val_due = hp.val_loss_every > 0 and step % hp.val_loss_every == 0
+            if last or save_due or val_due:
+                clock.stop()
+                for done, value, seconds in clock.read_losses(keep=0):
+                    log.write_loss("train_loss", done, hp, value, seconds)
+                val_loss = evaluate(model, val_sequences, step, hp, world)
+                log.write_loss("val_loss", step, hp, val_loss, clock.seconds)
+                # Weights that are not finite are never saved: write_loss has ended the run.
+                if save_due and step > plan.first_step:
+                    save_worked = save_checkpoint(step, clock.seconds, model, optimizers, plan, log,
+                                                  warn=save_worked or last)
+                clock.start()
+            if last:
+                break
+            loss = train_step(model, next(batches_of_steps), optimizers, step, hp, world)
+            clock.add_loss(step + 1, loss)
+            for done, value, seconds in clock.read_losses(keep=int(cuda)):
+                log.write_loss("train_loss", done, hp, value, seconds)
+
+        log.write(f"throughput: {tokens_seen(step, hp) / max(clock.seconds, 1e-9):.0f} tokens/s")
+        if cuda:
+            log.write(f"peak_memory: {torch.cuda.max_memory_allocated() >> 20} MiB on rank 0")
+        log.write(f"final_val_loss: {val_loss:.4f} nats per token, on {hp.val_tokens} tokens")
+        log.write(f"log: {log.path}")
+    except Exception as e:  # so that rank 0's log ends with its reason; the others have none
+        prefix = "" if isinstance(e, UserError) else f"{type(e).__name__}: "
+        log.write(f"error: {prefix}{e}", console=False)
+        raise
+    if world.size > 1:
+        dist.destroy_process_group()
+
+# ---- 10. What a run needs besides the method: skip it to read for the algorithm -----------------
 
 def world_of_this_process() -> World:
     """As torchrun's environment says; without torchrun this process is alone."""
@@ -1221,96 +1311,6 @@ def save_checkpoint(done: int, seconds: float, model, optimizers, plan: Plan, lo
         with suppress(OSError):
             old.unlink()
     return True
-
-# ---- 10. The run --------------------------------------------------------------------------------
-
-def main(argv: list[str]):
-    # What to do: rank 0 makes a plan for all. With --check the ranks do not connect.
-    script = Path(__file__).read_text(encoding="utf-8")  # now, before anyone edits it
-    hp, command = parse_flags(argv)
-    world = world_of_this_process()
-    saved = plan = None
-    if world.rank == 0 or command.check:
-        saved = read_checkpoint(command.resume) if command.resume else None
-        plan = make_plan(hp, command, script, world, saved)
-    if command.check:
-        world = World(0, 1, world.device)
-    elif world.size > 1:
-        plan = connect(plan, script, world)
-    hp = plan.hp
-    cuda = world.device.type == "cuda"
-
-    # What to train. TORCH_COMPILE_DISABLE=1 is for debugging on a GPU, with a CPU's attention.
-    torch.manual_seed(hp.seed)
-    switches = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
-    compiles = cuda and "1" not in map(os.environ.get, switches)
-    model = GPT(hp, getattr(torch, hp.dtype), flex=compiles)
-    draw_weights(model, hp.seed)
-    model.to(world.device)
-    optimizers = build_optimizers(model, hp, world)
-    if plan.checkpoint:
-        load_training_state(saved["state"] if saved else None, model, optimizers, world)
-    val_sequences = load_validation(plan.val_shards, hp, world)
-    if command.check:
-        print("checks passed")
-        return
-
-    log = RunLog(plan, world)
-    try:
-        log.write(f"log: {log.path}")
-        log.write(f"to resume: {sys.argv[0]} --resume=FILE, with the FILE of a `checkpoint:` line")
-        for line in changed_settings(hp, script, saved) if saved else ():
-            log.write(line)
-        log.write(f"model: {sum(p.numel() for p in model.parameters())} parameters; "
-                  f"{hp.micro_batches} x {hp.train_seq_len} tokens a step, {world.size} rank(s)")
-        log.write("\n".join(f"{type(each).__name__}, lr {each.peak_lr}: {', '.join(each.params)}"
-                            for each in optimizers), console=False)
-
-        # What comes before the clock. Unlike torch.compile(model), this keeps parameters' names.
-        if compiles:
-            model.compile(dynamic=False, fullgraph=True)
-        batches_of_steps = train_batches(plan.train_shards, hp, world, plan.first_step)
-        began = time.perf_counter()
-        warm_up(model, optimizers, hp, world)
-        log.write(f"warmup: {time.perf_counter() - began:.1f} s, untimed")
-
-        # The clock runs for training steps alone: it stops to validate and to save.
-        clock = StepClock(world.device, plan.seconds)
-        save_worked = True
-        clock.start()
-        for step in range(plan.first_step, hp.num_iterations + 1):
-            last = step == hp.num_iterations  # to end early, decide alike on all ranks
-            save_due = step > 0 and hp.save_every > 0 and (last or step % hp.save_every == 0)
-            val_due = hp.val_loss_every > 0 and step % hp.val_loss_every == 0
-            if last or save_due or val_due:
-                clock.stop()
-                for done, value, seconds in clock.read_losses(keep=0):
-                    log.write_loss("train_loss", done, hp, value, seconds)
-                val_loss = evaluate(model, val_sequences, step, hp, world)
-                log.write_loss("val_loss", step, hp, val_loss, clock.seconds)
-                # Weights that are not finite are never saved: write_loss has ended the run.
-                if save_due and step > plan.first_step:
-                    save_worked = save_checkpoint(step, clock.seconds, model, optimizers, plan, log,
-                                                  warn=save_worked or last)
-                clock.start()
-            if last:
-                break
-            loss = train_step(model, next(batches_of_steps), optimizers, step, hp, world)
-            clock.add_loss(step + 1, loss)
-            for done, value, seconds in clock.read_losses(keep=int(cuda)):
-                log.write_loss("train_loss", done, hp, value, seconds)
-
-        log.write(f"throughput: {tokens_seen(step, hp) / max(clock.seconds, 1e-9):.0f} tokens/s")
-        if cuda:
-            log.write(f"peak_memory: {torch.cuda.max_memory_allocated() >> 20} MiB on rank 0")
-        log.write(f"final_val_loss: {val_loss:.4f} nats per token, on {hp.val_tokens} tokens")
-        log.write(f"log: {log.path}")
-    except Exception as e:  # so that rank 0's log ends with its reason; the others have none
-        prefix = "" if isinstance(e, UserError) else f"{type(e).__name__}: "
-        log.write(f"error: {prefix}{e}", console=False)
-        raise
-    if world.size > 1:
-        dist.destroy_process_group()
 
 if __name__ == "__main__":
     # Ctrl+C ends this process at once, even while it waits for a GPU, as SIGTERM does anyway.

@@ -42,33 +42,11 @@ IN_THE_SCRIPT = {
     (1, "test_settings.py"): [
         ("a sequence of 200 tokens", 'training sequence", min=«1, unit=BLOCK→1»', "no_sense"),
         ("a beta2 of 1 is allowed", 'mean square", max=«1 - 1e-9→1»', "no_sense")],
-    (2, "test_masks_attention.py"): [
-        ("a window one block too long", "(distance_NN <«→=» window_blocks)"),
-        ("a token does not see itself", "(key <«=→» query)"),
-        ("a block that a border crosses is called full", "(first_N == «last_N→first_N»[:, None])"),
-        ("the diagonal is called full", "all_visible_NN = (distance_NN «>→>=» 0) &"),
-        ("a short window of no block", "«.clamp(min=1)→»)]"),
-        ("a block's last key is left out", "int(query[-1])« + 1→»")],
-    (2, "test_model.py"): [
-        ("kv heads in turn",
-         "«repeat_interleave(→repeat(1, »q.size(1) // x.size(1), «dim=1→1, 1»)")],
-    (3, "test_fp8.py"): [
-        ("the product keeps the weight's scale", "«INPUT_SCALE * WEIGHT_SCALE→INPUT_SCALE», x_"),
-        ("the input's gradient by its own scale",
-         "x_scale = ctx.gradient_scale * «WEIGHT_SCALE→INPUT_SCALE»"),
-        ("a cast that saturates too early", ".clamp(-«448, 448→240, 240»)"),
-        ("gradients in e4m3, whose range is small", ".to(torch.«float8_e5m2→float8_e4m3fn»)"),
+    (2, "test_fp8.py"): [
         ("validation in FP8", "self.«gradient_scale and self.training→gradient_scale»"),
-        ("a gradient where the target is -1",
-         "mul_(«torch.where(target_T < 0, 0.0, grad)[:, None]→grad»)"),
-        ("a target of -1 is a loss",
-         "«torch.where(target_T < 0, 0.0, →(»sum_T.log() - target_logit_T)"),
-        ("the gradient of the loss times 1", "torch.where(target_T < 0, 0.0, «grad→1.0»)[:"),
-        ("all tokens have the softmax of the first", "«(1 / sum_T)[:, None]→1 / sum_T[0]»")],
-    (4, "test_fp8.py"): [
         ("too small a scale of gradients",
          "TOKEN_GRADIENT_SCALE« * hp.tokens_per_step→» if hp")],
-    (4, "test_model.py"): [
+    (2, "test_model.py"): [
         ("only the last part of a sequence is a loss", "loss «+→»= CrossEntropy"),
         ("all parts have one's targets", "(self.logits(x), «target→targets_T[:len(x)]»)"),
         ("an embedding's gradient is summed in bfloat16", "self.«weight.float()→weight»)"),
@@ -77,21 +55,29 @@ IN_THE_SCRIPT = {
         ("a rotation with a wrong sign", "(s, «-s→s», 0 * unrotated)"),
         ("a softcap of twice the slope", "* («2→4» / c)"),
         ("a mean, not a sum", "        return «loss→loss / len(x_TD)»\n\n    def features")],
-    (5, "test_optimizers.py"): [
-        ("vectors are not summed over the ranks", "return «self.all_reduce→Pending»(whole)"),
-        ("a rank takes another's rows", "chunk(self.size)[self.«rank→rank - 1»]"),
-        ("rows are divided unequally", "len(whole) «% self.size == 0→>= self.size»"),
-        ("nobody waits for a tensor on its way", "«self.work.wait()→pass»")],
-    (5, "test_processes.py"): [
-        ("the GPU is chosen by rank", "set_device(«local_rank→rank»)")],
-    (6, "test_optimizers.py"): [
-        ("Adam's bias correction is one step late", "step + «1→2».0"),
-        ("momentum without Nesterov's step", "«gradients.lerp(momentum, beta)→momentum»"),
-        ("a sum of gradients", ".«lerp_(gradients, 1 - beta)→mul_(beta).add_(gradients)»"),
-        ("wide matrices are scaled up, not tall ones", "ahead.size(-«2→1») / ahead.size(-«1→2»)"),
-        ("rows are normed, not matrices", "x.norm(dim=«(1, 2)→2», keepdim"),
-        ("Muon ignores the schedule of the rate", "alpha=-self.«lr(step)→peak_lr»")],
-    (6, "test_parameters.py"): [
+    (3, "test_masks_attention.py"): [
+        ("a window one block too long", "(distance_NN <«→=» window_blocks)"),
+        ("a token does not see itself", "(key <«=→» query)"),
+        ("a block that a border crosses is called full", "(first_N == «last_N→first_N»[:, None])"),
+        ("the diagonal is called full", "all_visible_NN = (distance_NN «>→>=» 0) &"),
+        ("a short window of no block", "«.clamp(min=1)→»)]"),
+        ("a block's last key is left out", "int(query[-1])« + 1→»")],
+    (3, "test_model.py"): [
+        ("kv heads in turn",
+         "«repeat_interleave(→repeat(1, »q.size(1) // x.size(1), «dim=1→1, 1»)")],
+    (4, "test_fp8.py"): [
+        ("the product keeps the weight's scale", "«INPUT_SCALE * WEIGHT_SCALE→INPUT_SCALE», x_"),
+        ("the input's gradient by its own scale",
+         "x_scale = ctx.gradient_scale * «WEIGHT_SCALE→INPUT_SCALE»"),
+        ("a cast that saturates too early", ".clamp(-«448, 448→240, 240»)"),
+        ("gradients in e4m3, whose range is small", ".to(torch.«float8_e5m2→float8_e4m3fn»)"),
+        ("a gradient where the target is -1",
+         "mul_(«torch.where(target_T < 0, 0.0, grad)[:, None]→grad»)"),
+        ("a target of -1 is a loss",
+         "«torch.where(target_T < 0, 0.0, →(»sum_T.log() - target_logit_T)"),
+        ("the gradient of the loss times 1", "torch.where(target_T < 0, 0.0, «grad→1.0»)[:"),
+        ("all tokens have the softmax of the first", "«(1 / sum_T)[:, None]→1 / sum_T[0]»")],
+    (5, "test_parameters.py"): [
         ("all parameters of a shape draw the same numbers", 'f"{seed}« {name}→»"'),
         ("the seed draws nothing", 'f"{«seed} {name→name»}"'),
         ("values of a constructor are replaced", "require(«p.isnan().all()→True», f"),
@@ -99,9 +85,21 @@ IN_THE_SCRIPT = {
         ("a rule without a parameter passes", "require(«i in rules.values()→True», f"),
         ("a pattern fits the beginning of a name", "re.«fullmatch→match»(pattern, name)"),
         ("the last rule that fits, not the first", "rules[name] = fitting[«0→-1»]"),
-        ("a rule's betas are dropped",
-         'globals()[optimizer](params, hp, world, «**values→lr=values["lr"]»)'),
         ("initial values of twice the size", "«0.5 * math→math».sqrt(3 / x.size(-1))")],
+    (6, "test_optimizers.py"): [
+        ("vectors are not summed over the ranks", "return «self.all_reduce→Pending»(whole)"),
+        ("a rank takes another's rows", "chunk(self.size)[self.«rank→rank - 1»]"),
+        ("rows are divided unequally", "len(whole) «% self.size == 0→>= self.size»"),
+        ("nobody waits for a tensor on its way", "«self.work.wait()→pass»"),
+        ("Adam's bias correction is one step late", "step + «1→2».0"),
+        ("momentum without Nesterov's step", "«gradients.lerp(momentum, beta)→momentum»"),
+        ("a sum of gradients", ".«lerp_(gradients, 1 - beta)→mul_(beta).add_(gradients)»"),
+        ("wide matrices are scaled up, not tall ones", "ahead.size(-«2→1») / ahead.size(-«1→2»)"),
+        ("rows are normed, not matrices", "x.norm(dim=«(1, 2)→2», keepdim"),
+        ("Muon ignores the schedule of the rate", "alpha=-self.«lr(step)→peak_lr»")],
+    (6, "test_parameters.py"): [
+        ("a rule's betas are dropped",
+         'globals()[optimizer](params, hp, world, «**values→lr=values["lr"]»)')],
     (6, "test_edits.py"): [
         ("frozen parameters are trained", "        if «p.requires_grad→True»:\n", "frozen")],
     (7, "test_loader.py"): [
@@ -128,13 +126,24 @@ IN_THE_SCRIPT = {
         ("each rank has a loss of its own",
          "«world.all_reduce(total).wait()→total»", "mean_over"),
         ("the warmup keeps no copy to restore", 'x.to("cpu"«, copy=True→»)', "no_trace")],
-    (9, "test_settings.py"): [
+    (9, "test_reliability.py"): [
+        ("a resumed run reads the data from the start",
+         "hp, world, «plan.first_step→0»)", "same_bits"),
+        ("a resumed run's time is from 0",
+         "StepClock(world.device, «plan.seconds→0.0»)", "same_bits"),
+        ("saves without a validation", "if last or «save_due or val_due→val_due»:", "not_finite")],
+    (9, "test_training.py"): [
+        ("a loss one step too early", "clock.add_loss(«step + 1→step»,", "sections"),
+        ("validating is timed", "«                clock.stop()\n→»", "stop_the_clock")],
+    (10, "test_processes.py"): [
+        ("the GPU is chosen by rank", "set_device(«local_rank→rank»)")],
+    (10, "test_settings.py"): [
         ("shards without a step pass",
          "require(«sum(small) <= UNREAD *→True or» sum", "without_a_step"),
         ("an exclusive limit", "low <«=→» value <= high"),
         ("the first token of the validation is predicted", "for shard in val_shards)« - 1→»"),
         ("validation on training data", "by_fingerprint.setdefault(shard.«fingerprint→path»")],
-    (9, "test_training.py"): [
+    (10, "test_training.py"): [
         ("too little is unread",
          "start + «plan.hp.tokens_per_step + 1→2 * plan.hp.tokens_per_step» for", "fiftieth"),
         ("a loss's time is its reading's",
@@ -142,7 +151,7 @@ IN_THE_SCRIPT = {
         ("a training loss with the next step's rate", "done «- 1 if→if» kind", "step_lines"),
         ("the clock starts anew at each start",
          "self.before = «self.seconds→0.0»", "stop_the_clock")],
-    (9, "test_reliability.py"): [
+    (10, "test_reliability.py"): [
         ("a changed setting is not said", "if «value→None» != (old := ", "settings_stay"),
         ("a resumed run takes other data", "(shard.«fingerprint→path», start)", "data_may"),
         ("a log of the same second is overwritten", '"«x→w»b"', "one_second"),
@@ -150,16 +159,7 @@ IN_THE_SCRIPT = {
         ("the one newest checkpoint is kept", '.pt"))[:-«2→1»]', "all_that_decides"),
         ("a damaged file is read", "«zipfile.ZipFile(path).testzip() is None→True»", "no_damage"),
         ("a checkpoint may run code", "weights_only=«True→False», mmap", "no_whole"),
-        ("what a failed save has written stays", "«unfinished.unlink()→pass»", "full_disk")],
-    (10, "test_reliability.py"): [
-        ("a resumed run reads the data from the start",
-         "hp, world, «plan.first_step→0»)", "same_bits"),
-        ("a resumed run's time is from 0",
-         "StepClock(world.device, «plan.seconds→0.0»)", "same_bits"),
-        ("saves without a validation", "if last or «save_due or val_due→val_due»:", "not_finite")],
-    (10, "test_training.py"): [
-        ("a loss one step too early", "clock.add_loss(«step + 1→step»,", "sections"),
-        ("validating is timed", "«                clock.stop()\n→»", "stop_the_clock")]}
+        ("what a failed save has written stays", "«unfinished.unlink()→pass»", "full_disk")]}
 
 # {(program, file): [(mistake, text of the program with «right→wrong» in it, test)]}
 IN_PROGRAMS = {
