@@ -47,7 +47,7 @@ def record_of(path: str):
 def name_here(name: str) -> str:
     for old, new in (("attn.qkv_w", "attn.qkv"), ("attn.lambdas", "attn.value_mix"),
                      (".lambdas", ".residual_mix"), ("c_proj", "proj"), ("c_fc", "fc"),
-                     ("value_embeds.embed.", "value_embeds.")):
+                     ("value_embeds.embed.", "value_tables."), ("blocks.", "layers.")):
         name = name.replace(old, new)
     return name
 
