@@ -164,8 +164,7 @@ IN_THE_SCRIPT = {
 # {(program, file): [(mistake, text of the program with «right→wrong» in it, test)]}
 IN_PROGRAMS = {
     ("run.sh", "test_run.py"): [
-        ("a named Python that is no good is replaced",
-         '[ -z "«${PYTHON:-}→»" ] || die', "asked_for")],
+        ("an error is status 1", '"error: $*" >&2; exit «2→1»', "asked_for")],
     ("run.sh", "test_launch.py"): [
         ("a program's failure is lost", '*) «exec →»"$python" -W ignore "records/tools/$program.py"'
          ' "${@:2}"« ;;→ || true ;;»', "check_finds"),

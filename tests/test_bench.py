@@ -172,3 +172,16 @@ def test_a_slow_gpu_is_called_slow(tflops, tb_per_s, words):
     said = "\n".join(bench.about_machine(found))
     assert words in said and ("SLOW" in said) == bool(words)
     assert "SLOW" not in str(bench.about_machine(found | {"device": "NVIDIA L4"}))
+
+def test_its_units_and_that_the_first_steps_do_not_count(tmp_path):
+    """Milliseconds, and tokens a second, of made-up ends of steps in seconds."""
+    meter = SimpleNamespace(cuda=False, profiler=None, losses=[3.0] * 8, found={
+        "tokens": 1000, "step_ms": [], "micro_ms": [], "losses": [], "kernels": {}})
+    meter.ends = [[float(i * i), i * i + 0.25] for i in range(9)]  # longer from step to step
+    bench.Meter.collect(meter)
+    one = SimpleNamespace(name="x", seconds={}, report=meter.found, folder=tmp_path)
+    found = bench.figures_of(one, 3)
+    assert found["step_ms"] == [5000.0, 7000.0, 9000.0] and found["micro_ms"] == [250.0] * 3
+    cells = bench.cells_of(found)
+    assert cells["a step, ms: median (range)"] == "7000.0 (5000.0 to 9000.0)"
+    assert cells["tokens/s"] == "143"

@@ -118,6 +118,11 @@ def test_p_value_of_the_verdict_is_that_of_the_pairs_or_of_welchs_test(tmp_path)
     assert (found["speaks"], found["decision"]) == ("welch", "undecided")
     assert found["paired"]["seeds"] == ["4"] and f", p = {p[1]:.2g}) by Welch" in found["verdict"]
 
+def test_a_seed_that_ran_twice_is_no_pair(tmp_path):
+    a = write(tmp_path / "a", GOOD)
+    (a / "again.log").write_text(log_text((10.8, 4.0, 3.2781)))
+    assert compared(a, write(tmp_path / "b", SAME))["paired"]["seeds"] == ["2", "3", "4"]
+
 MODEL = {"notes": ["model: 1000 parameters; 8 x 1024 tokens a step"]}
 LARGER = {"notes": ["model: 1100 parameters; 8 x 1024 tokens a step"], "before": (10.8, 4.2)}
 FAST = {"ms": (99.0, 99.2)}
@@ -129,6 +134,8 @@ VERDICTS = {  # losses of A and more, losses of B and more, what is said, and wh
         "No difference in loss is shown (A - B = -0.0001 nats a token, 99 % ",
         " A is faster than B (-0.625 s, -2.5 %, p = ", " on 8x H100.",
         " Mean below 3.28 at p < 0.01: A yes, B yes."], ["better"]),
+    "half the time": (GOOD, {"ms": (50.0, 50.1)}, SAME, {"ms": (100.0, 100.2)}, [
+        "No difference in loss", " A is faster than B (-12.5 s, -50.0 %, p = "], []),
     "worse": (HIGH, SLOW, GOOD, FAST, ["A is worse than B (A - B = +0.0", "A not shown, B yes",
                                        "A is slower than B"], []),
     "unequal": ([loss - 0.1 for loss in GOOD], LARGER | FAST, SAME, MODEL, [
@@ -145,6 +152,7 @@ VERDICTS = {  # losses of A and more, losses of B and more, what is said, and wh
         "at every step (28 losses in 4 pairs).", "A is faster than B"], ["better", "detect"]),
     "no effect, one pair": (GOOD[:1], FAST, GOOD[:1], SLOW, [
         "The change had no effect", "(7 losses in 1 pair)"], []),
+    "one pair of four": (GOOD, FAST, [*GOOD[:3], 3.2784], SLOW, [], ["no effect"]),
     "one digit": (GOOD, FAST, GOOD, SLOW | {"before": (10.8259,)}, [], ["no effect"]),
     "other seeds": (GOOD, {}, HIGH, {"first_seed": 30}, [
         "A is better", " by Welch's t-test of 4 runs against 4."], ["pairs"]),
@@ -399,6 +407,7 @@ def test_the_statistics_of_published_folders(tmp_path, capsys, ours, theirs, pub
         unit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
         value = abs(float(one))
         assert any(abs(value - abs(figure)) <= 0.5000001 * unit for figure in figures), one
+    assert text.count(f" | {values[1]}ms |\n") == 1
     (losses,) = re.findall(r"(?m)^losses = (.*)$", text)[:1]
     assert json.loads(losses) == [float(f"3.{value}") for value in ours.split()[::2]]
 

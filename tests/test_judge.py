@@ -113,6 +113,11 @@ def test_p_values_adjusted_for_their_number_against_an_example():
     assert judge.adjusted([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
     assert judge.adjusted([0.9, 0.8]) == [1, 1] and judge.adjusted([]) == []
 
+def test_no_difference_that_matters_takes_the_whole_interval():
+    test = {"difference": 0.1, "interval": (-0.1, 0.3), "E": None, "p": 0.5, "adjusted": 0.5}
+    words = [judge.decide(test, False, 0.01, worth) for worth in (None, 0.2, 0.3)]
+    assert words == ["undecided", "undecided", "no difference"]
+
 @pytest.mark.parametrize("rule, names", [
     ("E", ["normal", "Cauchy"]),
     ("and bets on signs", [name for name in simulate.DISTRIBUTIONS

@@ -78,6 +78,7 @@ print(f"weights: own.weight {len(text)}_{'DRAWS' in text}")
 with open(__file__ + ".asked", "a", errors="replace") as file:
     print(*sys.argv[1:], file=file)
 print("validation: fine")
+assert "CRASHES" not in text, "the check failed"
 if "DISHONEST" in text:
     print("not honest: the loss of token 7 changes by 0.5")
     sys.exit(3)
@@ -243,6 +244,8 @@ def test_many_candidates_share_the_baseline_and_drop_out(place, capsys):
 @pytest.mark.parametrize("old, new, flags, expected, why", [
     ("tokens:{step}", "tokens:{2 * step}", [], (3, "no difference", False), "Unequal: record has "
      "100 % more tokens. The change had no effect"),
+    ("args.num_iterations\n", "args.num_iterations + 1\nOFFSET = -0.1\n", [], (3, "better", False),
+     "Unequal: record has 20 % more tokens, 20 % more steps. record is better than base"),
     ("NOISE = 1.0", "NOISE = -22.0\nOFFSET = 0.01", ["--worth=0.2"], (3, "no difference", False),
      "No difference that matters: record - base lies between -0."),
     ("OFFSET = 0.0", "OFFSET = -0.1  # DISHONEST", ["--dishonest"], (3, "better", False),
@@ -282,6 +285,8 @@ def test_two_settings_of_one_script(place):
     ("loss = 5", "loss = missing", [], "whose output is above; mend it and start the race again"),
     ("\nsource =", "\nsys.argv.append('--seed=9')\nsource =", [], "mend it and start the race "
      "again"),
+    ("NOISE = 1.0", "NOISE = 1.0  # CRASHES", [], "record.py: AssertionError: the check failed; it "
+     "is not raced, unless you add --dishonest"),
     ("muon_lr=1.0", "muon_lr=1.0, z_loss=0.1", ["--z_loss=0.2"], "base.py fails in a run of 1 "
      "step, whose output is above; flags that only the copies know go into --only_ours")])
 def test_a_mistake_shows_in_one_step_and_once_mended_it_is_raced(place, capsys, old, new, flags,

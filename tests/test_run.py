@@ -78,6 +78,14 @@ def test_old_pythons_can_read_what_asks_for_their_version():
     tree = ast.parse((ROOT / "records" / "tools" / "fits.py").read_text(), feature_version=(3, 4))
     assert not any(isinstance(node, (ast.JoinedStr, ast.NamedExpr)) for node in ast.walk(tree))
 
+@pytest.mark.parametrize("version, status", [("2.9.0", 1), ("2.9.1", 0), ("2.10.0+cu128", 0)])
+def test_the_oldest_torch_that_will_do(version, status, tmp_path):
+    (tmp_path / "torch.py").write_text(f"__version__ = '{version}'")
+    done = subprocess.run([sys.executable, ROOT / "records" / "tools" / "fits.py", "torch"],
+                          env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True,
+                          check=False)
+    assert done.returncode == status and f"torch {version}" in (done.stdout or done.stderr)
+
 @pytest.mark.parametrize("there", ["nothing", "an old Python", "no Python", "torch alone"])
 def test_an_environment_is_made_once_and_an_unfit_one_anew(there, bare, tmp_path):
     """By the first Python that is new enough, which here makes one that works when pip has run. A

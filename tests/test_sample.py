@@ -216,6 +216,10 @@ def test_what_cannot_be_used_is_one_line(tmp_path, run_sample, monkeypatch, run,
     torch.save([1, 2], tmp_path / "list" / "step00000000.pt")
     assert message in complaint(run_sample(*run))
 
+def test_a_seed_gives_one_text(trained, run_sample):
+    texts = [run_sample(trained, "--tokens=20", f"--seed={seed}").out for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
 def test_the_command_itself(trained):
     """Started in another folder, and with a terminal that knows ASCII only."""
     command = [sys.executable, ROOT / "records" / "tools" / "sample.py", trained.name,

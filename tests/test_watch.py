@@ -107,3 +107,8 @@ def test_a_run_that_ends_well_may_have_said_error(tmp_path):
     (script := tmp_path / "a.py").write_text(
         "import sys\nprint('log: x')\nprint('error: none', file=sys.stderr)")
     assert watch.train(str(script), [], 1) == Path("x")
+
+def test_the_rank_that_was_killed_is_blamed_and_not_those_that_torchrun_ended():
+    ended = {}
+    watch.pass_errors([f"  exitcode  : {code} (pid: 9)\n" for code in (1, -15, -9, -15)], ended)
+    assert ended["status"] == -9
