@@ -171,7 +171,7 @@ IN_PROGRAMS = {
         ("a link finds no programs", '"$(«readlink -f →echo »"${BASH', "two_processes"),
         ("a word with a space becomes two", '"${@:2}" «"$word"→$word»', "two_processes")],
     ("records/tools/fits.py", "test_run.py"): [
-        ("the oldest torch that will do is refused", "[:3]] «<→<=» [2, 9, 1]", "passed_over")],
+        ("the oldest torch that will do is refused", "[:3]] «<→<=» [2, 9, 1]", "oldest_torch")],
     ("data/common.py", "test_data_common.py"): [
         ("a token of vocab_size is sound", "tokens.max() «>=→>» vocab_size", "first_bad"),
         ("a program's own status is lost", "return main() «or→and» 0"),
@@ -199,7 +199,7 @@ IN_PROGRAMS = {
         ("repeats have one seed", "and «hp.seed < 0 and →»not", "can_fix")],
     ("records/tools/watch.py", "test_watch.py"): [
         ("a signal's status is another one", "else 128 «-→+» status)", "fails_is_said"),
-        ("the wrong rank is blamed", " < 0« and code != -signal.SIGTERM→»]", "fails_is_said")],
+        ("the wrong rank is blamed", " < 0« and code != -signal.SIGTERM→»]", "is_blamed")],
     ("records/tools/race.py", "test_race.py"): [
         ("the first seed is not the one asked for", "range(«self.options.seed, self.options.seed "
          "+ self.pairs→1, 1 + self.pairs»)", "two_settings"),
@@ -211,27 +211,28 @@ IN_PROGRAMS = {
     ("records/tools/trial.py", "test_race.py"): [
         ("runs of another script count", "if «same and →»whole", "which_runs"),
         ("a check that failed is honest", '{last_line(output)}" if status« → == 3 »else',
-         "many_candidates")],
+         "a_mistake_shows")],
     ("records/tools/verdict.py", "test_race.py"): [
         ("a copy that trains on more is kept", "not one.dishonest« and equal→»,", "status_and"),
         ("candidates without runs do not count", "absent = «len(candidates) - len(raced)→0»",
          "many_candidates")],
     ("records/tools/judge.py", "test_judge.py"): [
         ("the larger E decides", "np.«minimum→maximum»(e_value"),
+        ("one end within what matters is enough", "«max→min»(map(abs"),
         ("half of a rule's p", "p = «float(→0.5 * float(»stats.ttest_1samp")],
     ("records/tools/judge.py", "test_compare.py"): [
         ("the number of candidates does not count",
          'p = «test["adjusted"] if (test["difference"] or 0) < 0 else →»p_value(test)\n    return',
          "several_candidates"),
-        ("one end within what matters is enough", "«max→min»(map(abs", ""),
         ("one equal pair is no effect", "or «any→all»(one != other", "words_of"),
         ("a seed that ran twice is a pair", "if run.seed« and seeds[run.seed] == 1→»}",
-         "which_runs")],
+         "ran_twice")],
     ("records/tools/logs.py", "test_logs.py"): [
         ("seconds are taken for milliseconds", ' == "train_time"« and known[2].lower() == "ms"→»:',
          "published_log"),
-        ("a step where a run was resumed stands twice", ">= step« + validated→»]", "one_run"),
-        ("the target is reached too early", "point.step - «share→(1 - share)» *", "")],
+        ("a step where a run was resumed stands twice", ">= step« + validated→»]", "one_run")],
+    ("records/tools/logs.py", "test_compare.py"): [
+        ("the target is reached too early", "point.step - «share→(1 - share)» *", "table_of_runs")],
     ("records/tools/compare.py", "test_compare.py"): [
         ("a log that cannot be read is status 0", "if apart else «1 if unread else →»0",
          "costs_one_line"),
@@ -239,15 +240,15 @@ IN_PROGRAMS = {
     ("records/tools/ablate.py", "test_ablate.py"): [
         ("many parts have the level of one", "--level={options.level« / len(parts)→»}", "pays")],
     ("records/tools/bench.py", "test_bench.py"): [
-        ("seconds, said to be milliseconds", "else «1000 * →»(end - begin)", "as_they_are"),
+        ("seconds, said to be milliseconds", "else «1000 * →»(end - begin)", "its_units"),
         ("tokens a millisecond, said to be a second", "«1000 * one→one»['tokens'] / med",
-         "as_they_are"),
-        ("the first steps count", "slice(«UNTIMED, UNTIMED + →»steps)", "as_they_are")],
+         "its_units"),
+        ("the first steps count", "slice(«UNTIMED, UNTIMED + →»steps)", "its_units")],
     ("records/tools/honesty.py", "test_honesty.py"): [
         ("a copy that is not honest is status 0", "{seen}\")\n        return «3→0»", "program"),
         ("no noise on weights that start at zero", "p.add_(«0.1→0.0» * torch", "planted")],
     ("records/tools/sample.py", "test_sample.py"): [
-        ("the seed draws nothing", "manual_seed(«args.seed→0»)", ""),
+        ("the seed draws nothing", "manual_seed(«args.seed→0»)", "a_seed_gives"),
         ("the oldest checkpoint is taken", "return found[«-1→0»]", "chain")],
     ("records/tools/hellaswag.py", "test_hellaswag.py"): [
         ("the logits of the token itself", "len(item.context)« - 1→»\n", "batched")],
@@ -258,8 +259,8 @@ IN_PROGRAMS = {
         ("a log can write the page's HTML", "return «html.escape→»(short(str", "changes_nothing")],
     ("records/tools/plot.py", "test_plot.py"): [
         ("thousands of tokens, said to be millions", 'size = «1e6→1e3» if', "thin_line")],
-    ("records/tools/tables.py", "test_compare.py"): [
-        ("millions of tokens, said to be thousands", '(1e6, "«M→k»")', "")],
+    ("records/tools/tables.py", "test_page.py"): [
+        ("millions of tokens, said to be thousands", '(1e6, "«M→k»")', "those_of_json")],
     ("records/tools/submission.py", "test_compare.py"): [
         ("a run's seconds, said to be milliseconds", "{«1000 * →»one.seconds:.0f}ms",
          "statistics_of")],
