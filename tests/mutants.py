@@ -296,7 +296,7 @@ def first_failure(mutant: Mutant, folder: Path) -> str:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False,
                           env=os.environ | {"OMP_NUM_THREADS": "1"})
     program.write_text(right)
-    failed = re.search(r"(?m)^FAILED tests/(.+?)(?: - .*)?$", done.stdout)
+    failed = re.search(r"(?m)^FAILED tests/(.+?)(?: \(call\)| - .*)?$", done.stdout)
     if done.returncode not in (0, 1) or bool(failed) != (done.returncode == 1):
         sys.exit(f"{mutant.mistake}: the tests did not run\n{done.stdout}{done.stderr}")
     return failed[1] if failed else ""
