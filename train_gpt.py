@@ -465,9 +465,11 @@ class CrossEntropy(torch.autograd.Function):
         return grad_TV.mul_(torch.where(target_T < 0, 0.0, grad)[:, None]), None
 
 # ---- 5. Parameters ------------------------------------------------------------------------------
+# The modules above only create their parameters. This section says how each one starts and which
+# optimizer trains it, in one table.
 
 def parameter(*shape: int, dtype=torch.float32) -> nn.Parameter:
-    """NaN until draw_weights fills it by its rule in PARAMETERS, below."""
+    """A parameter full of NaN, so that one that draw_weights forgets cannot go unnoticed."""
     return nn.Parameter(torch.full(shape, torch.nan, dtype=dtype))
 
 def zero(x: Tensor, generator):
@@ -476,14 +478,15 @@ def zero(x: Tensor, generator):
 def normal(x: Tensor, generator):
     x.normal_(generator=generator)
 
-def uniform(x: Tensor, generator):  # with a standard deviation of 0.5 / sqrt(inputs)
+def uniform(x: Tensor, generator):  # the standard deviation is 0.5 / sqrt(number of inputs)
     bound = 0.5 * math.sqrt(3 / x.size(-1))
     x.uniform_(-bound, bound, generator=generator)
 
-# How each parameter starts, which optimizer of section 6 trains it, and how fast: by the first rule
-# that fits its whole name. Options are arguments of the optimizer; a string names a setting. With
-# None, vectors and scalars start as their module made them. Muon takes three dimensions for a stack
-# of matrices.
+# One rule for each kind of parameter. The first rule whose pattern matches the full name applies.
+# It gives the function that draws the initial values, the class in section 6 that trains the
+# parameter, and the arguments of that class, where a string is the name of a setting. None as
+# initial values keeps those that the module has made, which only vectors and scalars may do. Muon
+# takes a parameter of three dimensions for a stack of matrices.
 PARAMETERS = [
     # names                               initial  optimizer and its options       shape in speedrun
     (r"lm_head\.weight",                  zero,    "Adam", dict(lr="lm_head_lr")),  # [50304, 768]
@@ -507,8 +510,9 @@ def find_rules(model: nn.Module) -> dict[str, int]:
 
 @torch.no_grad()
 def draw_weights(model: nn.Module, seed: int):
-    """Fills every parameter by its rule. Random numbers depend on seed and name alone: two scripts
-    start with equal weights where names and shapes agree, so that their runs compare in pairs."""
+    """Fills every parameter as its rule says. The random numbers depend only on the seed and on the
+    parameter's name. So two scripts with the same seed start from equal weights wherever names and
+    shapes agree, which lowers the noise when their runs are compared in pairs."""
     for name, rule in find_rules(model).items():
         p = model.get_parameter(name)
         _, initial, _, _ = PARAMETERS[rule]
@@ -517,19 +521,23 @@ def draw_weights(model: nn.Module, seed: int):
             continue
         require(p.isnan().all(), f"{name} has values, which its rule in PARAMETERS would replace: "
                 "make it by parameter(...), and let the rule say how it starts")
-        values = torch.empty(p.shape)  # in float32 on the CPU: what torch draws depends on both
+        values = torch.empty(p.shape)  # float32 on the CPU, since torch draws others elsewhere
         number = int(sha256(f"{seed} {name}".encode()).hexdigest()[:15], 16)
         initial(values, torch.Generator().manual_seed(number))
         p.copy_(values)
 
 # ---- 6. Ranks and optimizers --------------------------------------------------------------------
+# torchrun starts one process for each GPU. Such a process is called a rank. Every rank holds all
+# the weights and computes gradients on its own part of the batch. The work of the optimizers is
+# divided among the ranks, because repeating it on each of them would cost time.
 
-if not hasattr(dist, "all_gather_single"):  # new names in torch 2.13
+if not hasattr(dist, "all_gather_single"):  # torch 2.13 has renamed these two functions
     dist.all_gather_single = dist.all_gather_into_tensor
     dist.reduce_scatter_single = dist.reduce_scatter_tensor
 
 class Pending(NamedTuple):
-    """A tensor that is being sent. wait() makes a GPU's stream wait for it, not the host."""
+    """A tensor that is still being sent between ranks. wait() returns it. On a GPU only the stream
+    waits, and Python goes on."""
     tensor: Tensor
     work: "dist.Work | None" = None
 
@@ -540,57 +548,63 @@ class Pending(NamedTuple):
 
 @dataclass(frozen=True)
 class World:
-    """The ranks that train together, and this one. A matrix, or a stack of matrices, is sharded by
-    its first dimension if that divides equally: of [50304, 768] each of two ranks has 25,152 rows.
-    On all else every rank does the same work."""
-    rank: int
-    size: int
+    """The ranks that train together, seen from one of them. A tensor of two or more dimensions is
+    sharded along its first one if all ranks get equally many rows: with two ranks, each updates
+    25,152 rows of [50304, 768]. For all other tensors every rank repeats the whole update."""
+    rank: int  # this process, from 0
+    size: int  # the number of ranks
     device: torch.device
 
     def is_sharded(self, whole: Tensor) -> bool:
         return self.size > 1 and whole.ndim > 1 and len(whole) % self.size == 0
 
     def shard(self, whole: Tensor) -> Tensor:
-        """This rank's rows, as a view."""
+        """The rows that this rank updates, as a view."""
         return whole.chunk(self.size)[self.rank] if self.is_sharded(whole) else whole
 
     def reduce_scatter(self, whole: Tensor) -> Pending:
-        """Sums over the ranks. The result is this rank's rows of the sum."""
+        """Sums over the ranks. Each rank receives only its own rows of the sum."""
         if not self.is_sharded(whole):
             return self.all_reduce(whole)
         local = torch.empty_like(self.shard(whole))
         return Pending(local, dist.reduce_scatter_single(local, whole, async_op=True))
 
     def all_gather(self, whole: Tensor) -> Pending:
-        """Fetches the other ranks' rows, in place."""
+        """Fetches the rows that the other ranks have updated, in place."""
         if not self.is_sharded(whole):
             return Pending(whole)
         return Pending(whole, dist.all_gather_single(whole, self.shard(whole), async_op=True))
 
     def all_reduce(self, whole: Tensor) -> Pending:
-        """Sums over the ranks, in place."""
+        """Sums over the ranks, in place. Every rank receives the whole sum."""
         return Pending(whole, dist.all_reduce(whole, async_op=True) if self.size > 1 else None)
 
 class Optimizer:
-    """Trains some parameters; the ranks share the work (ZeRO, arXiv:1910.02054). A step has three
-    phases, each run for all optimizers before the next, so that communication overlaps arithmetic:
+    """Trains some of the parameters. The ranks share the arithmetic, as in ZeRO (arXiv:1910.02054),
+    but each keeps tensors of full size. A step has three phases. Each phase runs for all optimizers
+    before the next one starts, so that one optimizer's arithmetic hides the sending of another's:
 
-        begin()       starts to sum the gradients over the ranks
-        update(step)  updates this rank's rows, and starts to send them
-        finish(step)  waits for the rows of the others
+                      rank 0                       rank 1
+        begin         sends its gradients  <---->  sends its gradients, which are being summed
+        update(step)  updates rows 0 to 25,151     updates rows 25,152 to 50,303
+                      sends them           <---->  sends them
+        finish(step)  has all rows                 has all rows
 
-    The summed gradients exist in update() alone, for this rank's rows: clip them there. A norm over
-    a sharded matrix adds up the ranks by world.all_reduce(x).wait().
+    Only update() sees gradients that are summed over all ranks, and only for the rows of this rank,
+    so gradient clipping belongs there. The square of the norm of a sharded gradient is a sum over
+    the ranks: world.all_reduce(square).wait().
 
-    `state` is what is saved, resumed, and undone after the warm-up: {name: a tensor of as many rows
-    for each parameter}. Each rank reads and changes its own rows, world.shard(tensor)."""
+    `state` has an entry for each kind of number that an optimizer remembers: {"momentum": tensors}.
+    It is saved, resumed, and restored after the warm-up, so keep nothing of that kind elsewhere.
+    For each parameter there is one tensor with the same first dimension. A rank reads and writes
+    only its own rows of it, world.shard(tensor)."""
 
     def __init__(self, params: dict, hp: Hyperparameters, world: World, lr, weight_decay=0.0):
         self.params = params  # {name: parameter}
         self.hp = hp
         self.world = world
         self.peak_lr = lr
-        self.weight_decay = weight_decay  # a step multiplies weights by 1 - lr * weight_decay
+        self.weight_decay = weight_decay  # each step multiplies the weights by 1 - lr * this
         self.state = {}
 
     def lr(self, step: int) -> float:
@@ -603,9 +617,9 @@ class Optimizer:
                 self.world.all_gather(x).wait()
 
 class Adam(Optimizer):
-    """Adam (arXiv:1412.6980) by PyTorch's fused kernel of AdamW. In bfloat16, weights and state, a
-    change below 1/512 of a value is rounded away: small steps do nothing, and with a beta2 of 0.999
-    a mean square never falls. Keep slower averages in float32."""
+    """Adam (arXiv:1412.6980), computed by PyTorch's fused AdamW kernel. Its state has the dtype of
+    the parameter. In bfloat16 a change of less than 1/512 of a number is lost to rounding. So a
+    very small step changes nothing, and with a beta2 of 0.999 the mean square would never fall."""
 
     def __init__(self, params, hp, world, lr, betas=None, eps=None, weight_decay=0.0):
         super().__init__(params, hp, world, lr, weight_decay)
@@ -619,7 +633,7 @@ class Adam(Optimizer):
 
     def update(self, step: int):
         gradients = [pending.wait() for pending in self.pending_sums]
-        self.pending_sums = []  # frees their memory
+        self.pending_sums = []  # this frees their memory
         local = [self.world.shard(p.detach()) for p in self.params.values()]
         means = [self.world.shard(mean) for mean in self.state["mean"]]
         squares = [self.world.shard(square) for square in self.state["mean_square"]]
@@ -634,22 +648,33 @@ class Adam(Optimizer):
             pending.wait()
 
 class Muon(Optimizer):
-    """Nesterov momentum, orthogonalized (Keller Jordan et al., 2024): all directions of an update
-    become about equally large, so that rare ones are learned too. For another optimizer of matrices
-    subclass `compute_update`.
+    """MomentUm Orthogonalized by Newton-Schulz (https://kellerjordan.github.io/posts/muon/). For
+    one square matrix it is this:
 
-    All parameters of a Muon have one shape. Their gradients, updates and momentum lie in stacks,
-    padded with zeros to a multiple of the ranks. With 11 parameters on two ranks:
+        momentum = beta * momentum + (1 - beta) * gradient
+        ahead = beta * momentum + (1 - beta) * gradient  # as Nesterov's momentum does
+        weight -= lr * newton_schulz(ahead)
 
-        begin   each rank copies 11 gradients to a stack of 12, and starts to sum the stacks
-        update  rank 0 makes the updates of 0 to 5, rank 1 of 6 to 10, and they start to send them
-        finish  each rank subtracts all 11 updates, times the learning rate"""
+    A few directions of a gradient are usually much larger than all others. Muon makes all
+    directions of the update about equally large, so that rare ones are learned too. It is meant for
+    matrices in the middle of a network. Embeddings, the output head and vectors are trained by
+    Adam.
+
+    The parameters of one Muon all have the same shape. Their gradients, updates and momentum lie in
+    stacks, which are padded with zeros until the ranks divide them equally. With 11 parameters on
+    two ranks:
+
+        begin   each rank copies its 11 gradients to a stack of 12, and the stacks are being summed
+        update  rank 0 computes the updates 0 to 5 and rank 1 those from 6 to 10, and they send them
+        finish  each rank subtracts all 11 updates, times the learning rate
+
+    To try another optimizer for matrices, override `compute_update` in a subclass."""
 
     def __init__(self, params, hp, world, lr, weight_decay=0.0):
         super().__init__(params, hp, world, lr, weight_decay)
         (shape,) = {p.shape for p in params.values()}
         stack = (math.ceil(len(params) / world.size) * world.size, *shape)  # such as [12, 768, 768]
-        # The ranks' sum is of gradients rounded to the activations' dtype.
+        # Gradients are rounded to this dtype before they are summed over the ranks.
         self.gradients = torch.zeros(stack, dtype=getattr(torch, hp.dtype), device=world.device)
         self.updates = torch.zeros_like(self.gradients)
         self.state["momentum"] = torch.zeros(stack, device=world.device)
@@ -664,7 +689,9 @@ class Muon(Optimizer):
 
     def update(self, step: int):
         gradients = self.pending_sum.wait().float()
-        self.world.shard(self.updates).copy_(self.compute_update(gradients, step))
+        updates = self.compute_update(gradients, step)
+        assert updates.shape == gradients.shape, f"{updates.shape} for {gradients.shape}"
+        self.world.shard(self.updates).copy_(updates)
         self.pending_updates = self.world.all_gather(self.updates)
 
     def finish(self, step: int):
@@ -674,13 +701,14 @@ class Muon(Optimizer):
             p.add_(update, alpha=-self.lr(step))
 
     def compute_update(self, gradients: Tensor, step: int) -> Tensor:
-        """The updates of this rank's part of the stack, from its gradients in float32."""
+        """Returns the updates for this rank's part of the stack, in the shape of `gradients`, which
+        are in float32."""
         beta = muon_momentum(step, self.hp)
         momentum = self.world.shard(self.state["momentum"]).lerp_(gradients, 1 - beta)
-        ahead = gradients.lerp(momentum, beta).to(self.updates.dtype)  # Nesterov
-        # A tall matrix is scaled up, so that its outputs change as much as those of a square one.
+        ahead = gradients.lerp(momentum, beta).to(self.updates.dtype)
+        # The outputs of a tall matrix would otherwise change less than those of a square one.
         tall_factor = max(1, ahead.size(-2) / ahead.size(-1)) ** 0.5
-        # Each matrix by itself: a stack of qkv [n, 3, 768, 768] is [3n, 768, 768] here.
+        # Every matrix is orthogonalized by itself: qkv [n, 3, 768, 768] becomes [3n, 768, 768].
         return tall_factor * self.orthogonalize(ahead.flatten(0, -3)).view_as(ahead)
 
     def gather_state(self):
@@ -689,8 +717,11 @@ class Muon(Optimizer):
             self.world.all_gather(stack).wait()
 
 def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
-    """About U V^T for each matrix U S V^T of x [n, rows, cols], by a quintic iteration, steep at
-    zero: singular values end between 0.7 and 1.2, but for those almost zero (record 2024-10-10)."""
+    """Replaces each matrix U S V^T of x [n, rows, columns] by about U V^T, so that all its singular
+    values are near 1. A step multiplies the matrix by a polynomial of x x^T, which leaves U and V
+    as they are and maps each singular value s to a s + b s^3 + c s^5. The slope at zero is steep,
+    so even 0.01 arrives in five steps: 0.03, 0.12, 0.40, 1.09, 0.70. All but the tiniest values end
+    between 0.7 and 1.2. Coefficients that converge to exactly 1 would need more steps."""
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = x.size(1) > x.size(2)
     x = x.mT if tall else x
@@ -702,7 +733,8 @@ def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
     return x.mT if tall else x
 
 def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> list[Optimizer]:
-    """Parameters of one rule and dtype, for Muon also of one shape, share an optimizer."""
+    """Builds one optimizer for the parameters that share a rule and a dtype, and a shape if the
+    optimizer is a Muon."""
     groups = {}
     for name, rule in find_rules(model).items():
         p = model.get_parameter(name)
@@ -806,15 +838,15 @@ def load_validation(shards: list[Shard], hp: Hyperparameters, world: World) -> l
 # ---- 8. Steps -----------------------------------------------------------------------------------
 
 def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world: World) -> Tensor:
-    """One step on this rank's micro-batches. Returns the mean loss over all ranks, and waits for
-    nothing."""
+    """Makes one training step on this rank's micro-batches. Returns the mean loss over all ranks,
+    as a tensor, so that Python need not wait for the GPU."""
     window = window_tensor(step, hp, world.device)
     mean_loss = torch.zeros((), dtype=torch.float64, device=world.device)
     for inputs_T, targets_T in batches:
         loss = model(inputs_T, targets_T, window) / hp.tokens_per_step
         loss.backward()
         mean_loss += loss.detach()
-    with torch.no_grad():  # p.grad is this rank's own sum: to clip, see Optimizer
+    with torch.no_grad():  # each p.grad is a sum over the micro-batches of this rank only
         for optimizer in optimizers:
             optimizer.begin()
         for optimizer in optimizers:
@@ -826,10 +858,10 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
 
 @torch.no_grad()
 def evaluate(model, sequences: list, step: int, hp: Hyperparameters, world: World) -> float:
-    """The mean loss per target of all ranks' sequences."""
+    """The mean loss per target over the sequences of all ranks."""
     model.eval()
     window = window_tensor(step, hp, world.device)
-    total = torch.zeros(2, dtype=torch.float64, device=world.device)  # of losses, of targets
+    total = torch.zeros(2, dtype=torch.float64, device=world.device)  # sum of losses, targets
     for inputs_T, targets_T in sequences:
         total[0] += model(inputs_T, targets_T, window)
         total[1] += (targets_T >= 0).sum()
@@ -838,8 +870,9 @@ def evaluate(model, sequences: list, step: int, hp: Hyperparameters, world: Worl
     return loss / targets
 
 def gather_training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict:
-    """What decides how training goes on, as the live tensors, whole on every rank: {"model": {name:
-    tensor}, "Muon momentum": ...}. What else a step keeps, as averages in float32, belongs here."""
+    """Everything on which further training depends: {"model": {name: tensor}, "Muon momentum":
+    ...}. These are the live tensors and not copies, and each rank has all their rows. If your
+    method remembers something else from step to step, add it here."""
     state = {"model": dict(model.state_dict())}
     for optimizer in optimizers:
         optimizer.gather_state()
@@ -850,7 +883,7 @@ def gather_training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict
 
 @torch.no_grad()
 def load_training_state(saved: dict | None, model: nn.Module, optimizers: list, world: World):
-    """Copies what rank 0 has in `saved` to the model and the optimizers of every rank."""
+    """Copies the state that rank 0 has in `saved` to the model and the optimizers of every rank."""
     state = gather_training_state(model, optimizers)
     if world.rank == 0:
         ours = {(kind, name, *x.shape) for kind in state for name, x in state[kind].items()}
@@ -865,18 +898,24 @@ def load_training_state(saved: dict | None, model: nn.Module, optimizers: list, 
                 dist.broadcast(tensor, src=0)
 
 def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: World):
-    """Compiles everything and allocates memory by a validation and a step on random tokens, and
-    undoes them. What compiles later on a GPU is an error, since it would be timed: do here what a
-    method does at some steps only."""
+    """Runs a validation and a training step on random tokens before the clock starts, and undoes
+    them. This compiles all programs and allocates the memory. On a GPU, compiling anything
+    afterwards raises an error, because it would count as training time. If your method runs
+    different code at some steps, run that code here once too.
+
+    Undoing a step also copies the weights of rank 0 to all ranks. Until then they might differ in
+    their last bits, since each rank has drawn them on a CPU of its own."""
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
-    before = tree_map(lambda x: x.to("cpu", copy=True), gather_training_state(model, optimizers))
+    state = gather_training_state(model, optimizers)
+    before = tree_map(lambda x: x.to("cpu", copy=True), state) if world.rank == 0 else None
 
     def random_sequence(length: int) -> tuple[Tensor, Tensor]:
         tokens = torch.randint(hp.vocab_size, (length + 1,), device=world.device)
-        return tokens[:-1].int(), tokens[1:].clone()  # aligned, as in train_batches
+        return tokens[:-1].int(), tokens[1:].clone()  # in new memory, aligned as in train_batches
+
     evaluate(model, [random_sequence(hp.val_seq_len)], 0, hp, world)
     loss = model(*random_sequence(hp.train_seq_len), window_tensor(0, hp, world.device))
-    (loss / hp.tokens_per_step).backward()  # train_step will add to its gradients
+    (loss / hp.tokens_per_step).backward()  # train_step then compiles adding to these gradients
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     require(not unused, f"no gradient reaches {', '.join(unused)}: use, freeze or remove it")
     train_step(model, [random_sequence(hp.train_seq_len)], optimizers, 0, hp, world)
@@ -885,7 +924,7 @@ def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: Worl
         torch.compiler.set_stance("fail_on_recompile")
         torch.cuda.reset_peak_memory_stats()
         gc.collect()
-        gc.freeze()  # or Python would search the compiler's many objects for garbage in a step
+        gc.freeze()  # so that no step is delayed by a search of the compiler's objects for garbage
 
 # ---- 9. The run ---------------------------------------------------------------------------------
 

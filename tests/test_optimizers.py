@@ -171,6 +171,17 @@ def test_a_step_of_the_speedrun_exchanges_little(size, most, monkeypatch):
         assert told == pytest.approx(sorted(x / 1e6 for x in counted.gathered), abs=0.051)
         assert "these are 690 MB each way" in page
 
+def test_an_update_that_lacks_a_dimension_is_refused():
+    """It would be broadcast."""
+    class Norms(Muon):
+        def compute_update(self, gradients, step):
+            return gradients.norm(dim=-1, keepdim=True)
+
+    p = nn.Parameter(torch.zeros(4, 4))
+    p.grad = torch.ones(4, 4)
+    with pytest.raises(AssertionError, match=r"\[1, 4, 1\].* for .*\[1, 4, 4\]"):
+        take_step(Norms({"p": p}, HP, ALONE, lr=0.1), 0)
+
 def test_distributed_optimizers_equal_a_single_rank():
     """Some have none of the matrices, and one optimizer is a user's own. Collectives come early or
     late, as NCCL's may; the state is saved in the middle and restored."""
