@@ -71,8 +71,11 @@ def pytest_configure(config):
         config.pluginmanager.register(Progress(config), "progress")
 
 def pytest_ignore_collect(collection_path, config):
-    if config.option.script and collection_path.suffix == ".py":
-        return collection_path.name not in EVERY_SCRIPT or None
+    if collection_path.suffix == ".py":
+        without_quick = (config.option.markexpr == "quick"  # importing the others takes seconds
+                         and "mark.quick" not in collection_path.read_text())
+        not_for_all = config.option.script and collection_path.name not in EVERY_SCRIPT
+        return without_quick or not_for_all or None
 
 def pytest_collection_modifyitems(config, items):
     for item in items:

@@ -3,6 +3,7 @@ time, in a copy of the repository, and shows for each that a test finds it.
 
     ./run.sh test mutants                       # all of them, in some hours on one core
     ./run.sh test mutants --only=train_gpt.py   # those in the script
+    ./run.sh test mutants --quick               # which of them does ./run.sh test quick find?
     ./run.sh test mutants --only=window         # those with this word in mistake, text or test
 
 Prints a row of a Markdown table per mistake, with the first test that fails. Exit status 1 if a
@@ -18,6 +19,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -283,7 +286,7 @@ MUTANTS = [mutant for place, rows in IN_THE_SCRIPT.items()
 MUTANTS += [mutant for (program, file), rows in IN_PROGRAMS.items()
             for mutant in mutants_in(program, 0, file, rows)]
 
-def first_failure(mutant: Mutant, folder: Path) -> str:
+def first_failure(mutant: Mutant, folder: Path, quick: bool) -> str:
     """The first test that fails in the folder, a copy of the repository, when the mistake is
     planted, or "" if none does."""
     program = folder / mutant.program
@@ -292,11 +295,13 @@ def first_failure(mutant: Mutant, folder: Path) -> str:
         sys.exit(f"error: the text of '{mutant.mistake}' does not stand once in {mutant.program}")
     program.write_text(right.replace(mutant.text, mutant.wrong))
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-k", mutant.test,
-               f"tests/{mutant.file}"]
+               *(["-m", "quick"] if quick else ["--all"]), f"tests/{mutant.file}"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False,
                           env=os.environ | {"OMP_NUM_THREADS": "1"})
     program.write_text(right)
-    failed = re.search(r"(?m)^FAILED tests/(.+?)(?: \(call\)| - .*)?$", done.stdout)
+    failed = re.search(r"(?m)^FAILED tests/(.+?)(?: - .*)?$", done.stdout)
+    if quick and done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED:
+        return ""
     if done.returncode not in (0, 1) or bool(failed) != (done.returncode == 1):
         sys.exit(f"{mutant.mistake}: the tests did not run\n{done.stdout}{done.stderr}")
     return failed[1] if failed else ""
@@ -304,7 +309,8 @@ def first_failure(mutant: Mutant, folder: Path) -> str:
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", metavar="WORD", default="", help="mistakes with this word")
-    only = parser.parse_args().only
+    parser.add_argument("--quick", action="store_true", help="by the tests of `quick` alone")
+    options = parser.parse_args()
     survivors = []
     print("| program | mistake | found by |\n|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as temporary:
@@ -312,8 +318,8 @@ def main():
         shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(
             ".git", ".venv", "__pycache__", "*.pt", "*.bin", "race_*"))
         for mutant in MUTANTS:
-            if only in " ".join(map(str, mutant)):
-                test = first_failure(mutant, folder)
+            if options.only in " ".join(map(str, mutant)):
+                test = first_failure(mutant, folder, options.quick)
                 survivors += [mutant.mistake] * (not test)
                 place = f"{mutant.program} {mutant.section or ''}".rstrip()
                 print(f"| {place} | {mutant.mistake} | `{test}` |", flush=True)

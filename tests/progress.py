@@ -125,7 +125,8 @@ class Progress:
     def pytest_runtest_logreport(self, report):
         self.took[report.nodeid] += report.duration
         if report.failed:
-            self.write(f"FAILED {report.nodeid} ({report.when})", red=True)
+            where = "" if report.when == "call" else f" - in its {report.when}"
+            self.write(f"FAILED {report.nodeid}{where}", red=True)
         if report.when == "teardown":
             self.tests[report.nodeid] = True
             if sum(self.tests.values()) >= 20 and time.monotonic() - self.said >= EVERY:

@@ -77,7 +77,7 @@ def test_a_host_that_dies_ends_the_other_and_one_resumes(tmp_path, shards, names
     records, resumed, one_host = (tmp_path / name for name in ("records", "resumed", "one_host"))
     launch(*RUN, *shards, f"--records={one_host}", ranks=2)
     text = SCRIPT.read_text()
-    long, short = "TIMEOUT = timedelta(minutes=10)", "TIMEOUT = timedelta(seconds=20)"
+    long, short = "TIMEOUT = timedelta(minutes=10)", "TIMEOUT = timedelta(seconds=6)"
     assert text.count(long) == 1
     (tmp_path / "short.py").write_text(text.replace(long, short))
     script = planted(tmp_path, "if step == 7 and world.rank == 1: time.sleep(1000)",

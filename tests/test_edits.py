@@ -173,6 +173,7 @@ def test_a_parameter_that_nothing_uses_is_named(tmp_path, shards):
     with refused("no gradient reaches own:"):
         train(loaded(tmp_path, *OWN), *TINY, *shards, f"--records={tmp_path}")
 
+@pytest.mark.quick
 @pytest.mark.parametrize("frozen", ["embed.weight", "layers.0.mlp.fc.weight", "skip_weights"])
 def test_frozen_parameters_have_no_optimizer_and_the_others_train(tmp_path, shards, frozen):
     """Also where a run resumes."""

@@ -10,6 +10,8 @@ from test_model import sequence, tiny_model
 from train_gpt import (BLOCK, GPT, INPUT_SCALE, PRESETS, TOKEN_GRADIENT_SCALE, WEIGHT_SCALE,
                        CastedLinear, CrossEntropy, FP8Linear, to_e4m3)
 
+pytestmark = pytest.mark.quick
+
 def operands(T=32, D=48, V=64):
     generator = torch.Generator().manual_seed(0)
     x = F.rms_norm(torch.randn(T, D, generator=generator), (D,)).bfloat16()

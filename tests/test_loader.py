@@ -11,6 +11,8 @@ import train_gpt
 from train_gpt import (PRESETS, Shard, World, find_shards, load_validation, step_starts,
                        train_batches)
 
+pytestmark = pytest.mark.quick
+
 CPU = torch.device("cpu")
 SIZES = [5000, 130, 9000]
 

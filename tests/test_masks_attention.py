@@ -2,9 +2,12 @@
 
 import random
 
+import pytest
 import torch
 
 from train_gpt import BLOCK, build_block_masks, plain_attend
+
+pytestmark = pytest.mark.quick
 
 EOT = 9
 

@@ -9,6 +9,8 @@ from test_masks_attention import dense_mask
 
 from train_gpt import BLOCK, GPT, PRESETS, Embedding, Rotary, World, draw_weights
 
+pytestmark = pytest.mark.quick
+
 HP = dataclasses.replace(
     PRESETS["demo"], windows="LSSL", value_embeds="0..0", attention="xx.x", model_dim=32,
     num_heads=4, num_kv_heads=4, head_dim=16, attention_scale=0.12, train_seq_len=256,

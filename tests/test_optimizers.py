@@ -13,6 +13,8 @@ from torch import nn
 import train_gpt
 from train_gpt import PRESETS, Adam, Muon, gather_training_state, newton_schulz, train_step
 
+pytestmark = pytest.mark.quick
+
 HP = dataclasses.replace(PRESETS["demo"], dtype="float32", cooldown_frac=0.0)
 
 def take_step(optimizer, step=0):

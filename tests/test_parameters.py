@@ -10,6 +10,8 @@ import train_gpt
 from train_gpt import (GPT, PARAMETERS, Adam, Muon, build_optimizers, draw_weights, parameter,
                        uniform)
 
+pytestmark = pytest.mark.quick
+
 def test_initial_weights():
     model, _ = tiny_model(randomize=False, model_dim=256, num_kv_heads=2)
     vectors = dict(residual_mix=[1, 0], value_mix=[0.5, 0.5], skip_weights=[1, 1])

@@ -55,7 +55,7 @@ def suite(tmp_path):
 def test_a_run_says_how_long_it_takes_what_fails_and_what_it_left_out(suite):
     status, lines = suite("-n2")
     assert status == 1 and lines[0] == "2 processes test; two processes take 7 minutes on a machine"
-    assert lines.index("FAILED tests/test_example.py::test_wrong (call)") < len(lines) / 2
+    assert lines.index("FAILED tests/test_example.py::test_wrong") < len(lines) / 2
     assert re.match("1 failed, 31 passed in ", lines[-2])
     assert lines[-1] == "1 tests of full size were left out: ./run.sh test --all"
 

@@ -139,6 +139,7 @@ def test_kills_at_every_place(tmp_path, shards):
 
 # ---- Checkpoints and --resume --------------------------------------------------------------------
 
+@pytest.mark.quick
 def test_checkpoints_hold_all_that_decides_the_rest(whole):
     assert checkpoints(whole) == ["step00000009.pt", "step00000012.pt"], "the two newest are kept"
     saved = load_checkpoint(whole)
@@ -151,6 +152,7 @@ def test_checkpoints_hold_all_that_decides_the_rest(whole):
     assert set().union(*saved["state"].values()) == trained, "every parameter has state"
     assert f"\ncheckpoint: {newest_checkpoint(whole)}\n" in log_of(whole)
 
+@pytest.mark.quick
 def test_a_resumed_run_ends_in_the_same_bits(tmp_path, shards, whole, monkeypatch):
     """It has its own log, which begins with the validation of the checkpoint, counts on from the
     parent's time, and leaves what is there alone. Nothing needs to be named but the checkpoint."""
@@ -175,6 +177,7 @@ def test_a_resumed_run_ends_in_the_same_bits(tmp_path, shards, whole, monkeypatc
     assert times == sorted(times) and times[-1] < 1060000
     assert_same_run("mine", whole)
 
+@pytest.mark.quick
 def test_settings_stay_but_those_that_are_named(tmp_path, shards, monkeypatch):
     """Also the seed that was drawn, and a dtype that this machine would not choose. What changes is
     said, each in a line, and so is another script."""
@@ -198,6 +201,7 @@ def test_settings_stay_but_those_that_are_named(tmp_path, shards, monkeypatch):
     assert head == {name: repr(value) for name, value in (old | new).items()}
     assert checkpoints(tmp_path)[-2:] == ["step00000008.pt", "step00000012.pt"]
 
+@pytest.mark.quick
 def test_data_may_be_added_but_what_was_read_must_stay(tmp_path, shards):
     folder = tmp_path / "data"
     shutil.copytree(Path(shards[0].split("=")[1]).parent, folder)
@@ -275,6 +279,7 @@ class Harmful:
     def __reduce__(self):
         return os.mkdir, ("harmed",)
 
+@pytest.mark.quick
 def test_what_is_no_whole_checkpoint_is_one_line(tmp_path, shards, whole, monkeypatch):
     monkeypatch.chdir(tmp_path)
     checkpoint = broken_run("r", shards)
@@ -294,6 +299,7 @@ def test_what_is_no_whole_checkpoint_is_one_line(tmp_path, shards, whole, monkey
 
 WEIGHTS = torch.arange(300.0)
 
+@pytest.mark.quick
 @settings(max_examples=150, deadline=None,
           suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
@@ -356,6 +362,7 @@ def test_other_numbers_of_ranks_and_an_error_on_one_of_them(tmp_path, shards, wh
     assert [line._replace(loss=0) for line in mine] == [line._replace(loss=0) for line in theirs]
     assert [line.loss for line in mine] == pytest.approx([line.loss for line in theirs], abs=0.02)
 
+@pytest.mark.quick
 def test_logs_of_one_second_take_the_next_free_name(tmp_path, shards, monkeypatch):
     class Frozen(datetime):
         @classmethod
@@ -383,6 +390,7 @@ def limit_files():
     yield limit
     limit()
 
+@pytest.mark.quick
 @pytest.mark.parametrize("freed", [3, 8, 99])
 @pytest.mark.parametrize("room", [200_000, 30], ids=["for the log alone", "for half a line"])
 def test_a_full_disk_does_not_end_a_run(limit_files, tmp_path, shards, whole, capsys, room, freed):
@@ -434,6 +442,7 @@ def test_a_run_needs_no_console(tmp_path, shards, whole, console):
 
 # ---- Weights and data that go wrong during a run -------------------------------------------------
 
+@pytest.mark.quick
 def test_weights_that_are_not_finite_are_never_saved(tmp_path, shards, whole):
     """Here the last step before a save makes them; its loss was computed before, and no validation
     was due. The run resumes from the checkpoint before it."""

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 import train_gpt
 from train_gpt import PRESETS, Hyperparameters, parse_flags, resolve
 
+pytestmark = pytest.mark.quick
+
 HP = PRESETS["speedrun"]
 CPU = torch.device("cpu")
 

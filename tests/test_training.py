@@ -20,6 +20,8 @@ from test_model import ALONE, tiny_model
 import train_gpt
 from train_gpt import World
 
+pytestmark = pytest.mark.quick
+
 # Settings of the method, so that the presets may change without changing the trajectory.
 GOLDEN = [*TINY, "--num_iterations=30", "--val_loss_every=10", "--micro_batches=4",
           "--val_tokens=0", "--windows=LSSL", "--attention=xx.x", "--value_embeds=0..0",

@@ -18,10 +18,9 @@ import train_gpt
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.mark.parametrize("capability, cases", [
-    (80, "shared_memory"), (89, "shared_memory"), (90, "validation shared_memory"),
-    (100, "shared_memory"), (120, "shared_memory"),
-    pytest.param(90, "full_size", marks=pytest.mark.full),
-    pytest.param(89, "24_gb", marks=pytest.mark.full)])
+    (89, "shared_memory"), *[pytest.param(*case, marks=pytest.mark.full) for case in (
+        (80, "shared_memory"), (90, "validation shared_memory"), (100, "shared_memory"),
+        (120, "shared_memory"), (90, "full_size"), (89, "24_gb"))]])
 def test_the_program_for_a_gpu_keeps_to_its_limits(capability, cases, tmp_path):
     """gpu_program.py says which."""
     run_helper("gpu_program.py", capability, *cases.split(),
@@ -37,8 +36,7 @@ def number_of(graph, name):
     return sum(name in str(node.target) for module in graph.modules()
                if isinstance(module, torch.fx.GraphModule) for node in module.graph.nodes)
 
-@pytest.mark.parametrize("changes", [dict(use_fp8=True), dict(num_kv_heads=1)], ids=str)
-def test_the_warmup_compiles_everything_in_whole_graphs(changes, tmp_path, monkeypatch):
+def test_the_warmup_compiles_everything_in_whole_graphs(tmp_path, monkeypatch):
     """Everything that is compiled on a GPU (the model with its FP8 head, and what optimizers
     compile) goes through the warm-up. Then real steps, growing windows and validations follow,
     under the stance that makes a recompile an error. torch gives up a function that has been
@@ -57,7 +55,8 @@ def test_the_warmup_compiles_everything_in_whole_graphs(changes, tmp_path, monke
         "--window_end=384", "--num_iterations=8", "--seed=1", "--dtype=bfloat16"]
     hp, _ = train_gpt.parse_flags(flags)
     train_gpt.check_settings(hp, 1)
-    hp = dataclasses.replace(train_gpt.resolve(hp, torch.device("cpu")), **changes)
+    hp = dataclasses.replace(train_gpt.resolve(hp, torch.device("cpu")), use_fp8=True,
+                             num_kv_heads=1)
     write_shard(tmp_path / "s.bin", torch.randint(257, (9000,)).numpy())
     shards = train_gpt.find_shards(f"{tmp_path}/s.bin")
     cpu = train_gpt.World(0, 1, torch.device("cpu"))
@@ -76,7 +75,7 @@ def test_the_warmup_compiles_everything_in_whole_graphs(changes, tmp_path, monke
     train_gpt.warm_up(whole, optimizers, hp, cpu)
     validation, training, *others = compiled
     assert len(others) == 4  # shapes of matrices
-    for graph, products in ((validation, 0), (training, 3 * 2 * hp.use_fp8)):
+    for graph, products in ((validation, 0), (training, 3 * 2)):
         assert number_of(graph, "flex_attention") == 3
         assert number_of(graph, "_scaled_mm") == products  # in the head, in two parts
     with torch.compiler.set_stance("fail_on_recompile"):
