@@ -5,15 +5,52 @@
     python train_gpt.py --resume=records/<run>/step<n>.pt  # continue from a checkpoint
     python train_gpt.py --help                             # every setting is a flag
 
-The preset `speedrun` is the record of 2025-01-26: 2.93 minutes on eight H100. To try an idea, copy
-this file and change the copy. Each start writes a log into records/: settings, machine, this source
-and a line per step. A run may be killed at any time. Needs torch 2.9.1 or newer. Sections 1 to 9
-are the method and the run. Section 10 has what a run needs besides.
+To try an idea, copy this file and change the copy. Every run writes a log into the folder records:
+its settings, the machine, this source, and a line per step. It is safe to kill a run at any time,
+because --resume continues from its last checkpoint. Sections 1 to 9 are the method and the run, in
+the order in which one learns them. Section 10 is support code. Needs torch 2.9.1 or newer.
 
-Shapes are in the names: x_TD is [T, D]. T tokens, D model width, H heads, K head width, V
-vocabulary, N blocks of 128 tokens. There is no batch dimension: the model takes one long sequence
-of many documents at a time. Losses are in nats per token. "Record <date>" is an entry of
-https://github.com/KellerJordan/modded-nanogpt#world-record-history.
+The run in figures. The model has 276 million parameters: 83 million in the matrices of its layers,
+and 193 million in four embeddings and the output head. A step trains on 393,216 tokens, the whole
+run on 696 million. Losses are in nats per token. The first one is 10.83, since the head starts at
+zero and so gives each of its 50,304 rows the same probability: ln 50304 = 10.83.
+
+    preset     steps  hardware       time     final loss           spread between seeds
+    speedrun    1770  8 x H100 (*)   176 s    3.28                 0.0019
+    short        250  one GPU        not measured
+    demo         720  2 CPU cores    213 s    1.14 nats per byte   0.0047
+
+(*) Measured by the record, which this script reproduces. "The record" is the world record of
+2025-01-26, and a date such as (2024-11-24) names the record that introduced a part. They are listed
+at https://github.com/KellerJordan/modded-nanogpt#world-record-history, and records/method.md of the
+repository says what each part gained. The model and the schedules are the record's. These differ:
+
+- Matrix gradients are rounded to bfloat16 before they are summed over the ranks, not float32.
+- The gradient of the loss is written out (CrossEntropy). Weights are clamped before a cast to FP8.
+- The embeddings are padded to 50,304 rows, as the head is.
+- Rotary positions pair other channels of a head, and their angles are computed in float64.
+- Initial weights are other random numbers of the same distributions.
+- The number of GPUs does not change the batch. Less than 2 percent of the data stays unread at the
+  ends of shards.
+- The ranks share the work of Adam. The clock starts at step 0 and not after step 10.
+- The compiler does not search for faster kernels (coordinate descent tuning).
+
+What a step does with each sequence, with the shapes of `speedrun`:
+
+    tokens [49152]
+      |--> where documents begin --> block masks, long and short --------------+
+      |--> 3 tables --> value embeddings, each [49152, 768] -------------+  |
+      |                                                                  v  v
+      +--> table --> norm --> x [49152, 768] --> layers 0 to 5 --> layers 6 to 11 --> norm
+                                                      \__ skips 5-6, 4-7 ... __/        |
+            loss <-- softcap <-- logits [49152, 50304] <-- lm_head <-------------------+
+
+    loss.backward(), and after the last sequence: begin, update, finish of all optimizers
+
+Names end in the shape of a tensor: x_TD is [T, D]. T counts tokens, D is the width of the model, H
+the number of attention heads, K the width of one head, V the padded vocabulary, and N the number of
+blocks of 128 tokens. There is no batch dimension, because the model takes one long sequence of many
+documents at a time. A step is numbered by how many were done before it, from 0.
 """
 
 import argparse
@@ -39,7 +76,8 @@ from pathlib import Path
 from typing import Iterator, NamedTuple
 
 if __name__ == "__main__" and not (find_spec("torch") and find_spec("numpy")):
-    print("error: this Python lacks torch or numpy; ./run.sh finds or makes one", file=sys.stderr)
+    print("error: this Python has no torch or no numpy; install both, or start by ./run.sh of the "
+          "repository, which does", file=sys.stderr)
     sys.exit(2)
 
 import numpy as np
@@ -52,7 +90,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils._pytree import tree_map
 
 class UserError(Exception):
-    """What the user can fix, in one line."""
+    """An error that the user can fix. Its message is one line."""
 
 def require(condition, message: str):
     if not condition:
@@ -60,62 +98,63 @@ def require(condition, message: str):
 
 # ---- 1. Settings and schedules ------------------------------------------------------------------
 
-BLOCK = 128  # tokens; attention masks and windows count in whole blocks
+BLOCK = 128  # tokens; attention masks and windows consist of whole blocks
 
-def flag(default, help: str, min=0, max=10**9, unit=1, pattern=".+"):
-    """A number is from min to max and a multiple of unit, a text fits the pattern."""
-    return field(default=default, metadata=dict(help=help, limits=(min, max, unit, pattern)))
+def flag(default, text: str, low=0, high=10**9, unit=1, pattern=".+"):
+    """A setting. A number must lie in [low, high] and be a multiple of unit. A string must match
+    the pattern. --help shows the text."""
+    return field(default=default, metadata=dict(help=text, limits=(low, high, unit, pattern)))
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Each field is a flag. The defaults are the preset `speedrun`."""
+    """Every field is a flag of the same name. The defaults are the preset `speedrun`."""
     # The run
     name: str = flag("speedrun", "up to 100 letters, digits and ._-", pattern=r"[\w.-]{1,100}")
     records: str = flag("records", "folder for the log and the checkpoints")
-    seed: int = flag(-1, "seed of the initial weights; -1 draws one", min=-1, max=2**63 - 1)
+    seed: int = flag(-1, "seed of the initial weights; -1 draws a seed", low=-1, high=2**63 - 1)
     dtype: str = flag("auto", "bfloat16, float32 or auto", pattern="auto|bfloat16|float32")
-    save_every: int = flag(500, "steps between checkpoints; 0 saves none, not even at the end")
-    val_loss_every: int = flag(125, "steps between validations, besides those at saves and the end")
-    # Data. A step is micro_batches sequences, on all ranks together. A batch that grows changes
-    # tokens_per_step, tokens_seen, step_starts, train_batches, train_step and the lm_head's
-    # gradient_scale.
+    save_every: int = flag(500, "steps between checkpoints; 0 never saves, not even at the end")
+    val_loss_every: int = flag(125, "steps between validations; saves and the end have one too")
+    # Data. In one step all ranks together train on micro_batches sequences. To let the batch grow
+    # during a run, change tokens_per_step, tokens_seen, step_starts, train_batches, train_step and
+    # gradient_scale. That one is compiled into the program, so turn it into a tensor.
     train_files: str = flag("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
     val_files: str = flag("data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
-    vocab_size: int = flag(50257, "vocabulary; its last token begins a document", min=2, max=65536)
-    train_seq_len: int = flag(48 * 1024, "tokens per training sequence", min=1, unit=BLOCK)
-    val_seq_len: int = flag(256 * 1024, "tokens per validation sequence", min=1, unit=BLOCK)
-    val_tokens: int = flag(10485760, "number of validation tokens; 0 takes all", max=10**12)
-    micro_batches: int = flag(8, "sequences per step, on all ranks together", min=1, max=10**5)
-    epochs: int = flag(1, "at most this many passes over the training shards", min=1, max=10**5)
-    # The layers: one character per layer
-    windows: str = flag("LSSSLSSLSSSL", "L: long window, S: half as many blocks", pattern="[LS]+")
+    vocab_size: int = flag(50257, "vocabulary; its last token begins a document", low=2, high=65536)
+    train_seq_len: int = flag(48 * 1024, "tokens per training sequence", low=1, unit=BLOCK)
+    val_seq_len: int = flag(256 * 1024, "tokens per validation sequence", low=1, unit=BLOCK)
+    val_tokens: int = flag(10485760, "validation tokens; 0 takes all", high=10**12)
+    micro_batches: int = flag(8, "sequences per step, on all ranks together", low=1, high=10**5)
+    epochs: int = flag(1, "upper limit of passes over the training shards", low=1, high=10**5)
+    # The layers. Each of these strings has one character per layer.
+    windows: str = flag("LSSSLSSLSSSL", "L: long window, S: half as long", pattern="[LS]+")
     attention: str = flag("xxxxxxx.xxxx", "x: with attention, .: without", pattern="[x.]+")
     value_embeds: str = flag("012......012", "digit: value embedding, .: none", pattern="[0-9.]+")
     # The model
-    model_dim: int = flag(768, "width of the residual stream", min=16, max=2**16, unit=16)
-    num_heads: int = flag(6, "query heads; any number, whatever model_dim", min=1, max=2**10)
-    num_kv_heads: int = flag(0, "number of key and value heads; 0 stands for num_heads")
-    head_dim: int = flag(128, "width of a head", min=16, max=2**10, unit=16)
-    attention_scale: float = flag(0.12, "factor on q @ k; a new head_dim needs another", min=0.001)
-    rope_base: float = flag(1024.0, "base of the rotary frequencies", min=1)
-    lm_head_softcap: float = flag(15.0, "c: logits z become c + c * tanh(z / c)", min=0.1, max=38)
-    use_fp8: bool = flag(True, "train the head in FP8 where the GPU can, with dtype bfloat16")
-    window_start: int = flag(128, "long window at first, in tokens", min=BLOCK, unit=BLOCK)
-    window_end: int = flag(1792, "long window at the end, in tokens", min=BLOCK, unit=BLOCK)
+    model_dim: int = flag(768, "width of the residual stream", low=16, high=2**16, unit=16)
+    num_heads: int = flag(6, "query heads, independent of model_dim", low=1, high=2**10)
+    num_kv_heads: int = flag(0, "heads of keys and values; 0 means num_heads")
+    head_dim: int = flag(128, "width of an attention head", low=16, high=2**10, unit=16)
+    attention_scale: float = flag(0.12, "factor on q @ k; retune it with head_dim", low=0.001)
+    rope_base: float = flag(1024.0, "base of the rotary frequencies", low=1)
+    lm_head_softcap: float = flag(15.0, "c: logits z become c + c * tanh(z / c)", low=0.1, high=38)
+    use_fp8: bool = flag(True, "train lm_head in FP8, if GPU and dtype bfloat16 allow")
+    window_start: int = flag(128, "long window at the start, in tokens", low=BLOCK, unit=BLOCK)
+    window_end: int = flag(1792, "long window at the end, in tokens", low=BLOCK, unit=BLOCK)
     # Optimization
-    num_iterations: int = flag(1770, "training steps", max=10**7)
-    cooldown_frac: float = flag(0.4, "last fraction of the run, in which rates fall", max=1)
-    lr_floor: float = flag(0.1, "what the learning rates fall to, as a share of their peak", max=1)
+    num_iterations: int = flag(1770, "training steps", high=10**7)
+    cooldown_frac: float = flag(0.4, "last fraction of the run, in which rates fall", high=1)
+    lr_floor: float = flag(0.1, "share of their peak to which learning rates fall", high=1)
     muon_lr: float = flag(0.05, "learning rate of the layers' matrices (Muon)")
-    muon_momentum_start: float = flag(0.85, "Muon's momentum at the first step", max=1)
-    muon_momentum_end: float = flag(0.95, "Muon's momentum after its warmup", max=1)
-    muon_momentum_steps: int = flag(300, "steps of Muon's momentum warmup, in a run of any length")
+    muon_momentum_start: float = flag(0.85, "Muon's momentum at the first step", high=1)
+    muon_momentum_end: float = flag(0.95, "Muon's momentum later on", high=1)
+    muon_momentum_steps: int = flag(300, "steps until Muon's momentum reaches its end")
     lm_head_lr: float = flag(0.008, "learning rate of the output head (Adam)")
     embed_lr: float = flag(0.6, "learning rate of all embeddings (Adam)")
     scalar_lr: float = flag(0.04, "learning rate of vectors and scalars (Adam)")
-    adam_beta1: float = flag(0.8, "decay of Adam's mean gradient", max=1 - 1e-9)
-    adam_beta2: float = flag(0.95, "decay of Adam's mean square", max=1 - 1e-9)
-    adam_eps: float = flag(1e-10, "Adam's epsilon, above gradients' rounding noise", min=1e-18)
+    adam_beta1: float = flag(0.8, "decay of Adam's mean gradient", high=1 - 1e-9)
+    adam_beta2: float = flag(0.95, "decay of Adam's mean square", high=1 - 1e-9)
+    adam_eps: float = flag(1e-10, "Adam's epsilon; keep it above the noise of rounding", low=1e-18)
 
     @property
     def kv_heads(self) -> int:
@@ -127,10 +166,12 @@ class Hyperparameters:
 
 PRESETS = {
     "speedrun": Hyperparameters(),
-    # The speedrun's model and step, so the same compiled program, on one shard of FineWeb
+    # The model and the step of the speedrun, so the same compiled programs, on one shard of
+    # FineWeb.
     "short": Hyperparameters(
         name="short", num_iterations=250, muon_momentum_steps=42, save_every=0,
         train_files="data/fineweb10B/fineweb_train_000001.bin"),
+    # A small model of bytes. Its optimizer settings were tuned for this size and length.
     "demo": Hyperparameters(
         name="demo", save_every=120, val_loss_every=120, train_files="data/demo/demo_train_*.bin",
         val_files="data/demo/demo_val_*.bin", vocab_size=257, train_seq_len=1024, val_seq_len=16384,
@@ -143,24 +184,27 @@ def tokens_seen(done: int, hp: Hyperparameters) -> int:
     return done * hp.tokens_per_step
 
 def window_tokens(step: int, hp: Hyperparameters) -> int:
-    """The long window in tokens. It grows linearly, in whole blocks (record 2024-11-24)."""
-    # As in the record, `grown` ends half a block below window_end.
+    """The long window in tokens. It grows during the run, since short distances are learned first
+    and cost less (2024-11-24). At steps 0, 500, 1000 and 1770 it is 128, 512, 1024 and 1792."""
+    # As in the record, the ramp ends half a block lower, and is then rounded up to whole blocks.
     grown = (hp.window_end - BLOCK / 2) * step / max(1, hp.num_iterations)
     return max(hp.window_start, math.ceil(grown / BLOCK) * BLOCK)
 
 def window_tensor(step: int, hp: Hyperparameters, device: torch.device) -> Tensor:
-    """... as a tensor, since a number would recompile. (torch.tensor would wait for the device.)"""
+    """The long window as a tensor on the device. torch.compile would recompile for each new int,
+    and torch.tensor would wait for the GPU."""
     return torch.full((), window_tokens(step, hp), dtype=torch.int32, device=device)
 
 def lr_factor(step: int, hp: Hyperparameters) -> float:
-    """The factor on every learning rate: 1, then falling linearly to lr_floor."""
+    """The factor on every learning rate: first 1, then a straight line down to lr_floor. Large
+    steps make fast progress, and small ones reach the lower loss at the end."""
     left = max(0, 1 - step / max(1, hp.num_iterations))
     height = min(1, left / hp.cooldown_frac) if hp.cooldown_frac else 1
     return hp.lr_floor + height * (1 - hp.lr_floor)
 
 def muon_momentum(step: int, hp: Hyperparameters) -> float:
-    """Muon's momentum: rising linearly, since early gradients are soon out of date, then constant
-    (record 2024-11-06)."""
+    """Muon's momentum. It rises at first, because early gradients are soon out of date, and then
+    stays constant (2024-11-06)."""
     risen = min(1, step / hp.muon_momentum_steps) if hp.muon_momentum_steps else 1
     return hp.muon_momentum_start + risen * (hp.muon_momentum_end - hp.muon_momentum_start)
 

@@ -43,8 +43,8 @@ IN_THE_SCRIPT = {
         ("the rates begin above their peak", "«min(1, left→(left» / hp.cooldown_frac)"),
         ("the momentum rises on", "«min(1, step→(step» / hp.muon_momentum_steps)")],
     (1, "test_settings.py"): [
-        ("a sequence of 200 tokens", 'training sequence", min=«1, unit=BLOCK→1»', "no_sense"),
-        ("a beta2 of 1 is allowed", 'mean square", max=«1 - 1e-9→1»', "no_sense")],
+        ("a sequence of 200 tokens", 'training sequence", low=«1, unit=BLOCK→1»', "no_sense"),
+        ("a beta2 of 1 is allowed", 'mean square", high=«1 - 1e-9→1»', "no_sense")],
     (2, "test_fp8.py"): [
         ("validation in FP8", "self.«gradient_scale and self.training→gradient_scale»"),
         ("too small a scale of gradients",
