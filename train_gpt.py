@@ -37,13 +37,13 @@ repository says what each part gained. The model and the schedules are the recor
 
 What a step does with each sequence, with the shapes of `speedrun`:
 
-    tokens [49152]
-      |--> where documents begin --> block masks, long and short --------------+
-      |--> 3 tables --> value embeddings, each [49152, 768] -------------+  |
-      |                                                                  v  v
-      +--> table --> norm --> x [49152, 768] --> layers 0 to 5 --> layers 6 to 11 --> norm
-                                                      \__ skips 5-6, 4-7 ... __/        |
-            loss <-- softcap <-- logits [49152, 50304] <-- lm_head <-------------------+
+    tokens [49152] ---> block masks (long, short), 3 value embeddings [49152, 768]
+       |                                 |
+       v                                 v
+    x [49152, 768] ---> layers 0 to 5 ---+---> layers 6 to 11 ---> norm ---> lm_head and softcap
+                          |                      ^                                     |
+                          +------- skips --------+                                     v
+                           5 to 6, 4 to 7 ... 0 to 11            loss <--- logits [49152, 50304]
 
     loss.backward(), and after the last sequence: begin, update, finish of all optimizers
 
@@ -211,45 +211,50 @@ def muon_momentum(step: int, hp: Hyperparameters) -> float:
 # ---- 2. The model -------------------------------------------------------------------------------
 
 class GPT(nn.Module):
-    """model(tokens_T, targets_T, window) is the sum of the losses of one sequence, in nats. With
-    `flex` it must be compiled, since uncompiled FlexAttention ignores the lists of blocks.
+    """model(tokens_T, targets_T, window) returns the sum of the losses of one sequence, in nats.
+    With flex=True it uses FlexAttention and must be compiled, because FlexAttention ignores the
+    lists of blocks when it is not.
 
-    Embeddings and the residual stream are in `dtype`, all else is float32: cast a vector or matrix
-    by type_as before the stream is multiplied by it."""
+    The embeddings and the residual stream x_TD are in `dtype`. All other parameters are float32, so
+    cast a vector or matrix by type_as before you multiply the stream by it. A single number such as
+    residual_mix[0] does not change the stream's dtype."""
 
-    LOGITS_TOKENS = 24576  # at a time: they fit validation's memory, and 32-bit indices
+    # The logits of this many tokens exist at a time: [24576, 50304] in float32 takes 4.6 GiB.
+    LOGITS_TOKENS = 24576
 
     def __init__(self, hp: Hyperparameters, dtype: torch.dtype, flex: bool):
         super().__init__()
         self.hp = hp
         self.flex = flex
         self.end_of_text = hp.vocab_size - 1
-        # Padded for FP8, and for up to 64 ranks to share.
+        # FP8 needs a multiple of 16, and with a multiple of 64 up to 64 ranks can share the rows.
         vocab = math.ceil(hp.vocab_size / 64) * 64
         self.embed = Embedding(vocab, hp.model_dim, dtype)
-        # Layers with the same digit share a value embedding (record 2024-12-08).
+        # Layers with the same digit share a value embedding (2024-12-08).
         digits = sorted(set(hp.value_embeds) - {"."})
         width = hp.kv_heads * hp.head_dim
         self.value_tables = nn.ModuleDict({d: Embedding(vocab, width, dtype) for d in digits})
         rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len), hp.rope_base)
         self.layers = nn.ModuleList(Layer(hp, i, rotary) for i in range(len(hp.windows)))
         self.skip_weights = nn.Parameter(torch.ones(len(self.layers) // 2))
-        # To tie them, assign embed.weight to the head, not the head's to embed.
+        # To tie embedding and head, set self.lm_head.weight = self.embed.weight, in this direction,
+        # and remove lm_head from PARAMETERS.
         gradient_scale = TOKEN_GRADIENT_SCALE * hp.tokens_per_step if hp.use_fp8 else None
         self.lm_head = CastedLinear(hp.model_dim, vocab, gradient_scale)
 
     def forward(self, tokens_T: Tensor, targets_T: Tensor, window: Tensor) -> Tensor:
         x_TD = self.features(tokens_T, window)
-        loss = 0  # a sum over tokens; what only training minimizes goes under `if self.training`
+        loss = 0  # put what only training should minimize under `if self.training`
         for x, target in zip(x_TD.split(self.LOGITS_TOKENS), targets_T.split(self.LOGITS_TOKENS)):
             loss += CrossEntropy.apply(self.logits(x), target)
         return loss
 
     def features(self, tokens_T: Tensor, window: Tensor) -> Tensor:
-        """The normed residual stream [T, D] after the last layer."""
+        """Returns the normed residual stream [T, D] after the last layer."""
         masks = dict(zip("LS", build_block_masks(tokens_T, self.end_of_text, window, self.flex)))
         value_embed_of = {digit: table(tokens_T) for digit, table in self.value_tables.items()}
-        # A U-Net (record 2024-11-10): each layer of the second half adds its mirror image's output.
+        # As in a U-Net, the output of layer 5 is added to the input of layer 6, that of layer 4 to
+        # the input of layer 7, and so on until 0 and 11 (2024-11-10).
         x_TD = x0_TD = norm(self.embed(tokens_T))
         skips = []
         half = len(self.layers) // 2
@@ -264,16 +269,19 @@ class GPT(nn.Module):
         return norm(x_TD)
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """Smoothly capped: z becomes c + c tanh(z / c). A softmax cancels the first c, but a z-loss
-        must subtract it."""
+        """Caps logits smoothly, as Gemma 2 does (arXiv:2408.00118): z becomes c + c tanh(z / c). So
+        no confident error costs too much. The softmax ignores the first c, but a z-loss must
+        subtract it (2025-01-04)."""
         c = self.hp.lm_head_softcap
         return 2 * c * torch.sigmoid(self.lm_head(x_TD).float() * (2 / c))
 
 class Layer(nn.Module):
+    """Mixes the residual stream with x0, the token's own embedding, so that no layer loses sight of
+    it (2024-11-06). Then it adds attention and an MLP."""
+
     def __init__(self, hp: Hyperparameters, index: int, rotary: "Rotary"):
         super().__init__()
-        # One layer does without attention, which saves time (record 2024-12-17). The mix is of the
-        # stream and of x0, which keeps the token itself in reach (record 2024-11-06).
+        # The eighth layer has no attention, which saves time (2024-12-17).
         self.attn = CausalSelfAttention(hp, rotary) if hp.attention[index] == "x" else None
         self.mlp = MLP(hp.model_dim)
         self.residual_mix = nn.Parameter(torch.tensor([1.0, 0.0]))
@@ -285,26 +293,28 @@ class Layer(nn.Module):
         return x_TD + self.mlp(norm(x_TD))
 
 class CausalSelfAttention(nn.Module):
-    """Attention with normed queries and keys (arXiv:2010.04245). Values are mixed with an embedding
-    of the token (record 2024-12-04). Query heads may share kv heads (arXiv:2305.13245)."""
+    """Attention with normed queries and keys, which bounds the scores (arXiv:2010.04245). Values
+    are mixed with the layer's value embedding, a second embedding of the token [T, kv heads * K],
+    because deep layers lose track of the token (arXiv:2410.17897, 2024-12-04). Several query heads
+    may share a head of keys and values (arXiv:2305.13245)."""
 
     def __init__(self, hp: Hyperparameters, rotary: "Rotary"):
         super().__init__()
         self.hp = hp
         self.rotary = rotary
-        # A stack of equal matrices, since Muon orthogonalizes q, k and v one by one; with 6 heads
-        # and 3 kv heads q, q, k, v.
+        # Muon orthogonalizes q, k and v one by one, so they form a stack of equal matrices. With 6
+        # heads and 3 kv heads the stack has four: q, q, k, v.
         parts = hp.num_heads // hp.kv_heads + 2
         self.qkv = parameter(parts, hp.kv_heads * hp.head_dim, hp.model_dim)
         self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim)
-        self.value_mix = nn.Parameter(torch.tensor([0.5, 0.5]))  # of value and value embedding
+        self.value_mix = nn.Parameter(torch.tensor([0.5, 0.5]))  # for values, value embedding
 
     def forward(self, x_TD: Tensor, value_embed: Tensor | None, mask) -> Tensor:
         T, heads, kv_heads = len(x_TD), self.hp.num_heads, self.hp.kv_heads
         qkv = F.linear(x_TD, self.qkv.flatten(0, 1).type_as(x_TD)).view(T, -1, self.hp.head_dim)
-        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)  # each [T, heads, K]
         q, k = self.rotary(norm(q)), self.rotary(norm(k))
-        v = self.value_mix[0] * v  # halved also where nothing is mixed in (record 2024-12-17)
+        v = self.value_mix[0] * v  # initially half, even in a layer without a value embedding
         if value_embed is not None:
             v = v + self.value_mix[1] * value_embed.view_as(v)
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, H, T, K]
@@ -321,13 +331,19 @@ class MLP(nn.Module):
         return self.proj(F.relu(self.fc(x_TD)).square())  # ReLU^2 (arXiv:2109.08668)
 
 class Rotary(nn.Module):
-    """Rotary positions (arXiv:2104.09864) on half of each head's channels, of which i turns with
-    i + K / 4; the other half matches content at any distance (record 2024-12-17)."""
+    """Rotary positions (arXiv:2104.09864). Channels i and i + K/4 of a head, for i < K/4, are
+    rotated as a pair. The second half is not rotated, so it matches content at any distance
+    (2024-12-17):
+
+        quarter of a head   first            second           third and fourth
+        x                   a                b                c
+        swapped             b                a                (is multiplied by 0)
+        result              a cos + b sin    b cos - a sin    c"""
 
     def __init__(self, head_dim: int, max_seq_len: int, base: float):
         super().__init__()
         frequencies = base ** -torch.linspace(0, 1, head_dim // 4, dtype=torch.float64)
-        # Angles [T, 1, K / 4]; float32 would be inexact at late positions.
+        # Angles are [T, 1, K/4]. In float32 they would be wrong by 0.005 at position 262143.
         angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float64), frequencies)[:, None]
         c, s = angles.cos().float(), angles.sin().float()
         unrotated = torch.ones_like(c).repeat(1, 1, 2)
@@ -336,12 +352,13 @@ class Rotary(nn.Module):
 
     def forward(self, x_THK: Tensor) -> Tensor:
         x = x_THK.float()
-        # By swapped quarters: to put turned ones together by torch.cat writes a copy in float32.
+        # Swapping quarters avoids torch.cat, which would write a copy in float32.
         swapped = x.unflatten(-1, (2, 2, -1)).flip(-2).flatten(-3)
         return (x * self.cos[:len(x)] + swapped * self.sin[:len(x)]).type_as(x_THK)
 
 class Embedding(nn.Module):
-    """Rows in `dtype`. A sequence's gradient is summed in float32, sequences' sum is in `dtype`."""
+    """An embedding in `dtype`. A token's gradient within one sequence accumulates in float32.
+    Across micro-batches it accumulates in `dtype`, as every .grad does."""
 
     def __init__(self, num_embeddings: int, width: int, dtype: torch.dtype):
         super().__init__()
@@ -351,8 +368,8 @@ class Embedding(nn.Module):
         return F.embedding(tokens_T, self.weight.float()).type_as(self.weight)
 
 class CastedLinear(nn.Module):
-    """A linear layer without bias. Its weight is float32 and cast to the input's dtype. With the
-    scale of its gradient it trains in FP8; validation is not in FP8, as in the record."""
+    """A linear layer without bias. Its weight is float32 and cast to the dtype of the input. If
+    gradient_scale is given, training multiplies in FP8. Validation never does, as in the record."""
 
     def __init__(self, in_features: int, out_features: int, gradient_scale: float | None = None):
         super().__init__()
@@ -372,54 +389,67 @@ def norm(x: Tensor) -> Tensor:
 # ---- 3. Block masks and attention ---------------------------------------------------------------
 
 def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: bool) -> list:
-    """The long and the short mask for FlexAttention (arXiv:2412.05496). A token sees itself and the
-    tokens before it in the same document, as far as the window of whole blocks reaches, its own
-    block included. The short window has half as many blocks, and at least one.
+    """Returns the long and the short mask for FlexAttention (arXiv:2412.05496). A token sees itself
+    and the earlier tokens of its document, as far back as the window reaches. The window is counted
+    in blocks of 128 tokens, and the token's own block is the first of them. The short window has
+    half as many blocks, but at least one. Long and short windows: 2025-01-16.
 
-    For each query block FlexAttention takes two lists of key blocks: full ones, in which every pair
-    of tokens is visible, and partial ones, in which it asks `sees` about every pair. If a second
-    document begins inside block 1 (p: partial, f: full):
+    For each block of queries FlexAttention needs two lists of key blocks. In a full block every
+    pair of tokens is visible. In a partial block FlexAttention asks `sees` about every pair. All
+    other blocks are skipped, which is what saves time. This is a sequence of four blocks in which a
+    second document begins within block 1 (p: partial, f: full, w: outside of a window of two
+    blocks):
 
-        query block   key blocks 0 1 2 3
-                  0              p . . .     the diagonal is partial, because it is causal
-                  1              p p . .     only its tokens of the first document see block 0
-                  2              . p p .     block 0 is wholly of the first document
-                  3              . p f p     block 1 is of both documents, block 2 of the second
+        query block   key block 0 1 2 3
+                  0             p . . .     the diagonal is partial, since no token sees the future
+                  1             p p . .     only the tokens of the first document see block 0
+                  2             . p p .     block 0 belongs to the first document alone
+                  3             . w f p     block 1 would be partial, for it is in both documents
     """
     document_T = (tokens_T == end_of_text).cumsum(0, dtype=torch.int32)
 
-    def sees(batch, head, query, key):  # another rule needs other maps below; test it on a GPU
+    # If you change this rule, change any_visible_NN and all_visible_NN to match, because on a GPU
+    # full blocks never ask it. `./run.sh honest` compares the two.
+    def sees(batch, head, query, key):
         return (key <= query) & (document_T[query] == document_T[key])
 
     block_N = torch.arange(len(tokens_T) // BLOCK, dtype=torch.int32, device=tokens_T.device)
     distance_NN = block_N[:, None] - block_N  # [query block, key block]
     first_N = document_T[::BLOCK]  # the document of each block's first token
     last_N = document_T[BLOCK - 1::BLOCK]
-    # Document numbers never fall. So some pair is visible unless the key block ends in an earlier
-    # document than the query block begins in, and every pair of an earlier key block if it begins
-    # in the document that the query block ends in.
+    # Document numbers never decrease along a sequence. So some pair is visible if the key block's
+    # last token is in the query block's first document or in a later one. All pairs are visible if
+    # the key block is an earlier one and its first token is in the document of the query block's
+    # last token.
     any_visible_NN = (distance_NN >= 0) & (last_N >= first_N[:, None])
     all_visible_NN = (distance_NN > 0) & (first_N == last_N[:, None])
 
     def ordered(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
-        """For each row the number of chosen blocks, and a list of all that begins with them."""
-        count_NN = chosen_NN.cumsum(1)  # no sort, which would take minutes to compile
+        """For each query block: the number of chosen key blocks, and a list of all key blocks, the
+        chosen ones first. With [0, 1, 0, 1] chosen, that is 2 and [1, 3, 0, 2]."""
+        # A chosen block goes behind the chosen ones before it, and another one behind all chosen
+        # ones and the others before it. A sort would take minutes to compile.
+        count_NN = chosen_NN.cumsum(1)
         place_NN = torch.where(chosen_NN, count_NN - 1, count_NN[:, -1:] + block_N - count_NN)
         order_NN = torch.zeros_like(distance_NN).scatter_(1, place_NN, block_N.expand_as(place_NN))
-        return count_NN[:, -1].int()[None, None], order_NN[None, None]  # batch, head
+        return count_NN[:, -1].int()[None, None], order_NN[None, None]  # [batch, head, ...]
 
     def make_mask(window_blocks: Tensor):
         visible_NN = any_visible_NN & (distance_NN < window_blocks)
         if not flex:
             return plain_mask(visible_NN, sees)
         partial_NN, full_NN = visible_NN & ~all_visible_NN, visible_NN & all_visible_NN
-        lists = [ordered(x_NN) for x_NN in (partial_NN, full_NN, partial_NN.T, full_NN.T)]
-        return BlockMask(2 * (len(tokens_T),), *sum(lists, ()), (BLOCK, BLOCK), sees)
+        # The backward pass needs the query blocks of each key block, so the same lists transposed.
+        keys, full_keys = ordered(partial_NN), ordered(full_NN)
+        queries, full_queries = ordered(partial_NN.T), ordered(full_NN.T)
+        return BlockMask((len(tokens_T), len(tokens_T)), *keys, *full_keys, *queries,
+                         *full_queries, (BLOCK, BLOCK), sees)
 
     return [make_mask(window // BLOCK), make_mask((window // BLOCK // 2).clamp(min=1))]
 
 def plain_mask(visible_NN: Tensor, sees) -> list[tuple[slice, Tensor]]:
-    """For each query block a slice of keys, and a bias [128, keys]: 0 where one is seen or -inf."""
+    """The same mask for plain_attend: for each query block a slice of keys and a bias [128, keys],
+    which is 0 where a key is visible and -inf elsewhere."""
     position_T = torch.arange(len(visible_NN) * BLOCK, device=visible_NN.device)
     mask = []
     for query, visible_N in zip(position_T.split(BLOCK), visible_NN):
@@ -430,8 +460,8 @@ def plain_mask(visible_NN: Tensor, sees) -> list[tuple[slice, Tensor]]:
     return mask
 
 def plain_attend(q: Tensor, k: Tensor, v: Tensor, mask: list, scale: float) -> Tensor:
-    """The same for CPUs, where FlexAttention has no gradient."""
-    if k.size(1) < q.size(1):  # grouped queries
+    """Attention without FlexAttention, which has no backward pass on CPUs."""
+    if k.size(1) < q.size(1):  # several query heads share a head of keys and values
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
     outputs = []
     for q_block, (key_range, bias) in zip(q.split(BLOCK, dim=2), mask):
@@ -440,31 +470,39 @@ def plain_attend(q: Tensor, k: Tensor, v: Tensor, mask: list, scale: float) -> T
     return torch.cat(outputs, dim=2)
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
-    """q is [1, H, T, K], k and v [1, kv heads, T, K]."""
+    """Attention for q [1, H, T, K] and for k and v [1, kv heads, T, K]."""
     if isinstance(mask, BlockMask):
         return flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)
     return plain_attend(q, k, v, mask, scale)
 
 # ---- 4. The head: FP8 and the loss --------------------------------------------------------------
 
-# Scales before a cast to FP8. e4m3 reaches 448: the head's input is normed, so at most sqrt(768) =
-# 28, and weights may reach 0.875 (training clamps larger ones, validation does not). A logit's
-# gradient is at most 1 / tokens_per_step, and GPT multiplies this scale by tokens_per_step, so at
-# most 10.7 reaches e5m2 (57344), as in the record: 2^19 for a mean over 48K tokens. Another layer,
-# a tied head, or a scaled input, logit or loss needs other scales.
+# The head takes a third of all arithmetic, and FP8 halves its time (2025-01-13). But a number in
+# FP8 has 8 bits and so a small range. Each tensor is therefore multiplied by a scale before its
+# cast:
+#
+#     tensor     format   largest value                        times its scale     format's maximum
+#     input      e4m3     28 = sqrt(768), because it is normed      56                    448
+#     weight     e4m3     0.875, larger ones are clamped           448                    448
+#     gradient   e5m2     1 / tokens_per_step                       10.7                57344
+#
+# (e4m3 has 4 bits of exponent and 3 of mantissa, e5m2 5 and 2.) The gradient's scale is the
+# record's, 2^19 for a mean over 48K tokens. Another layer, a tied head, or a scaled input, logit or
+# loss needs other scales. Only training clamps: validation measures weights above 0.875 as they
+# are.
 INPUT_SCALE, WEIGHT_SCALE, TOKEN_GRADIENT_SCALE = 2.0, 2.0**9, 2.0**19 / (48 * 1024)
 
 def to_e4m3(x: Tensor, scale: float) -> Tensor:
     return (x.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 def fp8_matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast: bool) -> Tensor:
-    """a @ b.T / scale. FP8 units need both contiguous along the dimension that is summed over.
-    `fast` sums less exactly, which only the forward pass bears."""
+    """Computes a @ b.T / scale. FP8 units need both operands contiguous along the dimension that is
+    summed over. fast=True sums less exactly, which only the forward pass tolerates."""
     one, inverse = (torch.full((), x, device=a.device) for x in (1.0, 1 / scale))
     return torch._scaled_mm(a, b.T, one, inverse, out_dtype=dtype, use_fast_accum=fast)
 
 class FP8Linear(torch.autograd.Function):
-    """x_TD @ w_VD.T by FP8 matmuls, which take half the time of bfloat16 (record 2025-01-13)."""
+    """Computes x_TD @ w_VD.T, and both gradients, by matmuls in FP8."""
 
     @staticmethod
     def forward(ctx, x_TD: Tensor, w_VD: Tensor, gradient_scale: float) -> Tensor:
@@ -486,12 +524,12 @@ class FP8Linear(torch.autograd.Function):
         return grad_x_TD, grad_w_VD, None
 
 class CrossEntropy(torch.autograd.Function):
-    """The sum of -log softmax(logits_TV)[target] over the tokens whose target is not -1, for logits
-    of at most 76, whose exponentials cannot overflow.
+    """The sum of -log softmax(logits_TV)[target] over all tokens. A target of -1 does not count.
+    Logits must be at most 76, twice the largest softcap, or their exponentials could overflow.
 
-    F.cross_entropy computes the same. But its gradient contains a sum over the vocabulary, with
-    which the compiler fuses the cast to FP8 and its transposed copy into one slow kernel. A term
-    added in `forward` needs its gradient in `backward`."""
+    The value is that of F.cross_entropy. Its backward pass is written out here because the compiler
+    fuses the library's with the cast to FP8 and with a transposed copy, into one slow kernel. A
+    term that you add in `forward` gets no gradient unless you add its derivative in `backward`."""
 
     @staticmethod
     def forward(ctx, logits_TV: Tensor, target_T: Tensor) -> Tensor:
