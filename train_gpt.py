@@ -80,8 +80,16 @@ if __name__ == "__main__" and not (find_spec("torch") and find_spec("numpy")):
           "repository, which does", file=sys.stderr)
     sys.exit(2)
 
+# A program logs its source, so it reads the file before torch is imported, which takes seconds.
+SOURCE = Path(__file__).read_text(encoding="utf-8") if __name__ == "__main__" else None
+
 import numpy as np
 import torch
+
+if __name__ == "__main__" and torch.__version__ < (2, 9, 1):
+    print(f"error: torch {torch.__version__} is too old; install 2.9.1 or newer", file=sys.stderr)
+    sys.exit(2)
+
 import torch._functorch.config
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -833,8 +841,9 @@ def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> lis
     return optimizers
 
 # ---- 7. Data ------------------------------------------------------------------------------------
-# A shard is a header of 256 int32 (magic number, version, number of tokens, zeros), then the tokens
-# in uint16. Each document begins with the end-of-text token, vocab_size - 1.
+# A shard is a file of tokens: a header of 256 int32 (magic number, version, number of tokens,
+# zeros), then the tokens in uint16. Each document begins with the end-of-text token, vocab_size -
+# 1.
 
 SHARD_MAGIC = 20240520
 SHARD_HEADER_BYTES = 4 * 256
@@ -842,13 +851,14 @@ SHARD_HEADER_BYTES = 4 * 256
 class Shard(NamedTuple):
     path: str
     tokens: int
-    fingerprint: str  # a hash of 65 places in it, to notice other data
+    fingerprint: str  # a hash of samples from 65 places in the file, to notice other data
 
 def find_shards(pattern: str) -> list[Shard]:
-    """The shards that a glob matches, by path."""
+    """The shards that a glob matches, sorted by path."""
     shards = []
     for path in sorted(glob.glob(os.path.expanduser(pattern), recursive=True)):
-        problem = f"{path} is not a whole token shard: data/inspect_shards.py says what is wrong"
+        problem = (f"{path} is not a whole token shard: in the repository, ./run.sh inspect says "
+                   "what is wrong with it")
         require(os.path.isfile(path) and os.path.getsize(path) > SHARD_HEADER_BYTES, problem)
         data = np.memmap(path, dtype=np.uint8, mode="r")
         magic, version, tokens = data[:12].view("<i4").tolist()
@@ -857,31 +867,33 @@ def find_shards(pattern: str) -> list[Shard]:
         places = [*range(0, len(data), max(4096, len(data) // 64)), max(0, len(data) - 4096)]
         sample = b"".join(data[at:at + 4096].tobytes() for at in places)
         shards.append(Shard(path, tokens, sha256(sample).hexdigest()[:16]))
-    require(shards, f"no file matches {pattern}: ./run.sh makes or fetches a preset's data, and "
-            "data/tokenize_text.py makes shards of other data")
+    require(shards, f"no file matches {pattern}: in the repository, ./run.sh makes or fetches the "
+            "data of a preset, and ./run.sh tokenize makes shards of your own text")
     return shards
 
 def read_tokens(path: str, start: int, count: int, vocab_size: int) -> Tensor:
-    """Tokens [count] in uint16; with a GPU in pinned memory, from which copies are asynchronous."""
+    """Reads tokens [count] in uint16. With a GPU they lie in pinned memory, whose pages stay where
+    they are, so that the copy to the GPU needs no waiting."""
     tokens = torch.empty(count, dtype=torch.uint16, pin_memory=torch.cuda.is_available())
     with open(path, "rb") as f:
         f.seek(SHARD_HEADER_BYTES + 2 * start)
-        require(f.readinto(tokens.numpy()) == tokens.nbytes, f"{path} is shorter than it was")
-    largest = tokens.numpy().max(initial=0)  # torch's threads would slow training down
+        require(f.readinto(tokens.numpy()) == tokens.nbytes, f"{path} has become shorter")
+    largest = tokens.numpy().max(initial=0)  # torch would start threads, which slow training down
     require(largest < vocab_size, f"{path} holds the token {largest}, which is not below "
-            f"--vocab_size={vocab_size}; data/inspect_shards.py says where")
+            f"--vocab_size={vocab_size}; in the repository, ./run.sh inspect says where")
     return tokens
 
-UNREAD = 0.02  # the share of the training tokens that a pass may leave out
+UNREAD = 0.02  # the largest share of the training tokens that a pass may leave out
 
 def step_starts(shards: list[Shard], hp: Hyperparameters) -> Iterator[tuple[Shard, int]]:
-    """(shard, first token) of each step, the same on every rank and after a resume. Each further
-    pass begins a block later, so that the text is cut elsewhere. Where more than UNREAD of a shard
-    would be left over, one more step ends at its end, and overlaps the one before."""
+    """Yields (shard, first token) for each step, the same on every rank and after a resume. Each
+    pass begins one block later than the one before, so that sequences begin at other places of the
+    text. If more than UNREAD of a shard would stay unread, another step ends exactly at the shard's
+    end. It repeats some tokens of the step before it."""
     for epoch in range(hp.epochs):
         for shard in shards:
             start = (epoch * BLOCK) % hp.train_seq_len
-            last = shard.tokens - 1 - hp.tokens_per_step  # the token after a step is a target
+            last = shard.tokens - 1 - hp.tokens_per_step  # the last target is one token further on
             while start <= last:
                 yield shard, start
                 start += hp.tokens_per_step
@@ -889,27 +901,28 @@ def step_starts(shards: list[Shard], hp: Hyperparameters) -> Iterator[tuple[Shar
                 yield shard, last
 
 def train_batches(shards: list[Shard], hp: Hyperparameters, world: World, first_step: int):
-    """For each step this rank's micro-batches: (inputs_T int32, targets_T int64). The host does not
-    wait for their copy to the GPU."""
+    """Yields the micro-batches of this rank for each step: a list of (inputs_T int32, targets_T
+    int64). Python does not wait for their copy to the GPU."""
     T = hp.train_seq_len
     count = hp.micro_batches // world.size
     for shard, start in islice(step_starts(shards, hp), first_step, None):
         start += world.rank * count * T
-        # uint16 has no arithmetic: the bits travel as int16, and & 0xFFFF undoes the sign.
+        # torch has no arithmetic for uint16. So the bits are read as int16, and & 0xFFFF undoes the
+        # sign of the large ones.
         tokens = read_tokens(shard.path, start, count * T + 1, hp.vocab_size).view(torch.int16)
         tokens = tokens.to(world.device, non_blocking=True).to(torch.int32) & 0xFFFF
         inputs = tokens[:-1].view(count, T)
-        targets = tokens[1:].to(torch.int64).view(count, T)  # a copy, so aligned
+        targets = tokens[1:].to(torch.int64).view(count, T)  # in memory of its own, so aligned
         yield list(zip(inputs, targets))
 
 def load_validation(shards: list[Shard], hp: Hyperparameters, world: World) -> list:
-    """This rank's validation sequences. All ranks' predict val_tokens tokens, from the second on.
-    The last one is filled up with targets of -1, which no loss counts."""
+    """The validation sequences of this rank. Together the ranks predict val_tokens tokens, starting
+    with the second. The last sequence is padded with targets of -1, which no loss counts."""
     stream = torch.empty(0, dtype=torch.int32)
     for shard in shards:
         count = min(shard.tokens, hp.val_tokens + 1 - len(stream))
         stream = torch.cat((stream, read_tokens(shard.path, 0, count, hp.vocab_size).int()))
-    require((stream == hp.vocab_size - 1).any(), f"no text in --val_files begins with the token "
+    require((stream == hp.vocab_size - 1).any(), f"no document in --val_files begins with token "
             f"{hp.vocab_size - 1}, the last one of --vocab_size={hp.vocab_size}: lower that")
     padding = -hp.val_tokens % hp.val_seq_len
     inputs = F.pad(stream[:-1], (0, padding), value=hp.vocab_size - 1)
@@ -1011,8 +1024,8 @@ def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: Worl
 # ---- 9. The run ---------------------------------------------------------------------------------
 
 def main(argv: list[str]):
-    # What to do: rank 0 makes a plan for all. With --check the ranks do not connect.
-    script = Path(__file__).read_text(encoding="utf-8")  # now, before anyone edits it
+    # What to do. Rank 0 makes a plan for all ranks. With --check they do not even connect.
+    script = SOURCE or Path(__file__).read_text(encoding="utf-8")
     hp, command = parse_flags(argv)
     world = world_of_this_process()
     saved = plan = None
@@ -1026,7 +1039,7 @@ def main(argv: list[str]):
     hp = plan.hp
     cuda = world.device.type == "cuda"
 
-    # What to train. TORCH_COMPILE_DISABLE=1 is for debugging on a GPU, with a CPU's attention.
+    # What to train. With TORCH_COMPILE_DISABLE=1 nothing is compiled, and a GPU uses plain_attend.
     torch.manual_seed(hp.seed)
     switches = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
     compiles = cuda and "1" not in map(os.environ.get, switches)
@@ -1045,14 +1058,14 @@ def main(argv: list[str]):
     try:
         log.write(f"log: {log.path}")
         log.write(f"to resume: {sys.argv[0]} --resume=FILE, with the FILE of a `checkpoint:` line")
-        for line in changed_settings(hp, script, saved) if saved else ():
+        for line in notices(plan, saved, world):
             log.write(line)
         log.write(f"model: {sum(p.numel() for p in model.parameters())} parameters; "
                   f"{hp.micro_batches} x {hp.train_seq_len} tokens a step, {world.size} rank(s)")
         log.write("\n".join(f"{type(each).__name__}, lr {each.peak_lr}: {', '.join(each.params)}"
                             for each in optimizers), console=False)
 
-        # What comes before the clock. Unlike torch.compile(model), this keeps parameters' names.
+        # Before the clock starts. Unlike torch.compile(model), this keeps the parameters' names.
         if compiles:
             model.compile(dynamic=False, fullgraph=True)
         batches_of_steps = train_batches(plan.train_shards, hp, world, plan.first_step)
@@ -1060,12 +1073,12 @@ def main(argv: list[str]):
         warm_up(model, optimizers, hp, world)
         log.write(f"warmup: {time.perf_counter() - began:.1f} s, untimed")
 
-        # The clock runs for training steps alone: it stops to validate and to save.
+        # Training. The clock stops while the model is validated or saved.
         clock = StepClock(world.device, plan.seconds)
         save_worked = True
         clock.start()
         for step in range(plan.first_step, hp.num_iterations + 1):
-            last = step == hp.num_iterations  # to end early, decide alike on all ranks
+            last = step == hp.num_iterations  # to end early, all ranks must decide the same
             save_due = step > 0 and hp.save_every > 0 and (last or step % hp.save_every == 0)
             val_due = hp.val_loss_every > 0 and step % hp.val_loss_every == 0
             if last or save_due or val_due:
@@ -1074,7 +1087,7 @@ def main(argv: list[str]):
                     log.write_loss("train_loss", done, hp, value, seconds)
                 val_loss = evaluate(model, val_sequences, step, hp, world)
                 log.write_loss("val_loss", step, hp, val_loss, clock.seconds)
-                # Weights that are not finite are never saved: write_loss has ended the run.
+                # Weights that are not finite are never saved, because write_loss has raised then.
                 if save_due and step > plan.first_step:
                     save_worked = save_checkpoint(step, clock.seconds, model, optimizers, plan, log,
                                                   warn=save_worked or last)
@@ -1091,7 +1104,7 @@ def main(argv: list[str]):
             log.write(f"peak_memory: {torch.cuda.max_memory_allocated() >> 20} MiB on rank 0")
         log.write(f"final_val_loss: {val_loss:.4f} nats per token, on {hp.val_tokens} tokens")
         log.write(f"log: {log.path}")
-    except Exception as e:  # so that rank 0's log ends with its reason; the others have none
+    except Exception as e:  # rank 0's log says why the run ended; other ranks have no log
         prefix = "" if isinstance(e, UserError) else f"{type(e).__name__}: "
         log.write(f"error: {prefix}{e}", console=False)
         raise
@@ -1101,17 +1114,18 @@ def main(argv: list[str]):
 # ---- 10. What a run needs besides the method: skip it to read for the algorithm -----------------
 
 def world_of_this_process() -> World:
-    """As torchrun's environment says; without torchrun this process is alone."""
+    """Reads what torchrun has set in the environment. Without torchrun this is the only rank."""
     rank, local_rank, size = (int(os.environ.get(name, default)) for name, default in
                               (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
     require("WORLD_SIZE" in os.environ or os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1",
             "these processes do not know of each other: let srun start torchrun, once on each node")
     if not torch.cuda.is_available():
-        # As torchrun does for several. Threads beyond the free cores wait for each other.
+        # One thread, as torchrun sets it for several ranks. If there are more threads than free
+        # cores, they wait for each other.
         torch.set_num_threads(torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1)
         return World(rank, size, torch.device("cpu"))
     require(local_rank < torch.cuda.device_count(), "start at most one process per GPU")
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF",  # the name that 2.9 knows as well
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF",  # torch 2.9 knows only this name
                           os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True"))
     torch.cuda.set_device(local_rank)
     return World(rank, size, torch.device("cuda", local_rank))
@@ -1119,6 +1133,8 @@ def world_of_this_process() -> World:
 TIMEOUT = timedelta(minutes=10)  # how long a rank waits for another, also while rank 0 saves
 
 def connect(plan: "Plan | None", script: str, world: World) -> "Plan":
+    """Connects the ranks and gives all of them the plan of rank 0, if they have equal scripts and
+    data."""
     gpu = world.device if world.device.type == "cuda" else None
     try:
         dist.init_process_group("nccl" if gpu else "gloo", timeout=TIMEOUT, device_id=gpu)
@@ -1131,32 +1147,34 @@ def connect(plan: "Plan | None", script: str, world: World) -> "Plan":
     here = (script, find_shards(plans[0].hp.train_files), find_shards(plans[0].hp.val_files))
     everywhere = [None] * world.size
     dist.all_gather_object(everywhere, here)
-    require(everywhere.count(here) == world.size, "script or data differ between the machines")
+    require(everywhere.count(here) == world.size, "script or data differ between the machines: "
+            "copy them from one to all")
     return plans[0]
 
 def cpu_info() -> dict[str, str]:
-    info = Path("/proc/cpuinfo")  # lines "key\t: value", and an empty one after each processor
+    info = Path("/proc/cpuinfo")  # lines "key\t: value", with an empty line after each processor
     text = info.read_text(errors="replace") if info.exists() else ""
     return dict(re.findall(r"(?m)^([^\t]+)\t+: (.*)$", text.partition("\n\n")[0]))
 
 # ---- Flags and checks
 
 def true_or_false(text: str) -> bool:
-    return bool(["false", "true"].index(text.lower()))  # another word is a ValueError
+    return bool(["false", "true"].index(text.lower()))  # any other word raises ValueError
 
 def parse_flags(argv: list[str]) -> tuple[Hyperparameters, argparse.Namespace]:
-    """The settings that a command line asks for, and argparse's result with .named, a dict of those
-    that were typed. Raises UserError."""
+    """Returns the settings that a command line asks for, and the result of argparse. Its .named is
+    a dict of the settings that were typed. Raises UserError."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.error = lambda message: require(False, f"{message}; --help lists the flags")
     parser.usage = "%(prog)s [--preset=NAME | --resume=CHECKPOINT] [--check] [--setting=value ...]"
+    parser.epilog = "On a CPU each rank uses one thread, unless OMP_NUM_THREADS is set."
     parser.add_argument("--check", action="store_true", help="check settings and data, then exit")
     either = parser.add_mutually_exclusive_group()
     preset = "speedrun" if torch.cuda.is_available() else "demo"
     either.add_argument("--preset", choices=PRESETS, metavar="NAME", default=preset,
                         help=f"{', '.join(PRESETS)}; on this machine the default is {preset}")
     either.add_argument("--resume", metavar="CHECKPOINT", type=lambda text: Path(text).expanduser(),
-                        help="continue from a checkpoint, in its settings but those named here")
+                        help="continue from a checkpoint; settings named here replace its own")
     for f in fields(Hyperparameters):
         kind = true_or_false if f.type is bool else f.type
         values = ", ".join(f"{name}: {getattr(hp, f.name)}" for name, hp in PRESETS.items())
@@ -1174,10 +1192,11 @@ def check_settings(hp: Hyperparameters, world_size: int):
             require(re.fullmatch(pattern, value), f"--{f.name}={value} is not {f.metadata['help']}")
         else:
             require(low <= value <= high, f"--{f.name}={value} is not from {low} to {high}")
-            require(unit == 1 or value % unit == 0, f"--{f.name}={value} is no multiple of {unit}")
+            require(unit == 1 or value % unit == 0, f"--{f.name}={value}: use a multiple of {unit}")
     require(len(hp.windows) % 2 == 0, f"--windows={hp.windows}: name an even number of layers")
     for name, marks in (("attention", hp.attention), ("value_embeds", hp.value_embeds)):
-        require(len(marks) == len(hp.windows), f"--{name} and --windows differ in their length")
+        require(len(marks) == len(hp.windows), f"--{name} and --windows differ in length: each has "
+                    "one character per layer")
     unused = [v for v, a in zip(hp.value_embeds, hp.attention) if v != "." and a == "."]
     require(not unused, f"--value_embeds={hp.value_embeds} marks a layer without --attention")
     require(hp.window_start <= hp.window_end, "--window_start is above --window_end")
@@ -1186,7 +1205,8 @@ def check_settings(hp: Hyperparameters, world_size: int):
             f"{hp.micro_batches} micro-batches equally: start a number that divides it")
 
 def resolve(hp: Hyperparameters, device: torch.device) -> Hyperparameters:
-    """Decides dtype auto, seed -1 and FP8; a resumed run keeps that."""
+    """Decides what `auto` and a seed of -1 stand for, and whether FP8 is possible. A resumed run
+    keeps these decisions."""
     cuda = device.type == "cuda"
     has_fp8 = cuda and torch.cuda.get_device_capability(device) >= (8, 9)
     fast_bf16 = (torch.cuda.is_bf16_supported(including_emulation=False) if cuda else
@@ -1199,26 +1219,26 @@ def resolve(hp: Hyperparameters, device: torch.device) -> Hyperparameters:
 
 @dataclass
 class Plan:
-    """What a run will do, as rank 0 has checked."""
+    """What a run will do. Rank 0 makes it and has checked it."""
     hp: Hyperparameters
     script: str  # the text of this file
     train_shards: list[Shard]
     val_shards: list[Shard]
     checkpoint: Path | None  # to resume from
-    first_step: int = 0  # that this run makes; a checkpoint has done those before it
-    seconds: float = 0.0  # the training time of all steps before it
+    first_step: int = 0  # a checkpoint contains the steps before this one
+    seconds: float = 0.0  # the training time of those steps
 
     def data_read(self, done: int) -> str:
-        """A hash of what that many steps have read."""
+        """A hash of the data that the first `done` steps have read."""
         steps = islice(step_starts(self.train_shards, self.hp), done)
         starts = [(shard.fingerprint, start) for shard, start in steps]
         return sha256(f"{starts} {tokens_seen(done, self.hp)}".encode()).hexdigest()
 
 def make_plan(hp: Hyperparameters, command, script: str, world: World, saved: dict | None) -> Plan:
-    """Makes every check that needs no training. A resumed run has its checkpoint's settings, except
-    those that the command line names. Raises UserError."""
+    """Makes every check that needs no training. A resumed run has the settings of its checkpoint,
+    except those that the command line names. Raises UserError."""
     if saved:
-        # A setting that is in neither would silently get today's default.
+        # A setting that neither of them has would silently get today's default.
         own = {f.name for f in fields(Hyperparameters)}
         given = saved["settings"].keys() | command.named.keys()
         require(own == given, f"--resume: {sorted(own ^ given)} are settings of only the script or "
@@ -1253,32 +1273,37 @@ def make_plan(hp: Hyperparameters, command, script: str, world: World, saved: di
                 "train_seq_len, the shards read (more may follow) and how a script reads them")
     return plan
 
-def changed_settings(hp: Hyperparameters, script: str, saved: dict) -> Iterator[str]:
-    """Lines of the log on what a resumed run has changed."""
-    for name, value in asdict(hp).items():
+def notices(plan: Plan, saved: dict | None, world: World) -> Iterator[str]:
+    """Lines of the log that say what a resumed run has changed, and that a GPU has no FP8."""
+    if world.device.type == "cuda" and not plan.hp.use_fp8:
+        yield ("fp8: off, so the head takes about twice as long; FP8 needs a GPU of compute "
+               "capability 8.9 or newer, dtype bfloat16 and use_fp8")
+    if saved is None:
+        return
+    for name, value in asdict(plan.hp).items():
         if value != (old := saved["settings"].get(name)):
             yield f"changed: {name} = {value!r}, was {old!r}"
             if name == "num_iterations":
-                yield "changed: rates and window follow step / num_iterations, so they jump"
-    if saved["script"] != sha256(script.encode()).hexdigest():
+                yield "changed: rates and window depend on step / num_iterations, so they jump"
+    if saved["script"] != sha256(plan.script.encode()).hexdigest():
         yield "changed: the script is not the one that saved the checkpoint"
 
 # ---- Log and clock
 
 def print_line(text: str):
-    """Prints, as long as there is a console."""
+    """Prints, unless the console is gone."""
     try:
         print(text, flush=True)
-    except (OSError, ValueError):  # it is closed, full, or cannot show a letter
+    except (OSError, ValueError):  # closed, full, or unable to show a letter
         sys.stdout = open(os.devnull, "w")
 
 class RunLog:
-    """Rank 0's log: settings, environment and source, a line of 100 `=` after each, then a line per
-    step. Other ranks write nothing."""
+    """The log of rank 0: settings, environment and source, with a line of 100 `=` after each, then
+    a line per step. Other ranks write nothing."""
 
     def __init__(self, plan: Plan, world: World):
         self.path = self.file = None
-        self.failed = False  # whether the newest write failed
+        self.failed = False  # whether the last write failed
         if world.rank > 0:
             return
         folder = Path(plan.hp.records).expanduser()
@@ -1287,7 +1312,7 @@ class RunLog:
             os.makedirs(folder, exist_ok=True)
             while self.file is None:
                 self.path = folder / f"{now:%Y-%m-%dT%H-%M-%SZ}_{plan.hp.name}.log"
-                with suppress(FileExistsError):  # of a run that started in the same second
+                with suppress(FileExistsError):  # another run has started in this second
                     self.file = open(self.path, "xb", buffering=0)
                 now += timedelta(seconds=1)
         except OSError as e:
@@ -1298,7 +1323,8 @@ class RunLog:
             self.write("\n".join([*part, "=" * 100]), console=False)
 
     def write(self, text: str, console: bool = True):
-        """Training goes on if disk or console is full or gone. Half a line then ends with "..."."""
+        """Writes to the log and the console. If the disk is full, training goes on, and a line that
+        was cut short ends with "..."."""
         if self.file is None:
             return
         if console:
@@ -1312,8 +1338,9 @@ class RunLog:
         self.failed = not complete
 
     def write_loss(self, kind: str, done: int, hp: Hyperparameters, loss: float, seconds: float):
-        """After `done` steps and `seconds` of training. One that is not finite ends the run."""
-        step = done - 1 if kind == "train_loss" else done  # whose schedules it was made with
+        """Writes a loss after `done` steps and `seconds` of training. A loss that is not finite
+        ends the run."""
+        step = done - 1 if kind == "train_loss" else done  # that its schedules belong to
         average = f"{1000 * seconds / done:.2f}" if done else "nan"
         self.write(f"step:{done}/{hp.num_iterations} {kind}:{loss:.4f} "
                    f"train_time:{1000 * seconds:.0f}ms step_avg:{average}ms "
@@ -1322,7 +1349,7 @@ class RunLog:
         require(math.isfinite(loss), f"step {done}: {kind} is {loss}; try lower learning rates")
 
 def environment(plan: Plan, world: World) -> list[str]:
-    """Machine, software and data, as lines `key: value`."""
+    """Describes machine, software and data in lines `key: value`."""
     cpu = cpu_info()
     units = re.findall(r"\b(?:avx2|avx512f|avx512_bf16|amx_bf16)\b", cpu.get("flags", ""))
     model = cpu.get("model name", platform.processor())
@@ -1348,11 +1375,11 @@ def environment(plan: Plan, world: World) -> list[str]:
         lines.append(f"resumed: {plan.checkpoint.absolute()} at step {plan.first_step}")
     count = plan.script.count("\n")
     lines.append(f"script: sha256 {sha256(plan.script.encode()).hexdigest()} {count} lines")
-    return [" ".join(line.split()) for line in lines]  # also of a name with a line break
+    return [" ".join(line.split()) for line in lines]  # a file's name may contain a line break
 
 class StepClock:
-    """Measures training time in seconds. On a GPU times and losses come by events, so that it never
-    waits for the host."""
+    """Measures training time in seconds. On a GPU it marks times by events in the GPU's queue, so
+    that the GPU never waits for Python."""
 
     def __init__(self, device: torch.device, seconds: float):
         self.cuda = device.type == "cuda"
@@ -1360,13 +1387,13 @@ class StepClock:
         self.pending = []  # (steps done, loss, mark of its end), the oldest first
 
     def mark(self):
-        """A CPU's time, or an event in a GPU's queue."""
+        """The time now on a CPU, or an event in the queue of a GPU."""
         if self.cuda:
             return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
         return time.perf_counter()
 
     def seconds_at(self, mark) -> float:
-        """Waits for the mark."""
+        """The training time at a mark. Waits until the GPU has reached it."""
         if self.cuda:
             mark.synchronize()
             return self.before + self.started.elapsed_time(mark) / 1000
@@ -1383,7 +1410,7 @@ class StepClock:
         self.pending.append((done, loss.to("cpu", non_blocking=True), self.mark()))
 
     def read_losses(self, keep: int) -> Iterator[tuple[int, float, float]]:
-        """(steps done, loss, seconds) of all but the `keep` newest; the same on every rank."""
+        """Yields (steps done, loss, seconds) of all pending losses except the `keep` newest."""
         while len(self.pending) > keep:
             done, loss, mark = self.pending.pop(0)
             seconds = self.seconds_at(mark)
@@ -1392,20 +1419,21 @@ class StepClock:
 # ---- Checkpoints
 
 def read_checkpoint(path: Path) -> dict:
-    """A checkpoint, its tensors mapped from the disk. Raises UserError."""
+    """Opens a checkpoint. Its tensors stay on the disk until they are used. Raises UserError."""
     try:
         require(zipfile.ZipFile(path).testzip() is None, "a checksum is wrong")
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         require("data_read" in saved, "this script did not save it")
         return saved
-    except Exception as e:  # a damaged archive leads to many kinds of exception
+    except Exception as e:  # a damaged archive raises many kinds of exception
         reason = str(e).partition("\n")[0]
         raise UserError(f"--resume={path} cannot be used ({reason}): name a checkpoint, "
                         "step<n>.pt; if it is damaged, the one before it") from None
 
 def save_checkpoint(done: int, seconds: float, model, optimizers, plan: Plan, log, warn) -> bool:
-    """Saves what a run needs to continue, on any number of ranks, and returns whether that worked:
-    if not, the run goes on. The file gets its name when it is whole; the two newest are kept."""
+    """Saves what a run needs to continue, on any number of ranks. Returns whether that worked. If
+    it did not, the run goes on. The file gets its name only when it is complete. Older files are
+    deleted except the two newest."""
     began = time.perf_counter()
     state = gather_training_state(model, optimizers)
     if log.file is None:  # only rank 0 saves
@@ -1414,7 +1442,7 @@ def save_checkpoint(done: int, seconds: float, model, optimizers, plan: Plan, lo
     unfinished = path.with_name("unfinished")
     saved = dict(step=done, seconds=seconds, settings=asdict(plan.hp), state=state,
                  script=sha256(plan.script.encode()).hexdigest(), data_read=plan.data_read(done))
-    file = io.BytesIO()  # in memory first, so that an OSError below is the disk's
+    file = io.BytesIO()  # in memory first, so that an OSError below comes from the disk
     torch.save(saved, file)
     try:
         path.parent.mkdir(exist_ok=True)
@@ -1422,7 +1450,7 @@ def save_checkpoint(done: int, seconds: float, model, optimizers, plan: Plan, lo
         os.replace(unfinished, path)
     except OSError as e:
         with suppress(OSError):
-            unfinished.unlink()  # it may be what fills the disk
+            unfinished.unlink()  # this file may be what fills the disk
         if warn:
             log.write(f"warning: {path} not saved ({e.strerror}); training goes on")
         return False
@@ -1434,13 +1462,13 @@ def save_checkpoint(done: int, seconds: float, model, optimizers, plan: Plan, lo
     return True
 
 if __name__ == "__main__":
-    # Ctrl+C ends this process at once, even while it waits for a GPU, as SIGTERM does anyway.
+    # Ctrl+C ends this process at once, even while it waits for a GPU. SIGTERM does so anyway.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         main(sys.argv[1:])
     except Exception as e:
         if os.environ.get("RANK", "0") != "0":
-            time.sleep(3)  # rank 0 says the same first, and torchrun ends this rank meanwhile
+            time.sleep(3)  # rank 0 says the same first, and then torchrun ends this rank
         if not isinstance(e, UserError):
             sys.excepthook(*sys.exc_info())
             os._exit(1)  # an orderly exit could wait for ranks that wait for this one

@@ -24,7 +24,17 @@ def changed(tmp_path):
 
 def test_the_script_is_honest(runs_here):
     assert [line.partition(":")[0] for line in honesty.check(train_gpt.__file__)] == [
-        "validation", "future", "validation", "future", "runs", "processes"]
+        "masks", "validation", "future", "validation", "future", "runs", "processes"]
+
+@pytest.mark.method
+@pytest.mark.parametrize("old, new", [
+    ("(key <= query) &", "(key <= query) & (query - key < 200) &"),  # also in full blocks
+    ("(distance_NN > 0) & (first_N == last_N", "(distance_NN > 0) & (last_N == last_N"),
+    ("key_range = slice(int(visible", "key_range = slice(128 + int(visible")])
+def test_masks_that_differ_between_a_cpu_and_a_gpu_are_found(tmp_path, changed, old, new):
+    trial = honesty.Trial(changed((old, new)), [], tmp_path)
+    with pytest.raises(honesty.Dishonest, match="are visible on a CPU or on a GPU only"):
+        list(honesty.check_masks(trial))
 
 EMBED = "x_TD = x0_TD = norm(self.embed(tokens_T))"
 MLP = "return x_TD + self.mlp(norm(x_TD))"

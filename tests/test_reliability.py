@@ -247,7 +247,7 @@ def test_a_complete_run_gives_its_result_again_and_goes_on_with_more_steps(tmp_p
     train(train_gpt, f"--resume={end}", "--num_iterations=14")
     assert re.findall("(?m)^changed: .*", steps_of(tmp_path)) == [
         "changed: num_iterations = 14, was 12",
-        "changed: rates and window follow step / num_iterations, so they jump"]
+        "changed: rates and window depend on step / num_iterations, so they jump"]
     lines = curve(tmp_path)
     assert lines[:len(curve(whole))] == curve(whole)
     assert [line.step for line in lines[len(curve(whole)):]] == [13, 14, 14]

@@ -37,6 +37,7 @@ def test_every_field_is_a_flag_of_its_name(capsys):
     assert all(f"--{f.name}" in text for f in dataclasses.fields(Hyperparameters))
     steps = ", ".join(f"{name}: {hp.num_iterations}" for name, hp in PRESETS.items())
     assert f"({steps})" in text, "its value in each preset"
+    assert "On a CPU each rank uses one thread, unless OMP_NUM_THREADS is set." in text
 
 @pytest.mark.method
 def test_forms_of_flags(monkeypatch):
@@ -76,6 +77,14 @@ def test_a_gpu_computes_in_what_it_has(monkeypatch, capability, dtype, fp8):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     hp = resolve(HP, torch.device("cuda"))
     assert (hp.dtype, hp.use_fp8) == (dtype, fp8)
+
+def test_the_log_says_where_a_gpu_has_no_fp8(shards):
+    plan = prepare(*shards)
+    notices = {device: [*train_gpt.notices(plan, None, train_gpt.World(0, 1, torch.device(device)))]
+               for device in ("cpu", "cuda")}
+    assert not notices["cpu"] and notices["cuda"][0].startswith("fp8: off")
+    plan.hp = dataclasses.replace(plan.hp, use_fp8=True)
+    assert not [*train_gpt.notices(plan, None, train_gpt.World(0, 1, torch.device("cuda")))]
 
 @pytest.mark.method
 def test_importing_has_no_side_effect_and_a_cpu_never_loads_the_compiler(tmp_path, shards):

@@ -83,6 +83,14 @@ def test_a_validation_is_the_mean_over_its_targets(shards, runs_here, monkeypatc
         loss, targets = sum(sums).tolist()
         assert targets == val_tokens and loss == pytest.approx(float(wanted), rel=1e-6)
 
+def test_only_rank_0_copies_what_the_warmup_undoes(monkeypatch):
+    model, hp = tiny_model(val_seq_len=256)
+    copies = []
+    monkeypatch.setattr(train_gpt, "load_training_state", lambda saved, *rest: copies.append(saved))
+    for rank in (0, 1):
+        train_gpt.warm_up(model, [], hp, World(rank, 1, torch.device("cpu")))
+    assert copies[0].keys() == {"model"} and copies[1] is None
+
 def test_the_warmups_gradients_are_of_a_steps_mean():
     """Those of the sum would overflow in FP8."""
     model, hp = tiny_model(val_seq_len=256)
@@ -242,6 +250,23 @@ def test_a_copy_elsewhere_under_another_name_runs_and_an_error_in_it_keeps_its_t
     assert "error: " not in done.stderr and code in done.stderr
     last = log_of(tmp_path / "records").splitlines()[-1]
     assert last.startswith("error: ") and last.endswith(message)
+
+def test_the_log_has_the_source_that_started_and_an_old_torch_is_refused(tmp_path, shards):
+    """Somebody edits the script while torch is being imported."""
+    copy = tmp_path / "edited.py"
+    text = Path(train_gpt.__file__).read_text()
+    edit = "\nimport numpy as np\n"
+    assert text.count(edit) == 1
+    text = text.replace(edit, f"{edit}open(__file__, 'a').write('# later' * 2)\n")
+    copy.write_text(text)
+    launch(*TINY, *shards, "--num_iterations=0", f"--records={tmp_path}", script=copy)
+    log = log_of(tmp_path)
+    assert hashlib.sha256(text.encode()).hexdigest() in log and "# later# later" not in log
+    old = "import torch\n\ntorch.__version__ = torch.torch_version.TorchVersion('2.8.0')\n"
+    copy.write_text(text.replace("import torch\n\n", old, 1))
+    done = launch(script=copy, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "error: torch 2.8.0 is too old; install 2.9.1 or newer\n"
 
 def test_the_lists_of_blocks_agree_with_the_rule_by_token():
     """FlexAttention asks the rule about partial blocks alone: it must allow all of a full one."""

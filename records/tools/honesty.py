@@ -8,6 +8,7 @@ Honest means that its validation loss is what the verdict of a race takes it for
   noise on all weights, since projections that start at zero hide what they let in.
 - The validation loss is the cross-entropy of `logits(features(tokens, window))`, each validation
   token counted once, and the same each time. A step trains on as many tokens as `tokens_seen` says.
+- FlexAttention's lists of blocks, for GPUs, and the mask for CPUs show each token the same keys.
 - Validation changes nothing: a run that was resumed, and validates at other steps, ends in the same
   bits. Two processes train what one trains, but for rounding.
 
@@ -20,6 +21,7 @@ import contextlib
 import copy
 import glob
 import hashlib
+import inspect
 import itertools
 import os
 import re
@@ -224,6 +226,46 @@ def check_model(trial: Trial):
             for p in model.parameters():
                 p.add_(0.1 * torch.randn(p.shape, generator=generator).to(p.dtype))
 
+def keys_seen(mask, T: int):
+    """Which keys [T, T] a mask shows: a BlockMask, or slices of keys with their biases."""
+    seen = torch.zeros(T, T, dtype=torch.bool)
+    if isinstance(mask, list):
+        size = T // len(mask)
+        for i, (keys, bias) in enumerate(mask):
+            seen[size * i:size * (i + 1), keys] = bias == 0
+        return seen
+    position = torch.arange(T)
+    rule = mask.mask_mod(0, 0, position[:, None], position).expand(T, T)
+    rows, columns = mask.BLOCK_SIZE
+    for kind in ("kv", "full_kv"):
+        counts, blocks = (getattr(mask, f"{kind}_{name}")[0, 0] for name in
+                          ("num_blocks", "indices"))
+        for i, count in enumerate(counts):
+            for j in blocks[i, :count]:
+                tile = (slice(rows * i, rows * (i + 1)), slice(columns * j, columns * (j + 1)))
+                seen[tile] = rule[tile] | (kind == "full_kv")
+    return seen
+
+def check_masks(trial: Trial):
+    """On random documents, if the copy builds its masks by the function of train_gpt.py."""
+    build = getattr(trial.script, "build_block_masks", None)
+    if build is None or [*inspect.signature(build).parameters][1:] != [
+            "end_of_text", "window", "flex"]:
+        return
+    generator = torch.Generator().manual_seed(1)
+    for number in range(24):
+        T = (128, 512, 1024)[number % 3]
+        begins = torch.rand(T, generator=generator) < (0.001, 0.01, 0.1)[number % 8 % 3]
+        tokens = torch.where(begins, END_OF_TEXT, 0).int()
+        window = torch.tensor(128 * (1 + number % 7))
+        plain, lists = (build(tokens, END_OF_TEXT, window, flex) for flex in (False, True))
+        for one, other in zip(plain, lists, strict=True):
+            wrong = (keys_seen(one, T) != keys_seen(other, T)).nonzero().tolist()
+            expect(not wrong, f"{len(wrong)} pairs of tokens are visible on a CPU or on a GPU "
+                   f"only, among them query and key {wrong[:1]}, with a window of {int(window)} tokens: "
+                   "change `sees` and the lists of blocks alike")
+    yield "masks: the lists of blocks for GPUs show what the mask for CPUs shows, on 24 texts"
+
 def check_runs(trial: Trial):
     losses, saved = trial.run("plain", *trial.flags, "--val_loss_every=4")
     _, resumed = trial.run("resumed", f"--resume={saved[0]}", "--val_loss_every=1")
@@ -241,7 +283,9 @@ def check_runs(trial: Trial):
     largest = max(abs(loss - other) for loss, other in pairs.values())
     yield f"processes: on two, the losses of 8 steps are those of one within {largest:.4f}"
 
-def check(path, flags=(), parts=(check_model, check_runs)):
+PARTS = check_masks, check_model, check_runs
+
+def check(path, flags=(), parts=PARTS):
     """Yields the lines of these parts. Raises Dishonest with what was seen, or UserError."""
     torch.set_num_threads(1)  # the last bits of sums depend on their number
     with tempfile.TemporaryDirectory() as folder:
@@ -270,7 +314,7 @@ def main():
     require(path, f"name the script first: {usage}")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        for line in check(path, flags, [*[weights] * options.weights, check_model, check_runs]):
+        for line in check(path, flags, [*[weights] * options.weights, *PARTS]):
             print(line, flush=True)
     except Dishonest as seen:
         print(f"not honest: {seen}")
