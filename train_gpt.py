@@ -6,51 +6,50 @@
     python train_gpt.py --help                             # every setting is a flag
 
 To try an idea, copy this file and change the copy. Every run writes a log into the folder records:
-its settings, the machine, this source, and a line per step. It is safe to kill a run at any time,
-because --resume continues from its last checkpoint. Sections 1 to 9 are the method and the run, in
-the order in which one learns them. Section 10 is support code. Needs torch 2.9.1 or newer.
+settings, machine, this source, and a line per step. You may kill a run at any time, because
+--resume continues from its last checkpoint. Sections 1 to 9 are the method and the run, in the
+order in which one learns them, and section 10 is support code. Needs torch 2.9.1 or newer.
 
-The run in figures. The model has 276 million parameters: 83 million in the matrices of its layers,
-and 193 million in four embeddings and the output head. A step trains on 393,216 tokens, the whole
-run on 696 million. Losses are in nats per token. The first one is 10.83, since the head starts at
-zero and so gives each of its 50,304 rows the same probability: ln 50304 = 10.83.
+The model has 276 million parameters: 83 million in its layers, and 193 million in four embeddings
+and the output head. A step trains on 393,216 tokens, the whole run on 696 million. Losses are in
+nats per token. The first one is ln 50304 = 10.83, because the head starts at zero and so makes all
+its 50,304 rows equally likely.
 
     preset     steps  hardware       time     final loss           spread between seeds
     speedrun    1770  8 x H100 (*)   176 s    3.28                 0.0019
     short        250  one GPU        not measured
     demo         720  2 CPU cores    213 s    1.14 nats per byte   0.0047
 
-(*) Measured by the record, which this script reproduces. "The record" is the world record of
-2025-01-26, and a date such as (2024-11-24) names the record that introduced a part. They are listed
-at https://github.com/KellerJordan/modded-nanogpt#world-record-history, and records/method.md of the
-repository says what each part gained. The model and the schedules are the record's. These differ:
+(*) Measured by the record, the world record of 2025-01-26, which this script reproduces. Dates such
+as (2024-11-24) are those of the records that introduced a part. They are listed at
+https://github.com/KellerJordan/modded-nanogpt#world-record-history; records/method.md of the
+repository says what each part gained. Model and schedules are the record's. What differs:
 
-- Matrix gradients are rounded to bfloat16 before they are summed over the ranks, not float32.
+- Gradients of matrices are rounded to bfloat16 before they are summed over the ranks.
 - The gradient of the loss is written out (CrossEntropy). Weights are clamped before a cast to FP8.
 - The embeddings are padded to 50,304 rows, as the head is.
 - Rotary positions pair other channels of a head, and their angles are computed in float64.
 - Initial weights are other random numbers of the same distributions.
-- The number of GPUs does not change the batch. Less than 2 percent of the data stays unread at the
-  ends of shards.
-- The ranks share the work of Adam. The clock starts at step 0 and not after step 10.
+- The number of GPUs does not change the batch, and shards are read to within 2 % of their end.
+- The ranks share the work of Adam. The clock starts at step 0, not after step 10.
 - The compiler does not search for faster kernels (coordinate descent tuning).
 
-What a step does with each sequence, with the shapes of `speedrun`:
+A step, with the shapes of `speedrun`, for each sequence:
 
-    tokens [49152] ---> block masks (long, short), 3 value embeddings [49152, 768]
-       |                                 |
-       v                                 v
-    x [49152, 768] ---> layers 0 to 5 ---+---> layers 6 to 11 ---> norm ---> lm_head and softcap
-                          |                      ^                                     |
-                          +------- skips --------+                                     v
-                           5 to 6, 4 to 7 ... 0 to 11            loss <--- logits [49152, 50304]
+    tokens [49152] -----> block masks (long, short), 3 value embeddings [49152, 768]
+       |                                |
+       v                                v
+    x [49152, 768] -----> layers 0-5 ---+---> layers 6-11 -----> norm, lm_head, softcap
+                              |               ^                            |
+                              +---- skips ----+                            v
+                            5 to 6, 4 to 7 ... 0 to 11     loss <-- logits [49152, 50304]
 
-    loss.backward(), and after the last sequence: begin, update, finish of all optimizers
+    loss.backward(), then for all optimizers: begin, update, finish
 
-Names end in the shape of a tensor: x_TD is [T, D]. T counts tokens, D is the width of the model, H
-the number of attention heads, K the width of one head, V the padded vocabulary, and N the number of
-blocks of 128 tokens. There is no batch dimension, because the model takes one long sequence of many
-documents at a time. A step is numbered by how many were done before it, from 0.
+Names end in the shape of a tensor: x_TD is [T, D]. T counts tokens, D is the model's width, H the
+number of attention heads, K the width of one, V the padded vocabulary, N the number of blocks of
+128 tokens. There is no batch dimension: the model takes one long sequence of many documents at a
+time. Step n is the step that is made after n others.
 """
 
 import argparse
@@ -80,7 +79,7 @@ if __name__ == "__main__" and not (find_spec("torch") and find_spec("numpy")):
           "repository, which does", file=sys.stderr)
     sys.exit(2)
 
-# A program logs its source, so it reads the file before torch is imported, which takes seconds.
+# Read before torch is imported, which takes seconds in which the file might be edited.
 SOURCE = Path(__file__).read_text(encoding="utf-8") if __name__ == "__main__" else None
 
 import numpy as np
@@ -109,8 +108,7 @@ def require(condition, message: str):
 BLOCK = 128  # tokens; attention masks and windows consist of whole blocks
 
 def flag(default, text: str, low=0, high=10**9, unit=1, pattern=".+"):
-    """A setting. A number must lie in [low, high] and be a multiple of unit. A string must match
-    the pattern. --help shows the text."""
+    """A setting. Numbers must lie in [low, high] and be multiples of unit, strings must match."""
     return field(default=default, metadata=dict(help=text, limits=(low, high, unit, pattern)))
 
 @dataclass(frozen=True)
@@ -174,8 +172,7 @@ class Hyperparameters:
 
 PRESETS = {
     "speedrun": Hyperparameters(),
-    # The model and the step of the speedrun, so the same compiled programs, on one shard of
-    # FineWeb.
+    # The speedrun's model and step, on one shard of FineWeb
     "short": Hyperparameters(
         name="short", num_iterations=250, muon_momentum_steps=42, save_every=0,
         train_files="data/fineweb10B/fineweb_train_000001.bin"),
@@ -399,20 +396,19 @@ def norm(x: Tensor) -> Tensor:
 def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: bool) -> list:
     """Returns the long and the short mask for FlexAttention (arXiv:2412.05496). A token sees itself
     and the earlier tokens of its document, as far back as the window reaches. The window is counted
-    in blocks of 128 tokens, and the token's own block is the first of them. The short window has
-    half as many blocks, but at least one. Long and short windows: 2025-01-16.
+    in blocks of 128 tokens, the token's own block included. The short window has half as many
+    blocks, but at least one (2025-01-16).
 
-    For each block of queries FlexAttention needs two lists of key blocks. In a full block every
-    pair of tokens is visible. In a partial block FlexAttention asks `sees` about every pair. All
-    other blocks are skipped, which is what saves time. This is a sequence of four blocks in which a
-    second document begins within block 1 (p: partial, f: full, w: outside of a window of two
-    blocks):
+    For each query block FlexAttention needs two lists of key blocks. In a full block all pairs of
+    tokens are visible. In a partial block it asks `sees` about each pair. All other blocks are
+    skipped, which saves time. Here a second document begins within block 1, and the window has two
+    blocks (p: partial, f: full, w: outside of the window):
 
         query block   key block 0 1 2 3
                   0             p . . .     the diagonal is partial, since no token sees the future
-                  1             p p . .     only the tokens of the first document see block 0
-                  2             . p p .     block 0 belongs to the first document alone
-                  3             . w f p     block 1 would be partial, for it is in both documents
+                  1             p p . .     only tokens of the first document see block 0
+                  2             . p p .     block 0 is in the first document only
+                  3             . w f p     with a longer window, block 1 would be partial
     """
     document_T = (tokens_T == end_of_text).cumsum(0, dtype=torch.int32)
 
@@ -435,8 +431,7 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     def ordered(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
         """For each query block: the number of chosen key blocks, and a list of all key blocks, the
         chosen ones first. With [0, 1, 0, 1] chosen, that is 2 and [1, 3, 0, 2]."""
-        # A chosen block goes behind the chosen ones before it, and another one behind all chosen
-        # ones and the others before it. A sort would take minutes to compile.
+        # The place of each block, by counting. A sort would take minutes to compile.
         count_NN = chosen_NN.cumsum(1)
         place_NN = torch.where(chosen_NN, count_NN - 1, count_NN[:, -1:] + block_N - count_NN)
         order_NN = torch.zeros_like(distance_NN).scatter_(1, place_NN, block_N.expand_as(place_NN))
@@ -456,8 +451,7 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     return [make_mask(window // BLOCK), make_mask((window // BLOCK // 2).clamp(min=1))]
 
 def plain_mask(visible_NN: Tensor, sees) -> list[tuple[slice, Tensor]]:
-    """The same mask for plain_attend: for each query block a slice of keys and a bias [128, keys],
-    which is 0 where a key is visible and -inf elsewhere."""
+    """For each query block a slice of keys and a bias [128, keys]: 0 where visible, else -inf."""
     position_T = torch.arange(len(visible_NN) * BLOCK, device=visible_NN.device)
     mask = []
     for query, visible_N in zip(position_T.split(BLOCK), visible_NN):
@@ -555,8 +549,7 @@ class CrossEntropy(torch.autograd.Function):
         return grad_TV.mul_(torch.where(target_T < 0, 0.0, grad)[:, None]), None
 
 # ---- 5. Parameters ------------------------------------------------------------------------------
-# The modules above only create their parameters. This section says how each one starts and which
-# optimizer trains it, in one table.
+# The modules above create parameters. The table here says how each starts, and who trains it.
 
 def parameter(*shape: int, dtype=torch.float32) -> nn.Parameter:
     """A parameter full of NaN, so that one that draw_weights forgets cannot go unnoticed."""
@@ -572,11 +565,10 @@ def uniform(x: Tensor, generator):  # the standard deviation is 0.5 / sqrt(numbe
     bound = 0.5 * math.sqrt(3 / x.size(-1))
     x.uniform_(-bound, bound, generator=generator)
 
-# One rule for each kind of parameter. The first rule whose pattern matches the full name applies.
-# It gives the function that draws the initial values, the class in section 6 that trains the
-# parameter, and the arguments of that class, where a string is the name of a setting. None as
-# initial values keeps those that the module has made, which only vectors and scalars may do. Muon
-# takes a parameter of three dimensions for a stack of matrices.
+# The first rule whose pattern matches a parameter's full name applies. It gives the function that
+# draws the initial values, the optimizer in section 6, and its arguments, where a string names a
+# setting. None keeps the initial values of the module, for vectors and scalars only. Muon takes a
+# parameter of three dimensions for a stack of matrices.
 PARAMETERS = [
     # names                               initial  optimizer and its options       shape in speedrun
     (r"lm_head\.weight",                  zero,    "Adam", dict(lr="lm_head_lr")),  # [50304, 768]
@@ -617,9 +609,8 @@ def draw_weights(model: nn.Module, seed: int):
         p.copy_(values)
 
 # ---- 6. Ranks and optimizers --------------------------------------------------------------------
-# torchrun starts one process for each GPU. Such a process is called a rank. Every rank holds all
-# the weights and computes gradients on its own part of the batch. The work of the optimizers is
-# divided among the ranks, because repeating it on each of them would cost time.
+# torchrun starts one process for each GPU, which is called a rank. Every rank holds all weights and
+# computes gradients on its own part of the batch. The ranks share the work of the optimizers.
 
 if not hasattr(dist, "all_gather_single"):  # torch 2.13 has renamed these two functions
     dist.all_gather_single = dist.all_gather_into_tensor
@@ -671,23 +662,21 @@ class World:
 
 class Optimizer:
     """Trains some of the parameters. The ranks share the arithmetic, as in ZeRO (arXiv:1910.02054),
-    but each keeps tensors of full size. A step has three phases. Each phase runs for all optimizers
-    before the next one starts, so that one optimizer's arithmetic hides the sending of another's:
+    but each keeps tensors of full size. A step has three phases. Each runs for all optimizers
+    before the next one starts, so that arithmetic and communication overlap. On two ranks:
 
-                      rank 0                       rank 1
-        begin         sends its gradients  <---->  sends its gradients, which are being summed
-        update(step)  updates rows 0 to 25,151     updates rows 25,152 to 50,303
-                      sends them           <---->  sends them
-        finish(step)  has all rows                 has all rows
+                      rank 0                         rank 1
+        begin         sends its gradients   <---->   sends its gradients, and they are summed
+        update(step)  updates the first half         updates the second half
+                      sends it              <---->   sends it
+        finish(step)  has everything                 has everything
 
     Only update() sees gradients that are summed over all ranks, and only for the rows of this rank,
-    so gradient clipping belongs there. The square of the norm of a sharded gradient is a sum over
-    the ranks: world.all_reduce(square).wait().
+    so clip gradients there. To sum the square of a norm over ranks: world.all_reduce(x).wait().
 
-    `state` has an entry for each kind of number that an optimizer remembers: {"momentum": tensors}.
-    It is saved, resumed, and restored after the warm-up, so keep nothing of that kind elsewhere.
-    For each parameter there is one tensor with the same first dimension. A rank reads and writes
-    only its own rows of it, world.shard(tensor)."""
+    `state` is what an optimizer remembers: {name: one tensor for each parameter, with its first
+    dimension}. It is saved, resumed, and restored after the warm-up, so keep nothing elsewhere. A
+    rank reads and writes only its own rows, world.shard(tensor)."""
 
     def __init__(self, params: dict, hp: Hyperparameters, world: World, lr, weight_decay=0.0):
         self.params = params  # {name: parameter}
@@ -746,19 +735,13 @@ class Muon(Optimizer):
         weight -= lr * newton_schulz(ahead)
 
     A few directions of a gradient are usually much larger than all others. Muon makes all
-    directions of the update about equally large, so that rare ones are learned too. It is meant for
-    matrices in the middle of a network. Embeddings, the output head and vectors are trained by
-    Adam.
+    directions of the update about equally large, so that rare ones are learned too. It suits the
+    matrices of the layers, not embeddings, the output head or vectors. For another optimizer of
+    matrices, override `compute_update` in a subclass.
 
-    The parameters of one Muon all have the same shape. Their gradients, updates and momentum lie in
-    stacks, which are padded with zeros until the ranks divide them equally. With 11 parameters on
-    two ranks:
-
-        begin   each rank copies its 11 gradients to a stack of 12, and the stacks are being summed
-        update  rank 0 computes the updates 0 to 5 and rank 1 those from 6 to 10, and they send them
-        finish  each rank subtracts all 11 updates, times the learning rate
-
-    To try another optimizer for matrices, override `compute_update` in a subclass."""
+    The parameters of one Muon have the same shape. Their gradients, updates and momentum lie in
+    stacks, padded with zeros so that the ranks divide them equally. With 11 parameters on two ranks
+    the stack has 12: rank 0 computes updates 0 to 5, rank 1 those from 6 on."""
 
     def __init__(self, params, hp, world, lr, weight_decay=0.0):
         super().__init__(params, hp, world, lr, weight_decay)
@@ -810,8 +793,8 @@ def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
     """Replaces each matrix U S V^T of x [n, rows, columns] by about U V^T, so that all its singular
     values are near 1. A step multiplies the matrix by a polynomial of x x^T, which leaves U and V
     as they are and maps each singular value s to a s + b s^3 + c s^5. The slope at zero is steep,
-    so even 0.01 arrives in five steps: 0.03, 0.12, 0.40, 1.09, 0.70. All but the tiniest values end
-    between 0.7 and 1.2. Coefficients that converge to exactly 1 would need more steps."""
+    so even 0.01 arrives in five steps: 0.03, 0.12, 0.40, 1.09, 0.70. All but tiny values end
+    between 0.7 and 1.2."""
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = x.size(1) > x.size(2)
     x = x.mT if tall else x

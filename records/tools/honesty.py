@@ -262,7 +262,7 @@ def check_masks(trial: Trial):
         for one, other in zip(plain, lists, strict=True):
             wrong = (keys_seen(one, T) != keys_seen(other, T)).nonzero().tolist()
             expect(not wrong, f"{len(wrong)} pairs of tokens are visible on a CPU or on a GPU "
-                   f"only, among them query and key {wrong[:1]}, with a window of {int(window)} tokens: "
+                   f"only, among them query and key {wrong[:1]}, with a window of {window}: "
                    "change `sees` and the lists of blocks alike")
     yield "masks: the lists of blocks for GPUs show what the mask for CPUs shows, on 24 texts"
 
