@@ -421,10 +421,9 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     distance_NN = block_N[:, None] - block_N  # [query block, key block]
     first_N = document_T[::BLOCK]  # the document of each block's first token
     last_N = document_T[BLOCK - 1::BLOCK]
-    # Document numbers never decrease along a sequence. So some pair is visible if the key block's
-    # last token is in the query block's first document or in a later one. All pairs are visible if
-    # the key block is an earlier one and its first token is in the document of the query block's
-    # last token.
+    # Document numbers never decrease. So some pair is visible if the key block does not end before
+    # the query block's first document. All pairs are visible if the key block is an earlier one and
+    # begins in the document in which the query block ends.
     any_visible_NN = (distance_NN >= 0) & (last_N >= first_N[:, None])
     all_visible_NN = (distance_NN > 0) & (first_N == last_N[:, None])
 
@@ -442,7 +441,7 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
         if not flex:
             return plain_mask(visible_NN, sees)
         partial_NN, full_NN = visible_NN & ~all_visible_NN, visible_NN & all_visible_NN
-        # The backward pass needs the query blocks of each key block, so the same lists transposed.
+        # The backward pass needs the query blocks of each key block.
         keys, full_keys = ordered(partial_NN), ordered(full_NN)
         queries, full_queries = ordered(partial_NN.T), ordered(full_NN.T)
         return BlockMask((len(tokens_T), len(tokens_T)), *keys, *full_keys, *queries,
@@ -463,7 +462,7 @@ def plain_mask(visible_NN: Tensor, sees) -> list[tuple[slice, Tensor]]:
 
 def plain_attend(q: Tensor, k: Tensor, v: Tensor, mask: list, scale: float) -> Tensor:
     """Attention without FlexAttention, which has no backward pass on CPUs."""
-    if k.size(1) < q.size(1):  # several query heads share a head of keys and values
+    if k.size(1) < q.size(1):  # query heads share kv heads
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
     outputs = []
     for q_block, (key_range, bias) in zip(q.split(BLOCK, dim=2), mask):
@@ -479,9 +478,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
 
 # ---- 4. The head: FP8 and the loss --------------------------------------------------------------
 
-# The head takes a third of all arithmetic, and FP8 halves its time (2025-01-13). But a number in
-# FP8 has 8 bits and so a small range. Each tensor is therefore multiplied by a scale before its
-# cast:
+# The head takes a third of all arithmetic, and FP8 halves its time (2025-01-13). But FP8 has a
+# small range, so each tensor is multiplied by a scale before the cast:
 #
 #     tensor     format   largest value                        times its scale     format's maximum
 #     input      e4m3     28 = sqrt(768), because it is normed      56                    448
@@ -490,8 +488,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
 #
 # (e4m3 has 4 bits of exponent and 3 of mantissa, e5m2 5 and 2.) The gradient's scale is the
 # record's, 2^19 for a mean over 48K tokens. Another layer, a tied head, or a scaled input, logit or
-# loss needs other scales. Only training clamps: validation measures weights above 0.875 as they
-# are.
+# loss needs other scales. Validation does not clamp.
 INPUT_SCALE, WEIGHT_SCALE, TOKEN_GRADIENT_SCALE = 2.0, 2.0**9, 2.0**19 / (48 * 1024)
 
 def to_e4m3(x: Tensor, scale: float) -> Tensor:
@@ -712,7 +709,7 @@ class Adam(Optimizer):
 
     def update(self, step: int):
         gradients = [pending.wait() for pending in self.pending_sums]
-        self.pending_sums = []  # this frees their memory
+        self.pending_sums = []  # frees memory
         local = [self.world.shard(p.detach()) for p in self.params.values()]
         means = [self.world.shard(mean) for mean in self.state["mean"]]
         squares = [self.world.shard(square) for square in self.state["mean_square"]]
@@ -747,7 +744,7 @@ class Muon(Optimizer):
         super().__init__(params, hp, world, lr, weight_decay)
         (shape,) = {p.shape for p in params.values()}
         stack = (math.ceil(len(params) / world.size) * world.size, *shape)  # such as [12, 768, 768]
-        # Gradients are rounded to this dtype before they are summed over the ranks.
+        # Gradients are summed over the ranks in the dtype of the activations.
         self.gradients = torch.zeros(stack, dtype=getattr(torch, hp.dtype), device=world.device)
         self.updates = torch.zeros_like(self.gradients)
         self.state["momentum"] = torch.zeros(stack, device=world.device)
@@ -824,9 +821,8 @@ def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> lis
     return optimizers
 
 # ---- 7. Data ------------------------------------------------------------------------------------
-# A shard is a file of tokens: a header of 256 int32 (magic number, version, number of tokens,
-# zeros), then the tokens in uint16. Each document begins with the end-of-text token, vocab_size -
-# 1.
+# A shard is a file: a header of 256 int32 (magic number, version, number of tokens, zeros), then
+# the tokens in uint16. Each document begins with the end-of-text token, which is vocab_size - 1.
 
 SHARD_MAGIC = 20240520
 SHARD_HEADER_BYTES = 4 * 256
@@ -855,8 +851,8 @@ def find_shards(pattern: str) -> list[Shard]:
     return shards
 
 def read_tokens(path: str, start: int, count: int, vocab_size: int) -> Tensor:
-    """Reads tokens [count] in uint16. With a GPU they lie in pinned memory, whose pages stay where
-    they are, so that the copy to the GPU needs no waiting."""
+    """Reads tokens [count] in uint16. With a GPU they lie in pinned memory, from which copies to
+    the GPU need no waiting."""
     tokens = torch.empty(count, dtype=torch.uint16, pin_memory=torch.cuda.is_available())
     with open(path, "rb") as f:
         f.seek(SHARD_HEADER_BYTES + 2 * start)
@@ -890,8 +886,7 @@ def train_batches(shards: list[Shard], hp: Hyperparameters, world: World, first_
     count = hp.micro_batches // world.size
     for shard, start in islice(step_starts(shards, hp), first_step, None):
         start += world.rank * count * T
-        # torch has no arithmetic for uint16. So the bits are read as int16, and & 0xFFFF undoes the
-        # sign of the large ones.
+        # torch cannot compute with uint16, so the bits are read as int16. & 0xFFFF undoes the sign.
         tokens = read_tokens(shard.path, start, count * T + 1, hp.vocab_size).view(torch.int16)
         tokens = tokens.to(world.device, non_blocking=True).to(torch.int32) & 0xFFFF
         inputs = tokens[:-1].view(count, T)
@@ -981,8 +976,8 @@ def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: Worl
     afterwards raises an error, because it would count as training time. If your method runs
     different code at some steps, run that code here once too.
 
-    Undoing a step also copies the weights of rank 0 to all ranks. Until then they might differ in
-    their last bits, since each rank has drawn them on a CPU of its own."""
+    Undoing it also copies the weights of rank 0 to all ranks, whose CPUs may have drawn them with
+    other last bits."""
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     state = gather_training_state(model, optimizers)
     before = tree_map(lambda x: x.to("cpu", copy=True), state) if world.rank == 0 else None
@@ -1022,7 +1017,7 @@ def main(argv: list[str]):
     hp = plan.hp
     cuda = world.device.type == "cuda"
 
-    # What to train. With TORCH_COMPILE_DISABLE=1 nothing is compiled, and a GPU uses plain_attend.
+    # What to train. TORCH_COMPILE_DISABLE=1 helps to debug on a GPU.
     torch.manual_seed(hp.seed)
     switches = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
     compiles = cuda and "1" not in map(os.environ.get, switches)
@@ -1070,7 +1065,7 @@ def main(argv: list[str]):
                     log.write_loss("train_loss", done, hp, value, seconds)
                 val_loss = evaluate(model, val_sequences, step, hp, world)
                 log.write_loss("val_loss", step, hp, val_loss, clock.seconds)
-                # Weights that are not finite are never saved, because write_loss has raised then.
+                # write_loss has raised an error if the weights are not finite.
                 if save_due and step > plan.first_step:
                     save_worked = save_checkpoint(step, clock.seconds, model, optimizers, plan, log,
                                                   warn=save_worked or last)
@@ -1103,8 +1098,7 @@ def world_of_this_process() -> World:
     require("WORLD_SIZE" in os.environ or os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1",
             "these processes do not know of each other: let srun start torchrun, once on each node")
     if not torch.cuda.is_available():
-        # One thread, as torchrun sets it for several ranks. If there are more threads than free
-        # cores, they wait for each other.
+        # As torchrun does for several ranks. Threads without a core of their own are slow.
         torch.set_num_threads(torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1)
         return World(rank, size, torch.device("cpu"))
     require(local_rank < torch.cuda.device_count(), "start at most one process per GPU")
@@ -1145,8 +1139,8 @@ def true_or_false(text: str) -> bool:
     return bool(["false", "true"].index(text.lower()))  # any other word raises ValueError
 
 def parse_flags(argv: list[str]) -> tuple[Hyperparameters, argparse.Namespace]:
-    """Returns the settings that a command line asks for, and the result of argparse. Its .named is
-    a dict of the settings that were typed. Raises UserError."""
+    """Returns the settings that a command line asks for, and the result of argparse, whose .named
+    has those that were typed. Raises UserError."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.error = lambda message: require(False, f"{message}; --help lists the flags")
     parser.usage = "%(prog)s [--preset=NAME | --resume=CHECKPOINT] [--check] [--setting=value ...]"
@@ -1236,7 +1230,7 @@ def make_plan(hp: Hyperparameters, command, script: str, world: World, saved: di
         first = by_fingerprint.setdefault(shard.fingerprint, shard)
         require(shard is first, f"{shard.path} has the same tokens as {first.path}: name each "
                 "shard once, to train or to validate")
-    available = sum(shard.tokens for shard in val_shards) - 1  # the first token is not predicted
+    available = sum(shard.tokens for shard in val_shards) - 1  # the first token has no prediction
     hp = replace(hp, val_tokens=hp.val_tokens or available)
     require(0 < hp.val_tokens <= available, f"--val_files={hp.val_files} has {available} tokens to "
             f"predict, not {hp.val_tokens}: add shards, or lower --val_tokens (0 takes all)")
@@ -1414,9 +1408,8 @@ def read_checkpoint(path: Path) -> dict:
                         "step<n>.pt; if it is damaged, the one before it") from None
 
 def save_checkpoint(done: int, seconds: float, model, optimizers, plan: Plan, log, warn) -> bool:
-    """Saves what a run needs to continue, on any number of ranks. Returns whether that worked. If
-    it did not, the run goes on. The file gets its name only when it is complete. Older files are
-    deleted except the two newest."""
+    """Saves what a run needs to continue, on any number of ranks. Keeps the two
+    newest files. A file gets its name when it is complete. Returns whether that worked."""
     began = time.perf_counter()
     state = gather_training_state(model, optimizers)
     if log.file is None:  # only rank 0 saves
@@ -1425,7 +1418,7 @@ def save_checkpoint(done: int, seconds: float, model, optimizers, plan: Plan, lo
     unfinished = path.with_name("unfinished")
     saved = dict(step=done, seconds=seconds, settings=asdict(plan.hp), state=state,
                  script=sha256(plan.script.encode()).hexdigest(), data_read=plan.data_read(done))
-    file = io.BytesIO()  # in memory first, so that an OSError below comes from the disk
+    file = io.BytesIO()  # so that an OSError below comes from the disk
     torch.save(saved, file)
     try:
         path.parent.mkdir(exist_ok=True)
@@ -1433,7 +1426,7 @@ def save_checkpoint(done: int, seconds: float, model, optimizers, plan: Plan, lo
         os.replace(unfinished, path)
     except OSError as e:
         with suppress(OSError):
-            unfinished.unlink()  # this file may be what fills the disk
+            unfinished.unlink()  # it may be what fills the disk
         if warn:
             log.write(f"warning: {path} not saved ({e.strerror}); training goes on")
         return False
@@ -1445,7 +1438,7 @@ def save_checkpoint(done: int, seconds: float, model, optimizers, plan: Plan, lo
     return True
 
 if __name__ == "__main__":
-    # Ctrl+C ends this process at once, even while it waits for a GPU. SIGTERM does so anyway.
+    # Ctrl+C ends this process at once, even while it waits for a GPU.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         main(sys.argv[1:])

@@ -192,4 +192,4 @@ def test_the_program(words, status, message, changed, monkeypatch, capsys, runs_
     assert status_of(honesty.main) == status
     out, err = capsys.readouterr()
     lines = (out if status == 3 else err).splitlines()
-    assert message in lines[-1] and len(lines) == (2 if status == 3 else 1)
+    assert message in lines[-1] and len(lines) == (3 if status == 3 else 1)
