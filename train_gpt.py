@@ -293,9 +293,11 @@ class Layer(nn.Module):
 
     def forward(self, x_TD: Tensor, x0_TD: Tensor, value_embed: Tensor | None, mask) -> Tensor:
         x_TD = self.residual_mix[0] * x_TD + self.residual_mix[1] * x0_TD
+        # These sums are rounded like plain ones. But of a plain sum and the matmul before it the
+        # compiler makes one addmm, for which torch 2.13 first copies x_TD, 75 MB.
         if self.attn is not None:
-            x_TD = x_TD + self.attn(norm(x_TD), value_embed, mask)
-        return x_TD + self.mlp(norm(x_TD))
+            x_TD = (x_TD.float() + self.attn(norm(x_TD), value_embed, mask)).type_as(x_TD)
+        return (x_TD.float() + self.mlp(norm(x_TD))).type_as(x_TD)
 
 class CausalSelfAttention(nn.Module):
     """Attention with normed queries and keys, which bounds the scores (arXiv:2010.04245). Values
@@ -657,6 +659,13 @@ class World:
         """Sums over the ranks, in place. Every rank receives the whole sum."""
         return Pending(whole, dist.all_reduce(whole, async_op=True) if self.size > 1 else None)
 
+    def all_reduce_together(self, tensors: list[Tensor]) -> list[Pending]:
+        """Sums small tensors over the ranks by one exchange. Each exchange takes some 20
+        microseconds, however small it is, and all that begin after it wait for it."""
+        flat, work = self.all_reduce(torch.cat([x.flatten() for x in tensors]))
+        parts = flat.split([x.numel() for x in tensors])
+        return [Pending(part.view_as(x), work) for part, x in zip(parts, tensors)]
+
 class Optimizer:
     """Trains some of the parameters. The ranks share the arithmetic, as in ZeRO (arXiv:1910.02054),
     but each keeps tensors of full size. A step has three phases. Each runs for all optimizers
@@ -705,7 +714,10 @@ class Adam(Optimizer):
         self.state["mean_square"] = [torch.zeros_like(p) for p in params.values()]
 
     def begin(self):
-        self.pending_sums = [self.world.reduce_scatter(p.grad) for p in self.params.values()]
+        gradients = [p.grad for p in self.params.values()]
+        small = all(x.ndim < 2 for x in gradients)
+        self.pending_sums = (self.world.all_reduce_together(gradients) if small else
+                             [self.world.reduce_scatter(x) for x in gradients])
 
     def update(self, step: int):
         gradients = [pending.wait() for pending in self.pending_sums]
@@ -970,7 +982,7 @@ def load_training_state(saved: dict | None, model: nn.Module, optimizers: list, 
             if world.size > 1:
                 dist.broadcast(tensor, src=0)
 
-def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: World):
+def warm_up(model, optimizers, shards: list[Shard], hp: Hyperparameters, world: World):
     """Runs a validation and a training step on random tokens before the clock starts, and undoes
     them. This compiles all programs and allocates the memory. On a GPU, compiling anything
     afterwards raises an error, because it would count as training time. If your method runs
@@ -981,17 +993,16 @@ def warm_up(model, optimizers: list[Optimizer], hp: Hyperparameters, world: Worl
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     state = gather_training_state(model, optimizers)
     before = tree_map(lambda x: x.to("cpu", copy=True), state) if world.rank == 0 else None
-
-    def random_sequence(length: int) -> tuple[Tensor, Tensor]:
-        tokens = torch.randint(hp.vocab_size, (length + 1,), device=world.device)
-        return tokens[:-1].int(), tokens[1:].clone()  # in new memory, aligned as in train_batches
-
-    evaluate(model, [random_sequence(hp.val_seq_len)], 0, hp, world)
-    loss = model(*random_sequence(hp.train_seq_len), window_tensor(0, hp, world.device))
+    tokens = torch.randint(hp.vocab_size, (hp.val_seq_len + 1,), device=world.device)
+    evaluate(model, [(tokens[:-1].int(), tokens[1:].clone())], 0, hp, world)
+    # The batch is read as in training, which allocates its memory. Then its tokens are replaced.
+    read = next(train_batches(shards, hp, world, 0))
+    batches = tree_map(lambda x: x.random_(hp.vocab_size), read[:1])
+    loss = model(*batches[0], window_tensor(0, hp, world.device))
     (loss / hp.tokens_per_step).backward()  # train_step then compiles adding to these gradients
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     require(not unused, f"no gradient reaches {', '.join(unused)}: use, freeze or remove it")
-    train_step(model, [random_sequence(hp.train_seq_len)], optimizers, 0, hp, world)
+    train_step(model, batches, optimizers, 0, hp, world).to("cpu", non_blocking=True)
     load_training_state(before, model, optimizers, world)
     if world.device.type == "cuda":
         torch.compiler.set_stance("fail_on_recompile")
@@ -1048,8 +1059,10 @@ def main(argv: list[str]):
             model.compile(dynamic=False, fullgraph=True)
         batches_of_steps = train_batches(plan.train_shards, hp, world, plan.first_step)
         began = time.perf_counter()
-        warm_up(model, optimizers, hp, world)
+        warm_up(model, optimizers, plan.train_shards, hp, world)
         log.write(f"warmup: {time.perf_counter() - began:.1f} s, untimed")
+        if world.size > 1:
+            log.write(time_all_gather(world), console=False)
 
         # Training. The clock stops while the model is validated or saved.
         clock = StepClock(world.device, plan.seconds)
@@ -1074,7 +1087,7 @@ def main(argv: list[str]):
                 break
             loss = train_step(model, next(batches_of_steps), optimizers, step, hp, world)
             clock.add_loss(step + 1, loss)
-            for done, value, seconds in clock.read_losses(keep=int(cuda)):
+            for done, value, seconds in clock.read_losses(keep=clock.lag):
                 log.write_loss("train_loss", done, hp, value, seconds)
 
         log.write(f"throughput: {tokens_seen(step, hp) / max(clock.seconds, 1e-9):.0f} tokens/s")
@@ -1102,6 +1115,9 @@ def world_of_this_process() -> World:
         torch.set_num_threads(torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1)
         return World(rank, size, torch.device("cpu"))
     require(local_rank < torch.cuda.device_count(), "start at most one process per GPU")
+    # The compiler starts processes, of up to a gigabyte each: all ranks together one for each core.
+    share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, min(32, share))))
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF",  # torch 2.9 knows only this name
                           os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True"))
     torch.cuda.set_device(local_rank)
@@ -1115,12 +1131,13 @@ def connect(plan: "Plan | None", script: str, world: World) -> "Plan":
     gpu = world.device if world.device.type == "cuda" else None
     try:
         dist.init_process_group("nccl" if gpu else "gloo", timeout=TIMEOUT, device_id=gpu)
+        plans = [plan]
+        dist.broadcast_object_list(plans, src=0)
     except (RuntimeError, ValueError) as e:
-        reason = str(e).partition("\n")[0]
-        raise UserError(f"the ranks do not reach each other ({reason}); start them by torchrun, or "
-                        "choose NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME") from None
-    plans = [plan]
-    dist.broadcast_object_list(plans, src=0)
+        reason = " ".join(str(e).split())  # NCCL's own reason is on its last lines
+        advice = ("enlarge /dev/shm, in Docker by --shm-size=1g" if "/dev/shm" in reason else
+                  "start them by torchrun, or choose NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME")
+        raise UserError(f"the ranks do not reach each other ({reason}); {advice}") from None
     here = (script, find_shards(plans[0].hp.train_files), find_shards(plans[0].hp.val_files))
     everywhere = [None] * world.size
     dist.all_gather_object(everywhere, here)
@@ -1362,6 +1379,7 @@ class StepClock:
         self.cuda = device.type == "cuda"
         self.seconds = seconds  # at the last stop
         self.pending = []  # (steps done, loss, mark of its end), the oldest first
+        self.lag = 3 if self.cuda else 0  # steps that the host may be ahead, to read data or write
 
     def mark(self):
         """The time now on a CPU, or an event in the queue of a GPU."""
@@ -1392,6 +1410,17 @@ class StepClock:
             done, loss, mark = self.pending.pop(0)
             seconds = self.seconds_at(mark)
             yield done, float(loss), seconds
+
+def time_all_gather(world: World) -> str:
+    """A line of the log: how fast ranks fetch each other's rows. A step of the speedrun on eight
+    GPUs reduces 690 MB and gathers as many, so where this is slow, all steps are."""
+    whole = torch.zeros(world.size, 2**26 // world.size, dtype=torch.int8, device=world.device)
+    for _ in range(2):  # at the first time, ranks may wait for one that is still warming up
+        clock = StepClock(world.device, 0.0)
+        clock.start()
+        world.all_gather(whole).wait()
+        clock.stop()
+    return f"all_gather: {1000 * clock.seconds:.2f} ms for {whole.nbytes / 1e6:.0f} MB"
 
 # ---- Checkpoints
 

@@ -12,7 +12,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, TINY, launch, log_of, log_path, losses
+from conftest import ROOT, TINY, launch, log_of, log_path, losses, run_helper
 from test_fp8 import relative_error
 from test_interpreted import why_not
 from test_model import sequence, tiny_model
@@ -209,6 +209,14 @@ def test_nccl_takes_what_the_script_gives_it(shards, monkeypatch, request):
         dist.all_reduce(whole, async_op=True).wait()
         dist.broadcast(whole, src=0)
         assert torch.equal(local, want) and torch.equal(whole, want)
+
+@needs_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_optimizers_on_two_gpus_equal_one_rank():
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")
+    said = run_helper("optimizer_worker.py", "float32", "bfloat16", ranks=2,
+                      CUDA_VISIBLE_DEVICES=visible)
+    assert said.count("equal") == 4
 
 @needs_gpu
 @NEEDS_FP8

@@ -306,6 +306,7 @@ def test_a_copy_is_checked_trained_on_two_processes_and_sampled_from(tmp_path, s
     assert len(losses(trained)) == 2 and "run.sh: another sample: ./run.sh sample " in sample
     assert f"./run.sh race '{copy}'" in sample.splitlines()[-1]
     assert "F.silu" in log.read_text() and "ranks: 2" in log.read_text()
+    assert re.search(r"(?m)^all_gather: \d+\.\d\d ms for 67 MB$", log.read_text())
 
 def test_repeats_with_fresh_seeds_and_ends_with_the_table(tmp_path, shards):
     flags = [flag for flag in TINY[1:] if not flag.startswith("--seed")]

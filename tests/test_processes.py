@@ -1,6 +1,7 @@
 """A process takes its place and its GPU, and an error on one ends all. (Ranks train what one
 trains in test_edits.py and test_reliability.py; test_optimizers.py has what they exchange.)"""
 
+import os
 import re
 from contextlib import nullcontext
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from conftest import SCRIPT, TINY, launch, refused
 
+import train_gpt
 from train_gpt import World, world_of_this_process
 
 def on_gpu(rank, size, number):
@@ -32,6 +34,39 @@ def test_a_process_takes_the_gpu_of_its_local_rank(monkeypatch, variables, expec
     with refused(expected) if isinstance(expected, str) else nullcontext():
         assert world_of_this_process() == expected
     assert chosen == ([] if isinstance(expected, str) else [expected.device.index])
+
+@pytest.mark.parametrize("variables, workers", [
+    (dict(LOCAL_WORLD_SIZE="8"), "6"), ({}, "32"), (dict(LOCAL_WORLD_SIZE="64"), "1"),
+    (dict(LOCAL_WORLD_SIZE="8", TORCHINDUCTOR_COMPILE_THREADS="3"), "3")], ids=str)
+def test_compilers_of_all_ranks_share_the_cores(variables, workers, monkeypatch):
+    """Each rank would start up to 32, with a gigabyte of memory each."""
+    for name, answer in dict(is_available=lambda: True, device_count=lambda: 8,
+                             set_device=lambda number: None).items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(48), raising=False)
+    monkeypatch.setattr(os, "environ", dict(variables))
+    world_of_this_process()
+    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == workers
+
+NCCL_ERROR = """NCCL error in: ProcessGroupNCCL.cpp:94, unhandled system error, NCCL version 2.27.7
+ncclSystemError: System call (e.g. socket, malloc) or external library call failed.
+Last error:
+{}"""
+
+@pytest.mark.parametrize("fails", ["init_process_group", "broadcast_object_list"])
+@pytest.mark.parametrize("last, advice", [
+    ("Error while creating shared memory segment /dev/shm/nccl-a7 (size 9637888), error: No space "
+     "left on device (28)", r"--shm-size=1g"),
+    ("socketPollConnect: connect to 10.0.0.2<4711> returned timeout", "choose NCCL_SOCKET_IFNAME")])
+def test_why_ranks_do_not_meet_is_said_with_what_helps(fails, last, advice, monkeypatch):
+    """NCCL may connect at the first exchange only. Its reason is on its last line."""
+    def fail(*args, **options):
+        raise RuntimeError(NCCL_ERROR.format(last))
+
+    monkeypatch.setattr(train_gpt.dist, "init_process_group", lambda *args, **options: None)
+    monkeypatch.setattr(train_gpt.dist, fails, fail)
+    with refused(re.escape(last) + ".*" + advice):
+        train_gpt.connect(None, "text", World(0, 2, torch.device("cpu")))
 
 @pytest.mark.parametrize("chosen, threads", [(None, 1), ("2", 2)])
 def test_a_process_on_a_cpu_has_one_thread_if_nobody_chose(monkeypatch, runs_here, chosen, threads):

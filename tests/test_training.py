@@ -83,26 +83,40 @@ def test_a_validation_is_the_mean_over_its_targets(shards, runs_here, monkeypatc
         loss, targets = sum(sums).tolist()
         assert targets == val_tokens and loss == pytest.approx(float(wanted), rel=1e-6)
 
-def test_only_rank_0_copies_what_the_warmup_undoes(monkeypatch):
+def test_only_rank_0_copies_what_the_warmup_undoes(shards, monkeypatch):
     model, hp = tiny_model(val_seq_len=256)
+    files = train_gpt.find_shards(shards[0].removeprefix("--train_files="))
     copies = []
     monkeypatch.setattr(train_gpt, "load_training_state", lambda saved, *rest: copies.append(saved))
     for rank in (0, 1):
-        train_gpt.warm_up(model, [], hp, World(rank, 1, torch.device("cpu")))
+        train_gpt.warm_up(model, [], files, hp, World(rank, 1, torch.device("cpu")))
     assert copies[0].keys() == {"model"} and copies[1] is None
 
-def test_the_warmups_gradients_are_of_a_steps_mean():
-    """Those of the sum would overflow in FP8."""
+def test_the_warmup_is_like_a_step_on_random_tokens(shards, monkeypatch):
+    """Its gradients are of a mean: those of the sum would overflow in FP8. It reads a batch as
+    training does, so that nothing is done for the first time within the clock."""
     model, hp = tiny_model(val_seq_len=256)
-    scales = []
+    files = train_gpt.find_shards(shards[0].removeprefix("--train_files="))
+    first, _ = next(train_gpt.train_batches(files, hp, ALONE, 0))[0]
+    scales, inputs, reads = [], [], []
 
-    def watch(module, inputs, loss):
+    def watch(module, batch, loss):
         if loss.requires_grad:
+            inputs.append(batch[0])
             loss.register_hook(lambda gradient: scales.append(float(gradient)))
 
+    def read_tokens(*args, read=train_gpt.read_tokens):
+        reads.append(args)
+        return read(*args)
+
+    monkeypatch.setattr(train_gpt, "read_tokens", read_tokens)
     model.register_forward_hook(watch)
-    train_gpt.warm_up(model, train_gpt.build_optimizers(model, hp, ALONE), hp, ALONE)
+    train_gpt.warm_up(model, train_gpt.build_optimizers(model, hp, ALONE), files, hp, ALONE)
     assert scales == pytest.approx([1 / hp.tokens_per_step] * 2)
+    assert len(reads) == 1 and len(inputs) == 2
+    for tokens in inputs:
+        assert tokens.shape == first.shape and tokens.dtype == first.dtype
+        assert (tokens == first).float().mean() < 0.1, "it would train on the text"
 
 @pytest.mark.method
 @pytest.mark.parametrize("sizes", [
@@ -204,9 +218,12 @@ def test_the_clock_on_cuda_has_the_devices_time_of_each_step(monkeypatch):
     class Event:
         def __init__(self, enable_timing):
             self.waited = False
+            self.copies = []  # (tensor, what it gets by a copy that ends before this event)
 
         def synchronize(self):
             self.waited = True
+            for tensor, value in self.copies:
+                tensor.fill_(value)
 
         def elapsed_time(self, later):
             assert later.waited
@@ -228,9 +245,11 @@ def test_the_clock_on_cuda_has_the_devices_time_of_each_step(monkeypatch):
     times = []
     for step in range(1, 6):
         now += step
-        clock.add_loss(step, torch.tensor(float(step)))
-        times += clock.read_losses(keep=1)
-        assert len(times) == step - 1
+        loss = torch.tensor(math.nan)
+        clock.add_loss(step, loss)
+        clock.pending[-1][2].copies.append((loss, step))
+        times += clock.read_losses(keep=clock.lag)
+        assert len(times) == max(0, step - 3), "the GPU would wait for a slow read or write"
     times += clock.read_losses(keep=0)
     for number, (step, loss, seconds) in enumerate(times, 1):
         assert step == loss == number and seconds == pytest.approx(3.9 + step * (step + 1) / 2)

@@ -72,7 +72,7 @@ def test_the_warmup_compiles_everything_in_whole_graphs(tmp_path, monkeypatch):
     optimizers = train_gpt.build_optimizers(model, hp, cpu)
     batches = train_gpt.train_batches(shards, hp, cpu, 0)
     sequences = train_gpt.load_validation(shards, hp, cpu)
-    train_gpt.warm_up(whole, optimizers, hp, cpu)
+    train_gpt.warm_up(whole, optimizers, shards, hp, cpu)
     validation, training, *others = compiled
     assert len(others) == 4  # shapes of matrices
     for graph, products in ((validation, 0), (training, 3 * 2)):

@@ -34,6 +34,7 @@ for variable in ("TRITON_INTERPRET", "TORCHINDUCTOR_FORCE_DISABLE_CACHES"):
     assert os.environ.get(variable) == "1", f"start the process with {variable}=1"
 
 launches = Counter()  # {name of a kernel: how often it was run}
+backwards = False  # whether a kernel's last program runs first; on a GPU their order is open
 
 def poisoned(size, stride, dtype):
     """New memory, which shows where it is read before it is written."""
@@ -114,6 +115,12 @@ def run(self, *args, plain=CachingAutotuner.run, **kwargs):
         enlarge(self.configs[0].kwargs, self.size_hints)
     return plain(self, *args, **kwargs)
 
+def place_of_program(*place, plain=interpreter.interpreter_builder.set_grid_idx):
+    if backwards:
+        sizes = interpreter.interpreter_builder.grid_dim
+        place = (size - 1 - at for size, at in zip(sizes, place))
+    plain(*place)
+
 pretend(90)
 torch._C._dynamo.guards._empty_strided_cuda = poisoned  # where generated code gets its memory
 # FlexAttention's tiles depend on dtype and head width, and those of float32 are far smaller than
@@ -135,4 +142,5 @@ CachingAutotuner.run = run
 interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
 interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
 builder = interpreter.interpreter_builder
+builder.set_grid_idx = place_of_program
 builder.options = replace(builder.options, sanitize_overflow=False)

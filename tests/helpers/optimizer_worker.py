@@ -1,9 +1,8 @@
 """Run by torchrun, with dtypes as its arguments: some steps of several optimizers on this rank's
 part of the micro-batches, with a save and a restore in the middle, against one rank that has all
 micro-batches. The ranks exchange by gloo, and by collectives that are as early or as late as NCCL's
-may be, with the same bits."""
+may be, with the same bits. On GPUs they exchange by NCCL."""
 
-import copy
 import dataclasses
 import functools
 import os
@@ -13,13 +12,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from helpers.collectives import Collectives
+from torch.utils._pytree import tree_map
 
 import train_gpt
 from train_gpt import (PRESETS, Adam, Muon, World, gather_training_state, load_training_state,
                        train_step, world_of_this_process)
 
 MICRO_BATCHES = 24
-ALONE = World(0, 1, torch.device("cpu"))
 HP = dataclasses.replace(
     PRESETS["demo"], num_iterations=8, cooldown_frac=1.0, lr_floor=0.1,
     micro_batches=MICRO_BATCHES, muon_momentum_start=0.9, muon_momentum_end=0.9,
@@ -38,12 +37,13 @@ class Whitened(Muon):
 
     def compute_update(self, gradients, step):
         left = self.world.shard(self.state["left"]).lerp_(gradients @ gradients.mT, 0.1)
-        return torch.linalg.solve(left + 0.1 * torch.eye(len(left[0])), gradients)
+        return torch.linalg.solve(left + 0.1 * torch.eye(len(left[0])).to(left.device), gradients)
 
 def build(hp, world, seed):
     """A module with parameters, and the optimizers that train them."""
     torch.manual_seed(seed)
     model = torch.nn.ParameterDict({f"p{i}": torch.randn(shape) for i, shape in enumerate(SHAPES)})
+    model.to(world.device)
 
     def of(kind, numbers, *options, **more):
         return kind({f"p{i}": model[f"p{i}"] for i in numbers}, hp, world, *options, **more)
@@ -64,11 +64,12 @@ def take_steps(model, optimizers, steps, mine=range(MICRO_BATCHES)):
             for p in model.parameters():
                 gradient = torch.randn(p.shape, generator=generator)
                 if micro_batch in mine:
-                    p.grad += gradient / MICRO_BATCHES
+                    p.grad += (gradient / MICRO_BATCHES).to(p.device)
         # What train_step does after its micro-batches, of which it gets none here.
         train_step(model, [], optimizers, step, HP, optimizers[0].world)
     with mock.patch.object(train_gpt, "dist", dist):
-        return copy.deepcopy(gather_training_state(model, optimizers))
+        state = gather_training_state(model, optimizers)
+    return tree_map(lambda x: x.to("cpu", copy=True), state)
 
 assert_same = functools.partial(torch.testing.assert_close, rtol=0.0, atol=0.0)
 
@@ -80,7 +81,8 @@ def check(hp, world):
     # Four steps, by one rank and by all together, whatever their collectives are like.
     want = take_steps(*build(hp, ALONE, seed=0), range(4))
     got = None
-    for collectives in (Collectives(world, late=True), Collectives(world, late=False), dist):
+    stand_ins = [Collectives(world, late) for late in (True, False) if world.device.type == "cpu"]
+    for collectives in (*stand_ins, dist):
         train_gpt.dist = collectives
         ranks = build(hp, world, seed=0)
         saved = take_steps(*ranks, range(2), mine)
@@ -113,7 +115,9 @@ def check(hp, world):
     assert_same(take_steps(*alone, range(2, 4)), want, **close)
 
 world = world_of_this_process()
-dist.init_process_group("gloo")
+gpu = world.device if world.device.type == "cuda" else None
+dist.init_process_group("nccl" if gpu else "gloo", device_id=gpu)
+ALONE = World(0, 1, world.device)
 for dtype in sys.argv[1:]:
     check(dataclasses.replace(HP, dtype=dtype), world)
     print(f"rank {world.rank}: equal", flush=True)
