@@ -177,8 +177,9 @@ IN_PROGRAMS = {
         ("the oldest torch that will do is refused", "[:3]] «<→<=» [2, 9, 1]", "oldest_torch")],
     ("data/common.py", "test_data_common.py"): [
         ("a token of vocab_size is sound", "tokens.max() «>=→>» vocab_size", "first_bad"),
-        ("a program's own status is lost", "return main() «or→and» 0"),
         ("two programs hold one lock", "fcntl.«LOCK_EX→LOCK_SH» | fcntl", "one_run_at")],
+    ("data/common.py", "test_race.py"): [
+        ("a program's own status is lost", "return main() «or→and» 0", "status_and")],
     ("data/fineweb.py", "test_data_fineweb.py"): [
         ("a chunk too few is fetched", "range(1, args.num_chunks« + 1→»)"),
         ("the hub's checksum is not compared", "check(path, «etag→None» if"),

@@ -76,7 +76,8 @@ def test_a_folder_is_of_one_run_at_a_time(tmp_path):
     """What a killed run has left is cleared."""
     folder = tmp_path / "unfinished"
     here, there = multiprocessing.Pipe()
-    other = multiprocessing.get_context("fork").Process(target=hold, args=(folder, there))
+    other = multiprocessing.get_context("fork").Process(target=hold, args=(folder, there),
+                                                        daemon=True)
     other.start()
     assert here.recv() == "held"
     (folder / "precious").touch()
