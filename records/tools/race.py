@@ -150,10 +150,6 @@ def parse(arguments) -> Race:
         require(flag.partition("=")[0] not in ("--resume", "--check"),
                 f"{flag}: a race starts runs of its own; leave it out")
     baseline, *candidates = racers
-    for one in candidates:
-        require(one.flags != baseline.flags or not os.path.samefile(one.script, baseline.script),
-                f"{one.script} would race itself, with the same settings: name a copy, or give "
-                "--only_ours a flag (a second file with equal text shows how far runs spread)")
     folder = Path(options.records).expanduser() / f"race_{options.name or candidates[0].name}"
     return Race(folder, candidates, baseline, options)
 
@@ -372,6 +368,11 @@ def conclude(race: Race, interrupted: bool = False) -> int:
 def main(arguments=None) -> int:
     os.chdir(ROOT)
     race = parse(sys.argv[1:] if arguments is None else arguments)
+    for one in race.candidates:
+        require(one.flags != race.baseline.flags
+                or not os.path.samefile(one.script, race.baseline.script),
+                f"{one.script} would race itself, with the same settings: name a copy, or give "
+                "--only_ours a flag (a second file with equal text shows how far runs spread)")
     console = sys.stderr if race.options.json else sys.stdout
     alone = locked(race.folder / ".lock", "this race is running already; wait for it, or give "
                    "this one a --name of its own")
