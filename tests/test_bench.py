@@ -56,6 +56,7 @@ def test_scripts_are_measured_as_they_are(tmp_path, shards):
     assert f"train_gpt.py takes {sum(ours['ratios']) / 6:.3f} times as long a token as" in text
     assert "GPU" not in text and "GB/s" not in text and "memory, reserved" not in text
 
+@pytest.mark.full
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_its_half_for_a_gpu_runs_up_to_the_launch(tmp_path, monkeypatch, capsys):
     """On an H100 that is not there (on_fake_gpu.py), where nothing is launched. Each script starts
