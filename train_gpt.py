@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.9.1", "numpy"]
+# ///
 """The NanoGPT speedrun in one file: train a GPT to a validation loss of 3.28 on FineWeb, fast.
 
     torchrun --standalone --local_addr=127.0.0.1 --nproc_per_node=8 train_gpt.py   # the speedrun
@@ -847,7 +851,10 @@ class Shard(NamedTuple):
 def find_shards(pattern: str) -> list[Shard]:
     """The shards that a glob matches, sorted by path."""
     shards = []
-    for path in sorted(glob.glob(os.path.expanduser(pattern), recursive=True)):
+    folder, name = os.path.split(os.path.expanduser(pattern))
+    if os.path.isdir(folder):  # whose own name may have brackets
+        folder = glob.escape(folder)
+    for path in sorted(glob.glob(os.path.join(folder, name), recursive=True)):
         problem = (f"{path} is not a whole token shard: in the repository, ./run.sh inspect says "
                    "what is wrong with it")
         require(os.path.isfile(path) and os.path.getsize(path) > SHARD_HEADER_BYTES, problem)
@@ -858,8 +865,9 @@ def find_shards(pattern: str) -> list[Shard]:
         places = [*range(0, len(data), max(4096, len(data) // 64)), max(0, len(data) - 4096)]
         sample = b"".join(data[at:at + 4096].tobytes() for at in places)
         shards.append(Shard(path, tokens, sha256(sample).hexdigest()[:16]))
-    require(shards, f"no file matches {pattern}: in the repository, ./run.sh makes or fetches the "
-            "data of a preset, and ./run.sh tokenize makes shards of your own text")
+    require(shards, f"no file matches {pattern}: in a clone of the repository, ./run.sh demo --check "
+            "makes the data of the demo, ./run.sh fineweb downloads that of the speedrun, and "
+            "./run.sh tokenize makes shards of your own text; then start this there")
     return shards
 
 def read_tokens(path: str, start: int, count: int, vocab_size: int) -> Tensor:
@@ -1158,7 +1166,7 @@ def true_or_false(text: str) -> bool:
 def parse_flags(argv: list[str]) -> tuple[Hyperparameters, argparse.Namespace]:
     """Returns the settings that a command line asks for, and the result of argparse, whose .named
     has those that were typed. Raises UserError."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     parser.error = lambda message: require(False, f"{message}; --help lists the flags")
     parser.usage = "%(prog)s [--preset=NAME | --resume=CHECKPOINT] [--check] [--setting=value ...]"
     parser.epilog = "On a CPU each rank uses one thread, unless OMP_NUM_THREADS is set."
@@ -1446,7 +1454,8 @@ def save_checkpoint(done: int, seconds: float, model, optimizers, plan: Plan, lo
     path = log.path.with_suffix("") / f"step{done:08}.pt"
     unfinished = path.with_name("unfinished")
     saved = dict(step=done, seconds=seconds, settings=asdict(plan.hp), state=state,
-                 script=sha256(plan.script.encode()).hexdigest(), data_read=plan.data_read(done))
+                 script=sha256(plan.script.encode()).hexdigest(), data_read=plan.data_read(done),
+                 log=str(log.path))
     file = io.BytesIO()  # so that an OSError below comes from the disk
     torch.save(saved, file)
     try:
@@ -1467,8 +1476,11 @@ def save_checkpoint(done: int, seconds: float, model, optimizers, plan: Plan, lo
     return True
 
 if __name__ == "__main__":
-    # Ctrl+C ends this process at once, even while it waits for a GPU.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Ctrl+C ends this process at once, even while it waits for a GPU. Process 1, as of a container,
+    # is not ended by a signal that it does not handle.
+    end = signal.SIG_DFL if os.getpid() > 1 else lambda number, frame: os._exit(128 + number)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
     try:
         main(sys.argv[1:])
     except Exception as e:

@@ -24,6 +24,9 @@ def shards(tmp_path):
         write_shard(tmp_path / f"s_{i}.bin", np.arange(start, start + size) % sum(SIZES))
         start += size
     found = find_shards(f"{tmp_path}/s_*.bin")
+    (tmp_path / "a[1]").mkdir()
+    write_shard(tmp_path / "a[1]" / "s_1.bin", [256, 1])
+    assert len(find_shards(f"{tmp_path}/a[1]/s_*.bin")) == 1, "brackets in a folder's name"
     assert [shard.tokens for shard in found] == SIZES
     return found
 

@@ -416,6 +416,18 @@ def runs_in(text, path):
         raise BadInput("no log (no line of a step in it)")
     return [Run(path, sections, group) for group in groups]
 
+def source_of(path):
+    """The script that a log holds, byte for byte. Published logs have it in front of the first line
+    of 100 '=', with the line break that printing adds."""
+    run = Reader(()).pieces(path)[0]
+    if run.hyperparameters:
+        return run.source
+    text = Path(path).read_bytes().decode("utf-8", "replace").removeprefix(f"{SEPARATOR}\n")
+    source, bar, _ = text.partition(f"\n{SEPARATOR}\n")
+    if not bar or not run.source:
+        raise BadInput(f"{path}: holds no source")
+    return source
+
 def read_run(path, name):
     """The run in a file that holds one."""
     runs = Reader(()).runs(path, name)
