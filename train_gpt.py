@@ -555,7 +555,7 @@ class CrossEntropy(torch.autograd.Function):
 # The modules above create parameters. The table here says how each starts, and who trains it.
 
 def parameter(*shape: int, dtype=torch.float32) -> nn.Parameter:
-    """A parameter full of NaN, so that one that draw_weights forgets cannot go unnoticed."""
+    """A parameter full of NaN, so that draw_weights cannot forget one unnoticed."""
     return nn.Parameter(torch.full(shape, torch.nan, dtype=dtype))
 
 def zero(x: Tensor, generator):
@@ -685,8 +685,8 @@ class Optimizer:
     so clip gradients there. To sum the square of a norm over ranks: world.all_reduce(x).wait().
 
     `state` is what an optimizer remembers: {name: one tensor for each parameter, with its first
-    dimension}. It is saved, resumed, and restored after the warm-up, so keep nothing elsewhere. A
-    rank reads and writes only its own rows, world.shard(tensor)."""
+    dimension}. It is saved, resumed, and restored after the warm-up, so keep nothing of the kind
+    elsewhere. A rank reads and writes only its own rows, world.shard(tensor)."""
 
     def __init__(self, params: dict, hp: Hyperparameters, world: World, lr, weight_decay=0.0):
         self.params = params  # {name: parameter}
@@ -754,7 +754,7 @@ class Muon(Optimizer):
 
     The parameters of one Muon have the same shape. Their gradients, updates and momentum lie in
     stacks, padded with zeros so that the ranks divide them equally. With 11 parameters on two ranks
-    the stack has 12: rank 0 computes updates 0 to 5, rank 1 those from 6 on."""
+    the stack has 12: rank 0 computes the updates 0 to 5, rank 1 the others."""
 
     def __init__(self, params, hp, world, lr, weight_decay=0.0):
         super().__init__(params, hp, world, lr, weight_decay)
@@ -787,8 +787,8 @@ class Muon(Optimizer):
             p.add_(update, alpha=-self.lr(step))
 
     def compute_update(self, gradients: Tensor, step: int) -> Tensor:
-        """Returns the updates for this rank's part of the stack, in the shape of `gradients`, which
-        are in float32."""
+        """Returns this rank's part of the updates, in the shape of its gradients, which are
+        float32."""
         beta = muon_momentum(step, self.hp)
         momentum = self.world.shard(self.state["momentum"]).lerp_(gradients, 1 - beta)
         ahead = gradients.lerp(momentum, beta).to(self.updates.dtype)
@@ -996,8 +996,8 @@ def warm_up(model, optimizers, shards: list[Shard], hp: Hyperparameters, world: 
     afterwards raises an error, because it would count as training time. If your method runs
     different code at some steps, run that code here once too.
 
-    Undoing it also copies the weights of rank 0 to all ranks, whose CPUs may have drawn them with
-    other last bits."""
+    Undoing the step also copies the weights of rank 0 to all ranks. Their CPUs may have drawn
+    weights that differ in the last bits."""
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     state = gather_training_state(model, optimizers)
     before = tree_map(lambda x: x.to("cpu", copy=True), state) if world.rank == 0 else None
@@ -1117,7 +1117,7 @@ def world_of_this_process() -> World:
     rank, local_rank, size = (int(os.environ.get(name, default)) for name, default in
                               (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
     require("WORLD_SIZE" in os.environ or os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1",
-            "these processes do not know of each other: let srun start torchrun, once on each node")
+            "these processes do not know each other: let srun start torchrun, once on each node")
     if not torch.cuda.is_available():
         # As torchrun does for several ranks. Threads without a core of their own are slow.
         torch.set_num_threads(torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1)
@@ -1191,14 +1191,15 @@ def check_settings(hp: Hyperparameters, world_size: int):
     for f, value in zip(fields(hp), asdict(hp).values()):
         low, high, unit, pattern = f.metadata["limits"]
         if isinstance(value, str):
-            require(re.fullmatch(pattern, value), f"--{f.name}={value} is not {f.metadata['help']}")
+            expected = f.metadata["help"]
+            require(re.fullmatch(pattern, value), f"--{f.name}={value}: expected {expected}")
         else:
             require(low <= value <= high, f"--{f.name}={value} is not from {low} to {high}")
             require(unit == 1 or value % unit == 0, f"--{f.name}={value}: use a multiple of {unit}")
     require(len(hp.windows) % 2 == 0, f"--windows={hp.windows}: name an even number of layers")
     for name, marks in (("attention", hp.attention), ("value_embeds", hp.value_embeds)):
         require(len(marks) == len(hp.windows), f"--{name} and --windows differ in length: each has "
-                    "one character per layer")
+                "one character per layer")
     unused = [v for v, a in zip(hp.value_embeds, hp.attention) if v != "." and a == "."]
     require(not unused, f"--value_embeds={hp.value_embeds} marks a layer without --attention")
     require(hp.window_start <= hp.window_end, "--window_start is above --window_end")
@@ -1268,8 +1269,8 @@ def make_plan(hp: Hyperparameters, command, script: str, world: World, saved: di
 
     plan = Plan(hp, script, train_shards, val_shards, command.resume)
     if saved:
-        plan = replace(plan, first_step=saved["step"], seconds=saved["seconds"])
         done = saved["step"]
+        plan = replace(plan, first_step=done, seconds=saved["seconds"])
         require(done <= hp.num_iterations, f"the run has done {done} steps already")
         require(plan.data_read(done) == saved["data_read"], "--resume: keep micro_batches, "
                 "train_seq_len, the shards read (more may follow) and how a script reads them")
