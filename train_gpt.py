@@ -1446,8 +1446,8 @@ def read_checkpoint(path: Path) -> dict:
                         "step<n>.pt; if it is damaged, the one before it") from None
 
 def save_checkpoint(done: int, seconds: float, model, optimizers, plan: Plan, log, warn) -> bool:
-    """Saves what a run needs to continue, on any number of ranks. Keeps the two
-    newest files. A file gets its name when it is complete. Returns whether that worked."""
+    """Saves what a run needs to continue, on any number of ranks, and keeps the two newest files. A
+    file gets its name when it is complete. Returns whether saving worked."""
     began = time.perf_counter()
     state = gather_training_state(model, optimizers)
     if log.file is None:  # only rank 0 saves
