@@ -83,7 +83,7 @@ if __name__ == "__main__" and not (find_spec("torch") and find_spec("numpy")):
           "repository, which does", file=sys.stderr)
     sys.exit(2)
 
-# Read before torch is imported, which takes seconds in which the file might be edited.
+# Read before torch, whose import takes seconds.
 SOURCE = Path(__file__).read_text(encoding="utf-8") if __name__ == "__main__" else None
 
 import numpy as np
@@ -613,7 +613,7 @@ def draw_weights(model: nn.Module, seed: int):
 
 # ---- 6. Ranks and optimizers --------------------------------------------------------------------
 # torchrun starts one process for each GPU, which is called a rank. Every rank holds all weights and
-# computes gradients on its own part of the batch. The ranks share the work of the optimizers.
+# computes gradients on its own part of the batch.
 
 if not hasattr(dist, "all_gather_single"):  # torch 2.13 has renamed these two functions
     dist.all_gather_single = dist.all_gather_into_tensor
@@ -660,7 +660,7 @@ class World:
         return Pending(whole, dist.all_gather_single(whole, self.shard(whole), async_op=True))
 
     def all_reduce(self, whole: Tensor) -> Pending:
-        """Sums over the ranks, in place. Every rank receives the whole sum."""
+        """Sums over the ranks, in place."""
         return Pending(whole, dist.all_reduce(whole, async_op=True) if self.size > 1 else None)
 
     def all_reduce_together(self, tensors: list[Tensor]) -> list[Pending]:
@@ -707,8 +707,8 @@ class Optimizer:
 
 class Adam(Optimizer):
     """Adam (arXiv:1412.6980), computed by PyTorch's fused AdamW kernel. Its state has the dtype of
-    the parameter. In bfloat16 a change of less than 1/512 of a number is lost to rounding. So a
-    very small step changes nothing, and with a beta2 of 0.999 the mean square would never fall."""
+    the parameter. In bfloat16 a change of less than 1/512 of a number is lost to rounding, so with
+    a beta2 of 0.999 the mean square would never fall."""
 
     def __init__(self, params, hp, world, lr, betas=None, eps=None, weight_decay=0.0):
         super().__init__(params, hp, world, lr, weight_decay)
@@ -888,7 +888,7 @@ def step_starts(shards: list[Shard], hp: Hyperparameters) -> Iterator[tuple[Shar
     """Yields (shard, first token) for each step, the same on every rank and after a resume. Each
     pass begins one block later than the one before, so that sequences begin at other places of the
     text. If more than UNREAD of a shard would stay unread, another step ends exactly at the shard's
-    end. It repeats some tokens of the step before it."""
+    end and overlaps the one before."""
     for epoch in range(hp.epochs):
         for shard in shards:
             start = (epoch * BLOCK) % hp.train_seq_len
@@ -964,8 +964,8 @@ def evaluate(model, sequences: list, step: int, hp: Hyperparameters, world: Worl
 
 def gather_training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict:
     """Everything on which further training depends: {"model": {name: tensor}, "Muon momentum":
-    ...}. These are the live tensors and not copies, and each rank has all their rows. If your
-    method remembers something else from step to step, add it here."""
+    ...}. These are the live tensors, whole on every rank. If your method remembers something else
+    from step to step, add it here."""
     state = {"model": dict(model.state_dict())}
     for optimizer in optimizers:
         optimizer.gather_state()
@@ -996,8 +996,7 @@ def warm_up(model, optimizers, shards: list[Shard], hp: Hyperparameters, world: 
     afterwards raises an error, because it would count as training time. If your method runs
     different code at some steps, run that code here once too.
 
-    Undoing the step also copies the weights of rank 0 to all ranks. Their CPUs may have drawn
-    weights that differ in the last bits."""
+    Undoing the step also makes the weights of all ranks equal to those of rank 0."""
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     state = gather_training_state(model, optimizers)
     before = tree_map(lambda x: x.to("cpu", copy=True), state) if world.rank == 0 else None
