@@ -11,8 +11,8 @@
 
 To try an idea, copy this file and change the copy. Every run writes a log into the folder records:
 settings, machine, this source, and a line per step. You may kill a run at any time, because
---resume continues from its last checkpoint. Sections 1 to 9 are the method and the run, in the
-order in which one learns them, and section 10 is support code. Needs torch 2.9.1 or newer.
+--resume continues from its last checkpoint. Read sections 1 to 9 in their order; section 10 is
+support code. Needs torch 2.9.1 or newer.
 
 The model has 276 million parameters: 83 million in its layers, and 193 million in four embeddings
 and the output head. A step trains on 393,216 tokens, the whole run on 696 million. Losses are in
@@ -79,8 +79,7 @@ from pathlib import Path
 from typing import Iterator, NamedTuple
 
 if __name__ == "__main__" and not (find_spec("torch") and find_spec("numpy")):
-    print("error: this Python has no torch or no numpy; install both, or start by ./run.sh of the "
-          "repository, which does", file=sys.stderr)
+    print("error: this Python lacks torch or numpy: install them", file=sys.stderr)
     sys.exit(2)
 
 # Read before torch, whose import takes seconds.
@@ -88,11 +87,6 @@ SOURCE = Path(__file__).read_text(encoding="utf-8") if __name__ == "__main__" el
 
 import numpy as np
 import torch
-
-if __name__ == "__main__" and torch.__version__ < (2, 9, 1):
-    print(f"error: torch {torch.__version__} is too old; install 2.9.1 or newer", file=sys.stderr)
-    sys.exit(2)
-
 import torch._functorch.config
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -112,7 +106,8 @@ def require(condition, message: str):
 BLOCK = 128  # tokens; attention masks and windows consist of whole blocks
 
 def flag(default, text: str, low=0, high=10**9, unit=1, pattern=".+"):
-    """A setting. Numbers must lie in [low, high] and be multiples of unit, strings must match."""
+    """A setting. Numbers lie in [low, high] and are multiples of unit, strings match the
+    pattern."""
     return field(default=default, metadata=dict(help=text, limits=(low, high, unit, pattern)))
 
 @dataclass(frozen=True)
@@ -225,8 +220,8 @@ class GPT(nn.Module):
     lists of blocks when it is not.
 
     The embeddings and the residual stream x_TD are in `dtype`. All other parameters are float32, so
-    cast a vector or matrix by type_as before you multiply the stream by it. A single number such as
-    residual_mix[0] does not change the stream's dtype."""
+    cast a vector or matrix by type_as before you multiply the stream by it. Single numbers need no
+    cast."""
 
     # The logits of this many tokens exist at a time: [24576, 50304] in float32 takes 4.6 GiB.
     LOGITS_TOKENS = 24576
@@ -236,7 +231,7 @@ class GPT(nn.Module):
         self.hp = hp
         self.flex = flex
         self.end_of_text = hp.vocab_size - 1
-        # FP8 needs a multiple of 16, and with a multiple of 64 up to 64 ranks can share the rows.
+        # FP8 needs a multiple of 16. Up to 64 ranks can share a multiple of 64.
         vocab = math.ceil(hp.vocab_size / 64) * 64
         self.embed = Embedding(vocab, hp.model_dim, dtype)
         # Layers with the same digit share a value embedding (2024-12-08).
@@ -262,8 +257,8 @@ class GPT(nn.Module):
         """Returns the normed residual stream [T, D] after the last layer."""
         masks = dict(zip("LS", build_block_masks(tokens_T, self.end_of_text, window, self.flex)))
         value_embed_of = {digit: table(tokens_T) for digit, table in self.value_tables.items()}
-        # As in a U-Net, the output of layer 5 is added to the input of layer 6, that of layer 4 to
-        # the input of layer 7, and so on until 0 and 11 (2024-11-10).
+        # A U-Net (2024-11-10): the output of layer 5 is added to the input of layer 6, that of 4 to
+        # 7, and so on.
         x_TD = x0_TD = norm(self.embed(tokens_T))
         skips = []
         half = len(self.layers) // 2
@@ -297,8 +292,8 @@ class Layer(nn.Module):
 
     def forward(self, x_TD: Tensor, x0_TD: Tensor, value_embed: Tensor | None, mask) -> Tensor:
         x_TD = self.residual_mix[0] * x_TD + self.residual_mix[1] * x0_TD
-        # These sums are rounded like plain ones. But of a plain sum and the matmul before it the
-        # compiler makes one addmm, for which torch 2.13 first copies x_TD, 75 MB.
+        # Summing in float32 gives the same bits. A sum in bfloat16 would become one addmm with the
+        # matmul before it, for which torch 2.13 first copies x_TD, 75 MB.
         if self.attn is not None:
             x_TD = (x_TD.float() + self.attn(norm(x_TD), value_embed, mask)).type_as(x_TD)
         return (x_TD.float() + self.mlp(norm(x_TD))).type_as(x_TD)
@@ -389,10 +384,8 @@ class CastedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gradient_scale and self.training:
-            y = FP8Linear.apply(x, self.weight, self.gradient_scale)
-        else:
-            y = F.linear(x, self.weight.type_as(x))
-        return y
+            return FP8Linear.apply(x, self.weight, self.gradient_scale)
+        return F.linear(x, self.weight.type_as(x))
 
 def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
@@ -513,28 +506,26 @@ class FP8Linear(torch.autograd.Function):
     def forward(ctx, x_TD: Tensor, w_VD: Tensor, gradient_scale: float) -> Tensor:
         x8_TD = to_e4m3(x_TD, INPUT_SCALE)
         w8_VD = to_e4m3(w_VD, WEIGHT_SCALE)
-        ctx.gradient_scale = gradient_scale
+        ctx.scale = gradient_scale
         ctx.save_for_backward(x8_TD, w8_VD)
         return fp8_matmul(x8_TD, w8_VD, INPUT_SCALE * WEIGHT_SCALE, x_TD.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, grad_TV: Tensor):
         x8_TD, w8_VD = ctx.saved_tensors
-        g8_TV = (grad_TV.float() * ctx.gradient_scale).to(torch.float8_e5m2).contiguous()
+        g8_TV = (grad_TV.float() * ctx.scale).to(torch.float8_e5m2).contiguous()
         g8_VT, x8_DT, w8_DV = (x.T.contiguous() for x in (g8_TV, x8_TD, w8_VD))
-        x_scale = ctx.gradient_scale * WEIGHT_SCALE
-        w_scale = ctx.gradient_scale * INPUT_SCALE
-        grad_x_TD = fp8_matmul(g8_TV, w8_DV, x_scale, grad_TV.dtype, fast=False)
-        grad_w_VD = fp8_matmul(g8_VT, x8_DT, w_scale, torch.float32, fast=False)
+        grad_x_TD = fp8_matmul(g8_TV, w8_DV, ctx.scale * WEIGHT_SCALE, grad_TV.dtype, fast=False)
+        grad_w_VD = fp8_matmul(g8_VT, x8_DT, ctx.scale * INPUT_SCALE, torch.float32, fast=False)
         return grad_x_TD, grad_w_VD, None
 
 class CrossEntropy(torch.autograd.Function):
     """The sum of -log softmax(logits_TV)[target] over all tokens. A target of -1 does not count.
-    Logits must be at most 76, twice the largest softcap, or their exponentials could overflow.
+    Logits above 76, twice the largest softcap, could overflow.
 
     The value is that of F.cross_entropy. Its backward pass is written out here because the compiler
     fuses the library's with the cast to FP8 and with a transposed copy, into one slow kernel. A
-    term that you add in `forward` gets no gradient unless you add its derivative in `backward`."""
+    term that you add in `forward` needs its derivative in `backward`."""
 
     @staticmethod
     def forward(ctx, logits_TV: Tensor, target_T: Tensor) -> Tensor:
@@ -583,21 +574,20 @@ PARAMETERS = [
 
 def find_rules(model: nn.Module) -> dict[str, int]:
     """{name of a parameter: index of its rule in PARAMETERS}"""
-    patterns = [pattern for pattern, *_ in PARAMETERS]
     rules = {}
     for name, p in model.named_parameters():
-        fitting = [i for i, pattern in enumerate(patterns) if re.fullmatch(pattern, name)]
+        fitting = [i for i, (pattern, *_) in enumerate(PARAMETERS) if re.fullmatch(pattern, name)]
         require(fitting, f"PARAMETERS has no rule for {name} {tuple(p.shape)}")
         rules[name] = fitting[0]
-    for i, pattern in enumerate(patterns):
+    for i, (pattern, *_) in enumerate(PARAMETERS):
         require(i in rules.values(), f"PARAMETERS: no parameter belongs to the rule {pattern}")
     return rules
 
 @torch.no_grad()
 def draw_weights(model: nn.Module, seed: int):
     """Fills every parameter as its rule says. The random numbers depend only on the seed and on the
-    parameter's name. So two scripts with the same seed start from equal weights wherever names and
-    shapes agree, which lowers the noise when their runs are compared in pairs."""
+    parameter's name. So scripts with the same seed start from equal weights where names and shapes
+    agree, which lowers the noise when runs are compared in pairs."""
     for name, rule in find_rules(model).items():
         p = model.get_parameter(name)
         _, initial, _, _ = PARAMETERS[rule]
@@ -654,7 +644,7 @@ class World:
         return Pending(local, dist.reduce_scatter_single(local, whole, async_op=True))
 
     def all_gather(self, whole: Tensor) -> Pending:
-        """Fetches the rows that the other ranks have updated, in place."""
+        """Fetches the rows of the other ranks, in place."""
         if not self.is_sharded(whole):
             return Pending(whole)
         return Pending(whole, dist.all_gather_single(whole, self.shard(whole), async_op=True))
@@ -664,8 +654,8 @@ class World:
         return Pending(whole, dist.all_reduce(whole, async_op=True) if self.size > 1 else None)
 
     def all_reduce_together(self, tensors: list[Tensor]) -> list[Pending]:
-        """Sums small tensors over the ranks by one exchange. Each exchange takes some 20
-        microseconds, however small it is, and all that begin after it wait for it."""
+        """Sums small tensors over the ranks in one exchange, because every exchange takes some 20
+        microseconds, however small it is."""
         flat, work = self.all_reduce(torch.cat([x.flatten() for x in tensors]))
         parts = flat.split([x.numel() for x in tensors])
         return [Pending(part.view_as(x), work) for part, x in zip(parts, tensors)]
@@ -819,13 +809,11 @@ def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
     return x.mT if tall else x
 
 def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> list[Optimizer]:
-    """Builds one optimizer for the parameters that share a rule and a dtype, and a shape if the
-    optimizer is a Muon."""
+    """Parameters of one rule and dtype share an optimizer. Those of a Muon also have one shape."""
     groups = {}
     for name, rule in find_rules(model).items():
         p = model.get_parameter(name)
         _, _, optimizer, _ = PARAMETERS[rule]
-        require(optimizer in globals(), f"PARAMETERS: there is no optimizer {optimizer}")
         shape = p.shape if issubclass(globals()[optimizer], Muon) else None
         if p.requires_grad:
             groups.setdefault((rule, p.dtype, shape), {})[name] = p
@@ -855,8 +843,7 @@ def find_shards(pattern: str) -> list[Shard]:
     if os.path.isdir(folder):  # whose own name may have brackets
         folder = glob.escape(folder)
     for path in sorted(glob.glob(os.path.join(folder, name), recursive=True)):
-        problem = (f"{path} is not a whole token shard: in the repository, ./run.sh inspect says "
-                   "what is wrong with it")
+        problem = f"{path} is not a whole token shard: ./run.sh inspect of the repository says why"
         require(os.path.isfile(path) and os.path.getsize(path) > SHARD_HEADER_BYTES, problem)
         data = np.memmap(path, dtype=np.uint8, mode="r")
         magic, version, tokens = data[:12].view("<i4").tolist()
@@ -1020,7 +1007,8 @@ def warm_up(model, optimizers, shards: list[Shard], hp: Hyperparameters, world: 
 # ---- 9. The run ---------------------------------------------------------------------------------
 
 def main(argv: list[str]):
-    # What to do. Rank 0 makes a plan for all ranks. With --check they do not even connect.
+    # What to do. Rank 0 makes a plan for all ranks, which with --check do not connect.
+    require(torch.__version__ >= (2, 9, 1), f"torch {torch.__version__}: install 2.9.1 or newer")
     script = SOURCE or Path(__file__).read_text(encoding="utf-8")
     hp, command = parse_flags(argv)
     world = world_of_this_process()
@@ -1148,8 +1136,7 @@ def connect(plan: "Plan | None", script: str, world: World) -> "Plan":
     here = (script, find_shards(plans[0].hp.train_files), find_shards(plans[0].hp.val_files))
     everywhere = [None] * world.size
     dist.all_gather_object(everywhere, here)
-    require(everywhere.count(here) == world.size, "script or data differ between the machines: "
-            "copy them from one to all")
+    require(everywhere.count(here) == world.size, "script or data differ between the machines")
     return plans[0]
 
 def cpu_info() -> dict[str, str]:
@@ -1190,15 +1177,13 @@ def check_settings(hp: Hyperparameters, world_size: int):
     for f, value in zip(fields(hp), asdict(hp).values()):
         low, high, unit, pattern = f.metadata["limits"]
         if isinstance(value, str):
-            expected = f.metadata["help"]
-            require(re.fullmatch(pattern, value), f"--{f.name}={value}: expected {expected}")
+            require(re.fullmatch(pattern, value), f"--{f.name}={value}: use {f.metadata['help']}")
         else:
             require(low <= value <= high, f"--{f.name}={value} is not from {low} to {high}")
             require(unit == 1 or value % unit == 0, f"--{f.name}={value}: use a multiple of {unit}")
     require(len(hp.windows) % 2 == 0, f"--windows={hp.windows}: name an even number of layers")
     for name, marks in (("attention", hp.attention), ("value_embeds", hp.value_embeds)):
-        require(len(marks) == len(hp.windows), f"--{name} and --windows differ in length: each has "
-                "one character per layer")
+        require(len(marks) == len(hp.windows), f"--{name} and --windows differ in their length")
     unused = [v for v, a in zip(hp.value_embeds, hp.attention) if v != "." and a == "."]
     require(not unused, f"--value_embeds={hp.value_embeds} marks a layer without --attention")
     require(hp.window_start <= hp.window_end, "--window_start is above --window_end")
@@ -1221,7 +1206,7 @@ def resolve(hp: Hyperparameters, device: torch.device) -> Hyperparameters:
 
 @dataclass
 class Plan:
-    """What a run will do. Rank 0 makes it and has checked it."""
+    """What a run will do, as rank 0 has checked it."""
     hp: Hyperparameters
     script: str  # the text of this file
     train_shards: list[Shard]
@@ -1268,26 +1253,23 @@ def make_plan(hp: Hyperparameters, command, script: str, world: World, saved: di
 
     plan = Plan(hp, script, train_shards, val_shards, command.resume)
     if saved:
-        done = saved["step"]
-        plan = replace(plan, first_step=done, seconds=saved["seconds"])
+        plan = replace(plan, first_step=(done := saved["step"]), seconds=saved["seconds"])
         require(done <= hp.num_iterations, f"the run has done {done} steps already")
         require(plan.data_read(done) == saved["data_read"], "--resume: keep micro_batches, "
                 "train_seq_len, the shards read (more may follow) and how a script reads them")
     return plan
 
 def notices(plan: Plan, saved: dict | None, world: World) -> Iterator[str]:
-    """Lines of the log that say what a resumed run has changed, and that a GPU has no FP8."""
+    """Lines of the log: whether a GPU trains without FP8, and what a resumed run has changed."""
     if world.device.type == "cuda" and not plan.hp.use_fp8:
         yield ("fp8: off, so the head takes about twice as long; FP8 needs a GPU of compute "
                "capability 8.9 or newer, dtype bfloat16 and use_fp8")
-    if saved is None:
-        return
-    for name, value in asdict(plan.hp).items():
+    for name, value in asdict(plan.hp).items() if saved else ():
         if value != (old := saved["settings"].get(name)):
             yield f"changed: {name} = {value!r}, was {old!r}"
             if name == "num_iterations":
                 yield "changed: rates and window depend on step / num_iterations, so they jump"
-    if saved["script"] != sha256(plan.script.encode()).hexdigest():
+    if saved and saved["script"] != sha256(plan.script.encode()).hexdigest():
         yield "changed: the script is not the one that saved the checkpoint"
 
 # ---- Log and clock
@@ -1340,8 +1322,7 @@ class RunLog:
         self.failed = not complete
 
     def write_loss(self, kind: str, done: int, hp: Hyperparameters, loss: float, seconds: float):
-        """Writes a loss after `done` steps and `seconds` of training. A loss that is not finite
-        ends the run."""
+        """Writes a loss. One that is not finite ends the run."""
         step = done - 1 if kind == "train_loss" else done  # that its schedules belong to
         average = f"{1000 * seconds / done:.2f}" if done else "nan"
         self.write(f"step:{done}/{hp.num_iterations} {kind}:{loss:.4f} "

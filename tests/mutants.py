@@ -71,7 +71,7 @@ IN_THE_SCRIPT = {
     (4, "test_fp8.py"): [
         ("the product keeps the weight's scale", "«INPUT_SCALE * WEIGHT_SCALE→INPUT_SCALE», x_"),
         ("the input's gradient by its own scale",
-         "x_scale = ctx.gradient_scale * «WEIGHT_SCALE→INPUT_SCALE»"),
+         "w8_DV, ctx.scale * «WEIGHT_SCALE→INPUT_SCALE»"),
         ("a cast that saturates too early", ".clamp(-«448, 448→240, 240»)"),
         ("gradients in e4m3, whose range is small", ".to(torch.«float8_e5m2→float8_e4m3fn»)"),
         ("a gradient where the target is -1",

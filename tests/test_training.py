@@ -281,11 +281,11 @@ def test_the_log_has_the_source_that_started_and_an_old_torch_is_refused(tmp_pat
     launch(*TINY, *shards, "--num_iterations=0", f"--records={tmp_path}", script=copy)
     log = log_of(tmp_path)
     assert hashlib.sha256(text.encode()).hexdigest() in log and "# later# later" not in log
-    old = "import torch\n\ntorch.__version__ = torch.torch_version.TorchVersion('2.8.0')\n"
-    copy.write_text(text.replace("import torch\n\n", old, 1))
+    old = "\nimport torch\ntorch.__version__ = torch.torch_version.TorchVersion('2.8.0')\n"
+    copy.write_text(text.replace("\nimport torch\n", old, 1))
     done = launch(script=copy, check=False)
     assert done.returncode == 2
-    assert done.stderr == "error: torch 2.8.0 is too old; install 2.9.1 or newer\n"
+    assert done.stderr == "error: torch 2.8.0: install 2.9.1 or newer\n"
 
 def test_the_lists_of_blocks_agree_with_the_rule_by_token():
     """FlexAttention asks the rule about partial blocks alone: it must allow all of a full one."""
