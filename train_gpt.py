@@ -19,7 +19,7 @@ and the output head. A step trains on 393,216 tokens, the whole run on 696 milli
 nats per token. The first one is ln 50304 = 10.83, because the head starts at zero and so makes all
 its 50,304 rows equally likely.
 
-    preset     steps  hardware       time     final loss           spread between seeds
+    preset     steps  hardware       time     final loss           its standard deviation
     speedrun    1770  8 x H100 (*)   176 s    3.28                 0.0019
     short        250  one GPU        not measured
     demo         720  2 CPU cores    213 s    1.14 nats per byte   0.0047
