@@ -292,11 +292,15 @@ class Layer(nn.Module):
 
     def forward(self, x_TD: Tensor, x0_TD: Tensor, value_embed: Tensor | None, mask) -> Tensor:
         x_TD = self.residual_mix[0] * x_TD + self.residual_mix[1] * x0_TD
-        # Summing in float32 gives the same bits. A sum in bfloat16 would become one addmm with the
-        # matmul before it, for which torch 2.13 first copies x_TD, 75 MB.
         if self.attn is not None:
-            x_TD = (x_TD.float() + self.attn(norm(x_TD), value_embed, mask)).type_as(x_TD)
-        return (x_TD.float() + self.mlp(norm(x_TD))).type_as(x_TD)
+            x_TD = add(x_TD, self.attn(norm(x_TD), value_embed, mask))
+        return add(x_TD, self.mlp(norm(x_TD)))
+
+def add(x_TD: Tensor, y_TD: Tensor) -> Tensor:
+    """x_TD + y_TD, with the same bits. A plain sum would become one addmm with the matmul before it,
+    for which torch 2.13 first copies x_TD, 75 MB. If y_TD lacks a cast, so does the result."""
+    sum_TD = x_TD.float() + y_TD
+    return sum_TD.type_as(x_TD) if x_TD.dtype == y_TD.dtype else sum_TD
 
 class CausalSelfAttention(nn.Module):
     """Attention with normed queries and keys, which bounds the scores (arXiv:2010.04245). Values
@@ -852,8 +856,8 @@ def find_shards(pattern: str) -> list[Shard]:
         places = [*range(0, len(data), max(4096, len(data) // 64)), max(0, len(data) - 4096)]
         sample = b"".join(data[at:at + 4096].tobytes() for at in places)
         shards.append(Shard(path, tokens, sha256(sample).hexdigest()[:16]))
-    require(shards, f"no file matches {pattern}: in a clone of the repository, ./run.sh demo --check "
-            "makes the data of the demo, ./run.sh fineweb downloads that of the speedrun, and "
+    require(shards, f"no file matches {pattern}: in a clone of the repository, ./run.sh demo "
+            "--check makes the data of the demo, ./run.sh fineweb downloads that of the speedrun, and "
             "./run.sh tokenize makes shards of your own text; then start this there")
     return shards
 
@@ -1152,7 +1156,8 @@ def true_or_false(text: str) -> bool:
 def parse_flags(argv: list[str]) -> tuple[Hyperparameters, argparse.Namespace]:
     """Returns the settings that a command line asks for, and the result of argparse, whose .named
     has those that were typed. Raises UserError."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0],
+                                     allow_abbrev=False)
     parser.error = lambda message: require(False, f"{message}; --help lists the flags")
     parser.usage = "%(prog)s [--preset=NAME | --resume=CHECKPOINT] [--check] [--setting=value ...]"
     parser.epilog = "On a CPU each rank uses one thread, unless OMP_NUM_THREADS is set."

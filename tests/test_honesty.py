@@ -37,7 +37,7 @@ def test_masks_that_differ_between_a_cpu_and_a_gpu_are_found(tmp_path, changed, 
         list(honesty.check_masks(trial))
 
 EMBED = "x_TD = x0_TD = norm(self.embed(tokens_T))"
-MLP = "return (x_TD.float() + self.mlp(norm(x_TD))).type_as(x_TD)"
+MLP = "return add(x_TD, self.mlp(norm(x_TD)))"
 LOSS = "            loss += CrossEntropy.apply(self.logits(x), target)\n"
 Z_LOSS = "1e-4 * self.logits(x).logsumexp(-1).square().sum()\n"
 EVALUATE = "    model.eval()\n"
