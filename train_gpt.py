@@ -297,8 +297,8 @@ class Layer(nn.Module):
         return add(x_TD, self.mlp(norm(x_TD)))
 
 def add(x_TD: Tensor, y_TD: Tensor) -> Tensor:
-    """x_TD + y_TD, with the same bits. A plain sum would become one addmm with the matmul before it,
-    for which torch 2.13 first copies x_TD, 75 MB. If y_TD lacks a cast, so does the result."""
+    """x_TD + y_TD, with the same bits. A plain sum would become one addmm with the matmul before
+    it, for which torch 2.13 first copies x_TD, 75 MB. If y_TD lacks a cast, so does the result."""
     sum_TD = x_TD.float() + y_TD
     return sum_TD.type_as(x_TD) if x_TD.dtype == y_TD.dtype else sum_TD
 
@@ -857,8 +857,8 @@ def find_shards(pattern: str) -> list[Shard]:
         sample = b"".join(data[at:at + 4096].tobytes() for at in places)
         shards.append(Shard(path, tokens, sha256(sample).hexdigest()[:16]))
     require(shards, f"no file matches {pattern}: in a clone of the repository, ./run.sh demo "
-            "--check makes the data of the demo, ./run.sh fineweb downloads that of the speedrun, and "
-            "./run.sh tokenize makes shards of your own text; then start this there")
+            "--check makes the data of the demo, ./run.sh fineweb downloads that of the speedrun, "
+            "and ./run.sh tokenize makes shards of your own text; then start this there")
     return shards
 
 def read_tokens(path: str, start: int, count: int, vocab_size: int) -> Tensor:

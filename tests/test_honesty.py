@@ -62,7 +62,7 @@ IN_A_MODEL = {
         "with noise on all weights: it sees the future", [
             (MLP, "return x_TD + self.mlp(norm(x_TD + x_TD.mean(0)))"),
             (PROJ, PROJ.replace('"muon_lr"', "0.0"))]),
-    "the number of documents that follow": (FUTURE, [
+    "the number of documents that follow": (FUTURE.replace("0", r"\d+"), [
         (EMBED, "ends = (tokens_T.flip(0) == self.end_of_text).cumsum(0).flip(0)[:, None]\n"
          "        x_TD = x0_TD = norm(self.embed(tokens_T)) * (1 + 0.1 * ends.sin())")]),
     "a z-loss that validation counts too": (ENTROPY, [
