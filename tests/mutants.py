@@ -202,7 +202,7 @@ IN_PROGRAMS = {
         ("a copy's run is resumed by the script", "(«same or scripts→scripts»)[0]", "is_resumed"),
         ("repeats have one seed", "and «hp.seed < 0 and →»not", "can_fix")],
     ("records/tools/watch.py", "test_watch.py"): [
-        ("a signal's status is another one", "else 128 «-→+» status)", "fails_is_said"),
+        ("a signal's status is another one", "else 128 «-→+» status)", "breaks_is_said"),
         ("the wrong rank is blamed", " < 0« and code != -signal.SIGTERM→»]", "is_blamed")],
     ("records/tools/race.py", "test_race.py"): [
         ("the first seed is not the one asked for", "range(«self.options.seed, self.options.seed "
