@@ -96,7 +96,7 @@ make_venv() {  # with the packages of requirements.txt, by uv where there is one
   if [[ $needed != torch* ]] || fits $python torch > /dev/null; then
     packages=($(grep -Ev '^(#|torch|triton)' requirements.txt))
   fi
-  "${install[@]}" "${packages[@]}" >&2 || die "the packages cannot be installed, see above"
+  "${install[@]}" "${packages[@]}" >&2 || die "pip fails, see above; a torch put into .venv stays"
   versions=$(fits $python "$needed") || die ".venv cannot be used: $versions; remove it"
 }
 if [ -z "$python" ]; then
