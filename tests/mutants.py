@@ -312,18 +312,20 @@ def main():
     parser.add_argument("--only", metavar="WORD", default="", help="mistakes with this word")
     parser.add_argument("--quick", action="store_true", help="by the tests of `quick` alone")
     options = parser.parse_args()
+    chosen = [mutant for mutant in MUTANTS if options.only in " ".join(map(str, mutant))]
+    if not chosen:
+        parser.error(f"--only={options.only}: no mistake has this word")
     survivors = []
     print("| program | mistake | found by |\n|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "repository"
         shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(
             ".git", ".venv", "__pycache__", "*.pt", "*.bin", "race_*"))
-        for mutant in MUTANTS:
-            if options.only in " ".join(map(str, mutant)):
-                test = first_failure(mutant, folder, options.quick)
-                survivors += [mutant.mistake] * (not test)
-                place = f"{mutant.program} {mutant.section or ''}".rstrip()
-                print(f"| {place} | {mutant.mistake} | `{test}` |", flush=True)
+        for mutant in chosen:
+            test = first_failure(mutant, folder, options.quick)
+            survivors += [mutant.mistake] * (not test)
+            place = f"{mutant.program} {mutant.section or ''}".rstrip()
+            print(f"| {place} | {mutant.mistake} | `{test}` |", flush=True)
     sys.exit("\n".join(f"error: no test finds the mistake '{name}'" for name in survivors)
              or 0)
 
