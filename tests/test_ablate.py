@@ -39,8 +39,7 @@ A = ("rate = 0.1", "rate = 1  # part: a"), ("** 2", "** 3  # part: a")
     # Marks in one place, beside a line that replaces one, and in two places.
     ([("x + 1\n", f"x + 2\n{TWO}{THREE}")],
      {"model 4": [("x + 1\n", f"x + 1\n{TWO}{THREE}")], "two": [("x + 1\n", f"x + 2\n{THREE}")],
-      "three": [("x + 1\n", f"x + 2\n{TWO}")]}, []),
-    ([*A, PLUS], {"a": [PLUS], "model 4": A}, [])])
+      "three": [("x + 1\n", f"x + 2\n{TWO}")]}, []), ([*A, PLUS], {"a": [PLUS], "model 4": A}, [])])
 def test_the_parts_of_a_change_and_the_copies_without_them(changes, expected, rest):
     new = changed(BASE, *changes)
     parts = {part.name: part for part in ablate.parts_of(BASE, new)}

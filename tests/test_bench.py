@@ -44,13 +44,11 @@ def test_scripts_are_measured_as_they_are(tmp_path, shards):
     assert published["losses"][-1] < published["losses"][0]
     ratios = [1024 / 512 * a / b for a, b in zip(half["step_ms"], published["step_ms"])]
     assert half["ratios"] == pytest.approx(ratios)
-
     launch(*small, "--num_iterations=11", "--val_loss_every=0", "--epochs=100", "--val_tokens=0",
            "--save_every=0", f"--records={tmp_path}")
     usual = losses(log_of(tmp_path), "train_loss")
     assert ours["losses"] == pytest.approx(usual[:10], abs=6e-5)
     assert half["losses"][1:] != pytest.approx(usual[1:10], abs=1e-3)
-
     text = bench.text_of(result)
     assert f"\n{'tokens a step':<46}{'512':>28}{'1,024':>28}{'1,024':>28}\n" in text
     assert f"train_gpt.py takes {sum(ours['ratios']) / 6:.3f} times as long a token as" in text
@@ -105,13 +103,11 @@ def test_scripts_do_not_share_a_gpu_in_exclusive_mode(second, at_once, order, mo
     found = capsys.readouterr().out
     monkeypatch.setattr(bench.subprocess, "check_output", lambda command: found)
     tried = []
-
     def measure(contestants, at_once, *rest):
         tried.append(at_once)
         for one in contestants:
             one.report = {"time": 0, "step_ms": [1] * 5, "micro_ms": [[1]] * 5, "losses": [1] * 5,
                           "kernels": {}, "tokens": 1, "peak memory, reserved": 2**35}
-
     monkeypatch.setattr(bench, "measure", measure)
     bench.main([f"--vs={LOG}", "--steps=1", "--json"])
     assert tried == at_once and json.loads(capsys.readouterr().out)["order"] == order
@@ -152,10 +148,9 @@ def test_a_mistake_in_a_copy_keeps_its_traceback(tmp_path):
     ("triton_per_fused__fused_rms_norm_add_mul_select_15", "other norms"),
     ("triton_poi_fused_embedding_dense_backward_37", "embeddings and masks"),
     ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>",
-     "optimizers, elementwise"),
-    ("Memcpy DtoD (Device -> Device)", "copies"),
-    ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", "exchange"),
-    ("aten::addmm", "matmuls"), ("aten::mul", "other")])
+     "optimizers, elementwise"), ("Memcpy DtoD (Device -> Device)", "copies"),
+    ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", "exchange"), ("aten::addmm", "matmuls"),
+    ("aten::mul", "other")])
 def test_every_kernel_has_its_part(name, part):
     assert bench.part_of(name) == part
 

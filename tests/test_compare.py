@@ -48,8 +48,6 @@ def json_of(capsys, *arguments):
     assert status == 0
     return json.loads(out, parse_constant=pytest.fail)
 
-# ---- Which runs count ----------------------------------------------------------------------------
-
 def resumed(**more):
     """A run that was killed at step 125, and has finished from there, with what differs then."""
     text = log_text((4.09, 3.279), seed=90, first=125, parent="gone/killed", **more)
@@ -79,8 +77,7 @@ COUNTED = {  # the files beside four good runs, how many runs count, and the war
                           [f"{RESUMED} (muon_lr was 0.05 and is 0.06), left out"]),
     "another script": (resumed(source="x = 1\n"), 4, [f"{RESUMED} (script), left out"]),
     "beginning lost": ({"resumed.log": resumed()["resumed.log"]}, 4,
-                       [f"{RESUMED} (a missing log), left out"]),
-}
+                       [f"{RESUMED} (a missing log), left out"])}
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_which_runs_count_and_what_is_said_of_the_others(tmp_path, name):
@@ -96,8 +93,6 @@ def test_which_runs_count_and_what_is_said_of_the_others(tmp_path, name):
     assert ("not independent" in said) == (name == "a seed twice")
     assert ("mind the warnings about A" in said) == (bool(warnings) and name != "a seed twice")
     assert ("Times do not compare" in said) == (name in ("mixed", "resumed elsewhere"))
-
-# ---- The verdict ---------------------------------------------------------------------------------
 
 def test_p_value_of_the_verdict_is_that_of_the_pairs_or_of_welchs_test(tmp_path):
     """The seeds' own spread is ten times the difference, which all pairs have."""
@@ -155,8 +150,7 @@ VERDICTS = {  # losses of A and more, losses of B and more, what is said, and wh
     "one pair of four": (GOOD, FAST, [*GOOD[:3], 3.2784], SLOW, [], ["no effect"]),
     "one digit": (GOOD, FAST, GOOD, SLOW | {"before": (10.8259,)}, [], ["no effect"]),
     "other seeds": (GOOD, {}, HIGH, {"first_seed": 30}, [
-        "A is better", " by Welch's t-test of 4 runs against 4."], ["pairs"]),
-}
+        "A is better", " by Welch's t-test of 4 runs against 4."], ["pairs"])}
 
 @pytest.mark.parametrize("name", VERDICTS)
 def test_the_words_of_a_verdict(tmp_path, name):
@@ -273,8 +267,6 @@ def test_what_does_not_compare_is_not_compared(tmp_path, capsys, env, hyper, mor
         assert run_main(capsys, sides[0], "--vs", sides[1])[:2] == (2, "")
     assert err.count("\n") == err.count("error: Losses do not compare") == 1 - losses_compare
 
-# ---- What is printed -----------------------------------------------------------------------------
-
 def test_two_sides_and_what_they_differ_in(tmp_path, capsys):
     source = "".join(f"x = {i}\n" for i in range(100))
     a = write(tmp_path / "a", GOOD, hyper={"muon_lr": 0.06, "windows": "'L" + "S" * 120 + "'"},
@@ -342,8 +334,6 @@ def test_json_is_strict(tmp_path, capsys):
     assert [run["loss"] for run in found["sides"][0]["runs"]] == [None, *GOOD]
     assert found["comparisons"][0]["hyperparameters"] == [["muon_lr", ["0.06"], ["0.05"]]]
 
-# ---- The command ---------------------------------------------------------------------------------
-
 def test_what_is_no_log_costs_one_line_and_the_rest_goes_on(tmp_path, capsys):
     (tmp_path / "shard.bin").write_bytes(bytes(2000))
     (tmp_path / "empty").mkdir()
@@ -370,8 +360,6 @@ def test_as_a_program_whose_reader_has_seen_enough(tmp_path):
     done = subprocess.run(f'"{sys.executable}" "{program}" "{folder}" --json | head -1', shell=True,
                           capture_output=True, text=True, check=False)
     assert done.stdout == "{\n" and done.stderr == ""
-
-# ---- statistics.md -------------------------------------------------------------------------------
 
 # Losses and milliseconds of two folders that the speedrun published in 2026, and every figure of
 # their statistics.md: 2026-07-17_FP8DownProjection and 2026-05-20_BigramsSignTrick.

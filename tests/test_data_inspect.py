@@ -29,8 +29,7 @@ def test_the_numbers(tmp_path, capsys):
     assert inspected(capsys, path)[1].splitlines() == [
         f"{path}: 8 tokens (bytes), ids 32 to 116, 0 documents begin here",
         "  no end-of-text token (256): made by another tokenizer, or all of it is from within "
-        + "one document",
-        "  it begins: 'no start'"]
+        + "one document", "  it begins: 'no start'"]
 
 def test_a_bad_shard_is_named_and_the_others_are_still_reported(tmp_path, capsys):
     with_sidecar(tmp_path)

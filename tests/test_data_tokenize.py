@@ -169,12 +169,10 @@ def test_no_file_below_a_folder_is_left_out_in_silence(tmp_path, monkeypatch):
     assert found == ["again/a.txt", "closed/b.txt", "own.txt"]
     assert any("run.log" in line for line in read([top])[1])
     scandir = os.scandir
-
     def closed(path):
         if Path(path).name == "closed":
             raise PermissionError(13, "Permission denied", str(path))
         return scandir(path)
-
     monkeypatch.setattr(os, "scandir", closed)
     for reader in (lambda: tokenize_text.find_files([top], [], []), lambda: read([top])):
         with pytest.raises(PermissionError, match="closed"):
@@ -237,8 +235,7 @@ def parquet_of_numbers(path):
     ("a", Path.mkdir, [], "a: no file there matches"),
     ("a.txt", holding(b"abc"), [], "hold 4 tokens in all, of which validation would get 0: give a"),
     ("a.txt", holding(b"abc"), ["--val_fraction=nan"], "nan: expected a number from 0"),
-    ("a.txt", holding(b"abc"), [f"--name={'n' * 101}"], "up to 100 letters, digits, and . _ -"),
-])
+    ("a.txt", holding(b"abc"), [f"--name={'n' * 101}"], "up to 100 letters, digits, and . _ -")])
 def test_user_errors(tmp_path, name, make, options, expected):
     make(tmp_path / name)
     out = tmp_path / "out"
@@ -263,7 +260,6 @@ def run_and_die(argv, signum, where):
     """In a process of its own: sends itself a signal while it reads, or when it has written all."""
     function = getattr(tokenize_text, where)
     calls = itertools.count(1)
-
     def call_and_die(*args):
         if where == "publish" or next(calls) == 40:
             os.kill(os.getpid(), signum)

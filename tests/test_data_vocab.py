@@ -87,7 +87,6 @@ def test_what_both_promise(name, gpt2):
 
 def test_where_the_vocabulary_cannot_be_had(vocab_dir, tmp_path, monkeypatch, capsys):
     from tiktoken_ext import openai_public
-
     def no_network():
         raise ConnectionError("no network")
     monkeypatch.setattr(openai_public, "gpt2", no_network)

@@ -22,10 +22,9 @@ TABLE = "PARAMETERS = [\n«→    {},\n»"
 SWIGLU = [FC + "«→        self.gate = CastedLinear(dim, 4 * dim)\n»",
           "self.proj(«F.relu(self.fc(x_TD)).square()→F.silu(self.gate(x_TD)) * self.fc(x_TD)»)"]
 SWIGLU_ROW = TABLE.format(r"(r'layers\..*\.gate\.weight', uniform, 'Muon', dict(lr='muon_lr'))")
-HEAD_GATE = [
-    "«→        self.head_gate = CastedLinear(hp.model_dim, hp.num_heads)\n»" + MIX,
-    ATTENTION + "«→        gate_HT = torch.sigmoid(self.head_gate(x_TD)).T\n"
-                "        y_1HTK = y_1HTK * gate_HT[None, :, :, None]\n»"]
+HEAD_GATE = ["«→        self.head_gate = CastedLinear(hp.model_dim, hp.num_heads)\n»" + MIX,
+             ATTENTION + "«→        gate_HT = torch.sigmoid(self.head_gate(x_TD)).T\n"
+             "        y_1HTK = y_1HTK * gate_HT[None, :, :, None]\n»"]
 HEAD_GATE_ROW = TABLE.format(r"(r'layers\..*\.head_gate\.weight', zero, 'Adam', dict(lr=0.01))")
 HEAD_SCALES = [  # float32, like all vectors
     "«→        self.head_mix = nn.Parameter(torch.ones(hp.num_heads))\n»" + MIX,
@@ -71,8 +70,7 @@ def step_tokens(step: int, hp: Hyperparameters) -> int:
     for «shard, start in islice(step_starts(shards, hp), first_step, None):
 →step, (shard, start) in islice(enumerate(step_starts(shards, hp)), first_step, None):
         count = step_tokens(step, hp) // T // world.size
-»""",
-    "window) / «hp.tokens_per_step→step_tokens(step, hp)»\n"]
+»""", "window) / «hp.tokens_per_step→step_tokens(step, hp)»\n"]
 Z_LOSS = ["""\
             loss += CrossEntropy.apply(self.logits(x), target)
 «→            if self.training:

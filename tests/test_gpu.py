@@ -58,8 +58,7 @@ def tokens_of(T, layout, eot=9):
 @pytest.mark.parametrize("T, heads, kv_heads, layouts, windows", [
     (2048, 6, 2, (77, "ragged"), (128, 1792)),
     (2048, 6, 6, (2048, 77, "edges", "ragged"), (128, 384, 1024, 1792)),
-    (49152, 6, 6, ("ragged", 5000), (128, 896, 1792)),
-    (262144, 1, 1, ("ragged", 262144), (1792,))])
+    (49152, 6, 6, ("ragged", 5000), (128, 896, 1792)), (262144, 1, 1, ("ragged", 262144), (1792,))])
 def test_compiled_flex_attention_equals_attention_in_bands(T, heads, kv_heads, layouts, windows,
                                                            capsys):
     """Long and short masks, forward and (up to 48K tokens) gradients, in bfloat16 against the plain
@@ -70,12 +69,10 @@ def test_compiled_flex_attention_equals_attention_in_bands(T, heads, kv_heads, l
     generator = torch.Generator().manual_seed(0)
     q, k, v, dy = (torch.randn(1, n, T, 128, generator=generator).bfloat16().to("cuda")
                    .requires_grad_() for n in (heads, kv_heads, kv_heads, heads))
-
     @torch.compile(dynamic=False, fullgraph=True)
     def compiled(tokens, q, k, v, window):
         masks = build_block_masks(tokens, 9, window, flex=True)
         return [attend(q, k, v, mask, 0.12) for mask in masks]
-
     near = {"output": 0.01, "a query's output": 0.05, "gradients": 0.02}
     worst = dict.fromkeys(near, 0.0)
     with_gradients = T < 2**17
@@ -115,17 +112,14 @@ def test_fp8_head_at_full_size_is_close_to_bf16(capsys):
     w = torch.randn(V, D, generator=generator) * 0.05
     x, w = (each.to("cuda").requires_grad_() for each in (x, w))
     targets = torch.randint(V, (T,), generator=generator).to("cuda")
-
     def capped(y):
         return 30 * torch.sigmoid(y.float() / 7.5)
-
     @torch.compile(fullgraph=True)
     def head(x, w):
         total = 0
         for part, target in zip(x.chunk(2), targets.chunk(2)):
             total += CrossEntropy.apply(capped(FP8Linear.apply(part, w, scales[2])), target)
         return total / T
-
     plain = F.linear(x, w.bfloat16())
     a = F.cross_entropy(capped(plain), targets)
     gx, gw, gy = torch.autograd.grad(a, (x, w, plain))
@@ -237,12 +231,10 @@ def test_a_run_of_full_size_and_its_resume_by_a_second_start(tmp_path, capsys):
     for number in (1, 2, 3):  # of other lengths, so that their tokens differ
         write_documents(tmp_path / f"r_train_{number:06}.bin", train_tokens + number, hp.vocab_size)
     write_documents(tmp_path / "r_val_000000.bin", 2 * hp.val_seq_len + 1, hp.vocab_size)
-
     def start(*flags):
         done = launch(*program[1:], *flags, script=program[0],
                       CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
         return done.stdout.splitlines()[-1]
-
     middle = steps // 2
     start("--preset=speedrun", *small, f"--train_files={tmp_path}/r_train_*.bin",
           f"--val_files={tmp_path}/r_val_*.bin", "--val_tokens=0", f"--num_iterations={steps}",
@@ -259,8 +251,6 @@ def test_a_run_of_full_size_and_its_resume_by_a_second_start(tmp_path, capsys):
     assert whole[-1] < whole[0] and far < 0.03
     if not FAKED:  # whose cache is not PyTorch's
         assert "autograd_cache_hit" in found and "bypass" not in found and "miss" not in found
-
-# ---- Without a GPU -------------------------------------------------------------------------------
 
 TESTS = [name for name, test in list(globals().items())
          if name.startswith("test_") and any(m.name == "gpu" for m in test.pytestmark)]

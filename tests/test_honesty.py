@@ -87,8 +87,7 @@ IN_A_MODEL = {
              "        self.orthogonalize = newton_schulz\n")]),
     "a step reads more than is said": ("step 0 trains on 1280 tokens, tokens_seen says 1024", [
         ("        yield list(zip(inputs, targets))\n",
-         "        yield [*zip(inputs, targets), (inputs[0].roll(1), targets[0].roll(1))]\n")]),
-}
+         "        yield [*zip(inputs, targets), (inputs[0].roll(1), targets[0].roll(1))]\n")])}
 IN_A_RUN = {
     "momentum outside the state": (RESUMED, [
         ('self.state["momentum"] = torch', "self.momentum = torch"),
@@ -99,8 +98,7 @@ IN_A_RUN = {
         (GLOBAL, "SEEN = []\n" + GLOBAL), (EVALUATE, EVALUATE + "    SEEN.append(step)\n"),
         ("return self.peak_lr * ", "return 0.99**len(SEEN) * self.peak_lr * ")]),
     "processes that read the same data": ("_loss at step [2-8] is .* on one process and", [
-        ("        start += world.rank * count * T\n", "")]),
-}
+        ("        start += world.rank * count * T\n", "")])}
 
 @pytest.mark.method
 @pytest.mark.parametrize("name", [*IN_A_MODEL, *IN_A_RUN])
@@ -120,30 +118,25 @@ RIGHT = {
         ("return 2 * c * torch.sigmoid(self.lm_head(x_TD).float() * (2 / c))",
          "return 30 * torch.tanh(self.lm_head(x_TD).float() / 30)"),
         ('    (r"lm_head\\.weight",                  zero,    "Adam", dict(lr="lm_head_lr")),  '
-         "# [50304, 768]\n", ""),
-        ("vocab, gradient_scale)\n",
+         "# [50304, 768]\n", ""), ("vocab, gradient_scale)\n",
          "vocab, gradient_scale)\n        self.lm_head.weight = self.embed.weight\n"),
         (MLP, "mean = x_TD.cumsum(0) / torch.arange(1, len(x_TD) + 1)[:, None]\n"
          "        return x_TD + 0.1 * mean.type_as(x_TD) + self.mlp(norm(x_TD))"),
         (LOSS, TRAINING + "0.1 * CrossEntropy.apply(self.logits(x), "
          "F.pad(target[1:], (0, 1), value=-1))\n")],
     "GELU, gated attention, the token before, weight decay, z-loss in training, other windows": [
-        (RELU, "F.gelu(self.fc(x_TD))"),
-        ("        self.value_mix =",
+        (RELU, "F.gelu(self.fc(x_TD))"), ("        self.value_mix =",
          "        self.gate = CastedLinear(hp.model_dim, hp.num_heads)\n        self.value_mix ="),
         ("        return self.proj(y_1HTK",
          "        y_1HTK = y_1HTK * torch.sigmoid(self.gate(x_TD)).T[None, :, :, None]\n"
-         "        return self.proj(y_1HTK"),
-        ("(qkv|", r"(gate\.weight|qkv|"),
+         "        return self.proj(y_1HTK"), ("(qkv|", r"(gate\.weight|qkv|"),
         ("        self.embed = ", "        self.embed2 = Embedding(vocab, hp.model_dim, dtype)\n"
-         "        self.embed = "),
-        (EMBED, "before = F.pad(tokens_T[:-1], (1, 0))\n        "
+         "        self.embed = "), (EMBED, "before = F.pad(tokens_T[:-1], (1, 0))\n        "
          "x_TD = x0_TD = norm(self.embed(tokens_T) + self.embed2(before))"),
         (r'r"(embed|value', r'r"(embed2?|value'),
         (PROJ, PROJ.replace("dict(", "dict(weight_decay=0.1, ")), (LOSS, TRAINING + Z_LOSS),
         ("(window // BLOCK // 2)", "(window // BLOCK // 3)"),
-        ("window_end=256, num_it", "window_end=512, num_it")],
-}
+        ("window_end=256, num_it", "window_end=512, num_it")]}
 
 def on_one_process(trial):
     yield from honesty.check_model(trial)
@@ -164,7 +157,6 @@ def test_a_copy_of_a_former_script_passes_and_starts_from_other_weights(tmp_path
     former = tmp_path / "former.py"
     former.write_text(logs.read_run(log, log.stem).source)
     assert len([*honesty.check(former, parts=[on_one_process])]) == 5
-
     def weights(path, *flags):
         return dict(line.split()[1:] for line in honesty.check(path, flags, [honesty.weights]))
     layers = "--windows=SSSL", "--attention=xx.x", "--value_embeds=0..0"

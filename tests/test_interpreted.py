@@ -151,9 +151,8 @@ def case_block_lists():
         assert a.dtype == b.dtype and torch.equal(a, b), name
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-@pytest.mark.parametrize("cases", [
-    "float32 newton_schulz", "bfloat16_and_fp8",
-    pytest.param("block_lists", marks=pytest.mark.full)])
+@pytest.mark.parametrize("cases", ["float32 newton_schulz", "bfloat16_and_fp8",
+                                   pytest.param("block_lists", marks=pytest.mark.full)])
 def test_the_gpu_program_equals_the_plain_path(cases, tmp_path):
     asked = dict(TRITON_INTERPRET="1", TORCHINDUCTOR_FORCE_DISABLE_CACHES="1",
                  TORCHINDUCTOR_CACHE_DIR=str(tmp_path), TRITON_CACHE_DIR=str(tmp_path))

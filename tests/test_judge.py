@@ -78,7 +78,6 @@ def test_an_e_value_is_the_bayes_factor_of_the_t_test(n, mean):
     def density(effect):
         noncentral = scipy_stats.nct.pdf(t, n - 1, math.sqrt(n) * effect)
         return noncentral * scipy_stats.norm.pdf(effect, 0, math.sqrt(judge.PRIOR))
-
     expected = integrate.quad(density, -20, 20, points=[0, mean / 0.01], limit=500)[0]
     expected /= scipy_stats.t.pdf(t, n - 1)
     assert judge.e_value(found) == pytest.approx(expected, rel=1e-6)
@@ -119,8 +118,7 @@ def test_no_difference_that_matters_takes_the_whole_interval():
     assert words == ["undecided", "undecided", "no difference"]
 
 @pytest.mark.parametrize("rule, names", [
-    ("E", ["normal", "Cauchy"]),
-    ("and bets on signs", [name for name in simulate.DISTRIBUTIONS
+    ("E", ["normal", "Cauchy"]), ("and bets on signs", [name for name in simulate.DISTRIBUTIONS
                            if "effect" not in name and "skewed" not in name])])
 def test_a_race_without_a_difference_is_seldom_decided(rule, names):
     """In 2,000 races, three standard errors above the bound. E alone is too bold at two values. It

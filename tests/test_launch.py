@@ -25,15 +25,12 @@ def started(monkeypatch):
     monkeypatch.setattr(launch, "start", lambda *command, **more: commands.append(command))
     return commands
 
-# ---- What to train -------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("words, path, flags", [
     ("", None, ""), ("--seed=1 demo", None, "--preset=demo --seed=1"),
     ("--seed 1 speedrun my.py --check", "my.py", "--preset=speedrun --seed 1 --check"),
     ("--name demo my.py", "my.py", "--name demo"),  # the value of a flag
     ("--resume", None, "--resume="), ("--resume my.py --seed=1", "my.py", "--resume= --seed=1"),
-    ("my.py --resume records/a.log", "my.py", "--resume=records/a.log"),
-])
+    ("my.py --resume records/a.log", "my.py", "--resume=records/a.log")])
 def test_script_and_preset_may_stand_anywhere(words, path, flags):
     assert launch.split_words(words.split()) == (path, flags.split())
 
@@ -118,8 +115,7 @@ def test_a_driver_in_vain_is_said(tmp_path, monkeypatch):
     ("speedrun --text=README.md", "--text=README.md: trains the demo"),
     ("--text=no_such.txt", "no_such.txt: no such file or folder"),
     ("--resume=no_such.pt", "no_such.pt: there is no such run; name its log, its folder or a"),
-    ("--resume=tests", "tests: has no checkpoint"),
-])
+    ("--resume=tests", "tests: has no checkpoint")])
 def test_what_a_user_can_fix_is_one_line_before_anything_starts(words, message, started,
                                                                 monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -164,8 +160,6 @@ def test_a_run_is_resumed_by_its_checkpoint_its_log_its_folder_or_as_the_newest(
     shutil.move("records", "elsewhere")
     assert launch.find_resumed(None, ["--records=elsewhere", "--resume="])[0] == "mine.py"
 
-# ---- The data ------------------------------------------------------------------------------------
-
 def test_a_script_in_another_encoding_is_one_line(tmp_path):
     path = tmp_path / "latin.py"
     path.write_bytes("# -*- coding: latin-1 -*-\n# caf\xe9\n".encode("latin-1"))
@@ -188,11 +182,9 @@ def tokenizing(tmp_path, monkeypatch):
     """An empty folder, where `start` makes shards; the commands."""
     monkeypatch.chdir(tmp_path)
     commands = []
-
     def start(*command):
         commands.append(command)
         tokenize_text.main([*command[1:], "--workers=1"])
-
     monkeypatch.setattr(launch, "start", start)
     return commands
 
@@ -237,10 +229,8 @@ def test_a_text_is_tokenized_once_and_again_when_it_has_changed(tokenizing, caps
     text.parent.mkdir()
     text.write_text("to be or not to be " * 1000)
     hp = replace(train_gpt.PRESETS["demo"], num_iterations=10)  # 40,960 tokens
-
     def flags(text, **named):
         return launch.flags_for_text(str(text), train_gpt, hp, named)
-
     first = flags(text)
     assert re.fullmatch(r"--train_files=(data/demo_text/demo_text_\w+)_train_\*\.bin --val_files=\1"
                         r"_val_\*\.bin --epochs=100000 --val_tokens=0", " ".join(first))
@@ -267,8 +257,6 @@ def test_a_text_is_tokenized_once_and_again_when_it_has_changed(tokenizing, caps
     hp = replace(hp, micro_batches=40)
     with pytest.raises(UserError, match="18059 training tokens are too few for steps of"):
         flags(text)
-
-# ---- The whole -----------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name, saved, words", [
     (b"run", 10, "run.sh: what the model writes after step 10 of 720:"),

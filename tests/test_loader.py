@@ -53,9 +53,8 @@ def stream(shards, world_size, epochs, first=0):
                 step.append(inputs)
         yield torch.cat(step)
 
-@pytest.mark.parametrize("damage", [
-    dict(magic=1), dict(version=2), dict(count=-5), dict(count=299), dict(count=301),
-    dict(tokens=[])], ids=str)
+@pytest.mark.parametrize("damage", [dict(magic=1), dict(version=2), dict(count=-5), dict(count=299),
+                                    dict(count=301), dict(tokens=[])], ids=str)
 def test_what_is_no_whole_shard_is_refused_by_name(tmp_path, damage):
     write_shard(tmp_path / "s_0.bin", range(300))
     write_shard(tmp_path / "s_1.bin", **dict(tokens=range(300)) | damage)

@@ -53,8 +53,6 @@ def losses_of(run):
 def runs_in(path):
     return logs.Reader([]).runs(path, "x")
 
-# ---- Formats -------------------------------------------------------------------------------------
-
 H100 = "8x H100 80GB HBM3"
 PUBLISHED = {  # file: steps, total, loss, seconds, ms a step, free steps, validations, ...
     "2024-10_train_loss.txt": (60, 60, 3.2801, 7.0, 140.0, 10, 4, H100, "2.5.0+cu124"),
@@ -64,8 +62,7 @@ PUBLISHED = {  # file: steps, total, loss, seconds, ms a step, free steps, valid
     "2026_seconds.txt": (50, 50, 3.27729, 9.148, 182.95, 0, 3, H100, "2.10.0.dev20251210+cu126"),
     "console_only.log": (40, 40, 3.2774, 1.364, 34.1, 0, 3, None, None),
     "stopped_early.txt": (37, 60, 3.4809, 3.807, 141.0, 10, 2, H100, "2.6.0.dev20241105+cu124"),
-    "quotes_a_log.txt": (20, 20, 3.2821, 1.2, 60.0, 0, 3, H100, "2.6.0.dev20241105+cu124"),
-}
+    "quotes_a_log.txt": (20, 20, 3.2821, 1.2, 60.0, 0, 3, H100, "2.6.0.dev20241105+cu124")}
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_log(name):
@@ -106,8 +103,7 @@ def test_one_head_and_several_runs(tmp_path):
     (log_text().replace("import torch", "import numpy"), "its source is cut or changed"),
     ((LOGS / "quotes_a_log.txt").read_text() * 2, "several logs in one file: split it"),
     ("x = \"\"\"\nRunning Python 3.9.9\nstep:9/9 val_loss:0.1 train_time:1ms step_avg:1ms\n\"\"\"\n"
-     + (LOGS / "quotes_a_log.txt").read_text(), "several logs in one file: split it"),
-])
+     + (LOGS / "quotes_a_log.txt").read_text(), "several logs in one file: split it")])
 def test_runs_that_cannot_be_told_apart_are_refused(text, words, tmp_path):
     with pytest.raises(logs.BadInput, match=words):
         read_text(tmp_path, text)
@@ -139,8 +135,6 @@ def test_the_gpus_limits_count_and_their_temperatures_do_not(tmp_path):
             for run in runs] == [{"gpu driver_version": "570.1", "gpu power.limit [W]": limits}
                                  for limits in ("700.00 W", "650.00 W; 700.00 W")]
     assert runs[0].timed_on != runs[1].timed_on
-
-# ---- Hostile logs: no text that a user or a model wrote is a result ------------------------------
 
 FORGED = "step:200/200 val_loss:0.0100 train_time:2ms step_avg:0.01ms"
 PASTED = log_text((9.0, 0.5), source='"x"\n').splitlines()  # whole, with a script line that fits
@@ -216,8 +210,7 @@ ENDS = {  # how a console or an editor writes a log
     "bar": ("\nstep:", "\n 50%|##  | 1/2 [00:01<00:01]\rstep:"),
     "colour": ("\nstep:", "\n\x1b[2K\x1b[32mstep:"), "rank": ("\nstep:", "\n[rank0]:step:"),
     "indent": ("\nstep:", "\n  step:"),
-    "one line": ("step:125/250 train_loss:4.0000", "step:125/250 train_loss:4.0 val_loss:4.0"),
-}
+    "one line": ("step:125/250 train_loss:4.0000", "step:125/250 train_loss:4.0 val_loss:4.0")}
 
 @pytest.mark.parametrize("name", ENDS)
 def test_a_log_as_consoles_and_editors_leave_it(tmp_path, name):
@@ -231,8 +224,6 @@ def test_a_log_as_consoles_and_editors_leave_it(tmp_path, name):
         lines = list(dict.fromkeys(run.lines)) if name == "one line" else run.lines
         assert lines == want and run.source == ("import torch\n" if own is text else "")
 
-# ---- Chains: a resumed run has a log of its own --------------------------------------------------
-
 CHAIN = {  # name: losses, its parent, the step where it begins
     "a": ((10.8, 4.0, 3.9), None, 0),  # killed behind step 250 of 375
     "b": ((4.0, 3.8), "a", 125),  # resumed from step 125, and killed
@@ -244,9 +235,8 @@ def write_chain(folder, names="abc", **more):
     """The logs of these names; `more` has what is special about one."""
     for name in names:
         losses, parent, first = CHAIN[name]
-        (folder / f"{name}.log").write_text(log_text(
-            losses, parent=parent and f"gone/{parent}", first=first, total=375,
-            **more.get(name, {})))
+        (folder / f"{name}.log").write_text(log_text(losses, parent=parent and f"gone/{parent}",
+                                                     first=first, total=375, **more.get(name, {})))
     return folder
 
 def read(*arguments):
@@ -328,8 +318,6 @@ def test_a_parent_that_was_renamed_is_found_by_what_it_says(tmp_path):
     (tmp_path / "b.log").write_text(log_text((3.9, 3.8), parent=f"gone/{name}", first=125))
     run = logs.read_run(tmp_path / "b.log", "b")
     assert not run.missing and losses_of(run) == [4.0, 3.9, 3.8]
-
-# ---- Without the packages ------------------------------------------------------------------------
 
 @pytest.mark.parametrize("package, program, arguments", [
     ("torch", "hellaswag", []), ("scipy", "race", []),

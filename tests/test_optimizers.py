@@ -44,10 +44,8 @@ def test_agrees_with_the_muon_of_torch(monkeypatch):
     torch.manual_seed(0)
     scales = [1.0, 1.0, 0.5, 0.25, 0.125, 0.1]
     monkeypatch.setattr(train_gpt, "lr_factor", lambda step, hp: scales[step])
-
     def matrices(tensors):
         return [matrix for x in tensors for matrix in x.view(-1, *x.shape[-2:])]
-
     shapes = (32, 16), (16, 32), (32, 16), (16, 16), (3, 16, 8), (3, 16, 8)
     ours = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     theirs = [nn.Parameter(matrix.detach().clone()) for matrix in matrices(ours)]
@@ -83,10 +81,9 @@ def test_adam_is_torchs(dtype, monkeypatch):
     own = dict(betas=(0.5, 0.9), eps=0.0, weight_decay=0.5)
     adams = [Adam({"0": ours[0]}, hp, ALONE, lr=0.1),
              Adam({"1": ours[1], "2": ours[2]}, hp, ALONE, lr=0.02, **own)]
-    references = [
-        torch.optim.AdamW(theirs[:1], lr=0.1, betas=(0.8, 0.95), eps=1e-7, weight_decay=0.0,
-                          fused=True),
-        torch.optim.AdamW(theirs[1:], lr=0.02, fused=True, **own)]
+    references = [torch.optim.AdamW(theirs[:1], lr=0.1, betas=(0.8, 0.95), eps=1e-7,
+                                    weight_decay=0.0, fused=True),
+                  torch.optim.AdamW(theirs[1:], lr=0.02, fused=True, **own)]
     for step, scale in enumerate(scales):
         for p, q in zip(ours, theirs):
             p.grad = torch.randn(p.shape).to(dtype)
@@ -180,7 +177,6 @@ def test_an_update_that_lacks_a_dimension_is_refused():
     class Norms(Muon):
         def compute_update(self, gradients, step):
             return gradients.norm(dim=-1, keepdim=True)
-
     p = nn.Parameter(torch.zeros(4, 4))
     p.grad = torch.ones(4, 4)
     with pytest.raises(AssertionError, match=r"\[1, 4, 1\].* for .*\[1, 4, 4\]"):

@@ -52,14 +52,12 @@ def test_its_figures_are_those_of_json(sides, tmp_path, capsys, level):
     loss = comparison["paired"]["loss"]
     low, high = loss["interval"]
     evidence = loss["p"] if level is None else min(1, 1 / loss["E"])
-    assert shown["tests-A"][0] == [
-        "val loss, 3 pairs", f"{loss['difference']:+.5f}",
-        f"{low:.5f} .. {high:.5f} ({tables.percent(loss['level'])})",
-        f"{evidence:.2g}", "3 of 3"]
+    assert shown["tests-A"][0] == ["val loss, 3 pairs", f"{loss['difference']:+.5f}",
+                                   f"{low:.5f} .. {high:.5f} ({tables.percent(loss['level'])})",
+                                   f"{evidence:.2g}", "3 of 3"]
     assert ["muon_lr", "1", "0"] in shown["settings"]
     assert html.escape(comparison["verdict"]) in text
     assert (low < 0 < high) == (comparison["decision"] == "undecided")
-
     curves = traces_of(text, "loss")
     for label, thin, bold, side in zip("AB", curves[::2], curves[1::2], found["sides"]):
         for row, run in zip(shown[f"runs-{label}"], side["runs"], strict=True):

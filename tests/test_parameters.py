@@ -76,8 +76,7 @@ REFUSED = {
                                         r"no rule for skip_weights_2 \(2,\)"),
     "a vector that is left NaN": (put("skip_weights", parameter(2)), "skip_weights lacks initial "),
     "a matrix whose row leaves it to its module": (
-        put("layers.0.own_mix", nn.Parameter(torch.ones(2, 2))), r"layers\.0\.own_mix lacks init"),
-}
+        put("layers.0.own_mix", nn.Parameter(torch.ones(2, 2))), r"layers\.0\.own_mix lacks init")}
 
 @pytest.mark.parametrize("change, words", REFUSED.values(), ids=REFUSED)
 def test_a_model_that_does_not_fit_the_table_is_refused(change, words):
@@ -112,7 +111,6 @@ def test_a_row_of_ones_own_with_a_subclass_of_muon(monkeypatch):
     """Its options reach its optimizers, which are one for each shape."""
     class Sign(Muon):
         pass
-
     row = r"layers\..*\.(fc|proj)\.weight", uniform, "Sign", dict(lr="embed_lr", weight_decay=0.5)
     monkeypatch.setattr(train_gpt, "Sign", Sign, raising=False)
     monkeypatch.setattr(train_gpt, "PARAMETERS", [row, *PARAMETERS[:3], PARAMETERS[4]])

@@ -34,9 +34,8 @@ def test_the_files(tmp_path):
     image = (tmp_path / "x.png").read_bytes()
     assert image.startswith(b"\x89PNG") and int.from_bytes(image[16:20]) == 9 * 144
     text = (tmp_path / "x.svg").read_text()
-    for words in ("a$_b: 4 runs", r"b\x1b<", "Validation loss of a$_b against b",
-                  "target 3.28", "training time (seconds)", "training tokens (millions)",
-                  "loss (nats a token)"):
+    for words in ("a$_b: 4 runs", r"b\x1b<", "Validation loss of a$_b against b", "target 3.28",
+                  "training time (seconds)", "training tokens (millions)", "loss (nats a token)"):
         assert words in text, words
     shown = re.sub("<[^>]*>", "", text)  # without the tags, whose random names hold any digits
     assert "1e6" not in shown and "mean of" not in shown

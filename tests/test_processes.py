@@ -62,7 +62,6 @@ def test_why_ranks_do_not_meet_is_said_with_what_helps(fails, last, advice, monk
     """NCCL may connect at the first exchange only. Its reason is on its last line."""
     def fail(*args, **options):
         raise RuntimeError(NCCL_ERROR.format(last))
-
     monkeypatch.setattr(train_gpt.dist, "init_process_group", lambda *args, **options: None)
     monkeypatch.setattr(train_gpt.dist, fails, fail)
     with refused(re.escape(last) + ".*" + advice):
@@ -83,8 +82,7 @@ def test_a_process_on_a_cpu_has_one_thread_if_nobody_chose(monkeypatch, runs_her
     ("--scalar_lr=1e9 --windows=SSSSSS --attention=...... --value_embeds=......",
      "_loss is nan")])  # by all of them
 def test_an_error_on_several_ranks_is_printed_once_and_none_hangs(tmp_path, shards, flag, message):
-    done = launch(*TINY, *shards, f"--records={tmp_path}", *flag.split(), ranks=2,
-                  check=False)
+    done = launch(*TINY, *shards, f"--records={tmp_path}", *flag.split(), ranks=2, check=False)
     errors = re.findall("(?m)^error: .*", done.stderr)
     assert done.returncode == 1 and len(errors) == 1 and message in errors[0], done.stderr
     assert f"{SCRIPT.name}\", line" not in done.stderr

@@ -329,13 +329,11 @@ def test_a_run_that_fails_is_run_again_by_the_same_command(place, capsys):
 def test_a_race_that_goes_on_refuses_what_has_changed(place, capsys, monkeypatch):
     assert run_race(place, "--most=1", "--muon_lr=1") == 4
     before = starts(place)
-
     def is_refused(words, *flags):
         assert run_race(place, "--most=2", *flags) == 2 and starts(place) == before
         err = capsys.readouterr().err
         assert "was begun with other scripts or flags: " in err and words in err
         assert "Go back to them, remove that folder, or give this race a --name of its own" in err
-
     is_refused("or flags: --muon_lr=1 then, --muon_lr=2 now. Go back", "--muon_lr=2")
     is_refused("first_seed was 1 and is 2", "--muon_lr=1", "--seed=2")
     monkeypatch.setenv("NPROC", "2")
@@ -355,8 +353,7 @@ ON_ALL_SIDES = "this flag takes effect on all sides or on none"
     (["--level=0.1", "--repeat=3"], "--repeat judges at a level of 0.01"),
     (["gone.py"], "gone.py: cannot be read"),
     (["--only_ours=--val_files=x.bin"], f"--val_files=x.bin: losses compare only on one validation "
-     f"text, so {ON_ALL_SIDES}"),
-    (["--only_ours=--muon_lr=1 --val_tokens 9"], ON_ALL_SIDES),
+     f"text, so {ON_ALL_SIDES}"), (["--only_ours=--muon_lr=1 --val_tokens 9"], ON_ALL_SIDES),
     (["--only_ours=--vocab_size=99"], ON_ALL_SIDES), (["--only_ours=--text=a"], ON_ALL_SIDES),
     ([f"{ROOT}/train_gpt.py --val_seq_len=64"], ON_ALL_SIDES),
     (["base.py"], "would race itself, with the same settings: name a copy"),
@@ -372,7 +369,6 @@ def test_a_file_system_without_locks_and_a_ledger_that_cannot_be_written(number,
                                                                          monkeypatch):
     def flock(*_):
         raise OSError(number, os.strerror(number))
-
     monkeypatch.setattr(common.fcntl, "flock", flock)
     (place / "records" / "ideas.csv").mkdir(parents=True)
     assert run_race(place, "--repeat=1") == 4

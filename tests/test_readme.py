@@ -54,8 +54,6 @@ def table(text: str) -> list[list[str]]:
     rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in row] for row in rows[1:]]
 
-# ---- Commands that run ---------------------------------------------------------------------------
-
 @pytest.fixture
 def copy(tmp_path, text) -> Path:
     """The programs in a folder of their own, with a small demo and its data."""
@@ -132,8 +130,6 @@ def test_a_new_optimizer(copy, runs_here):
     assert "\nSignMomentum, lr 0.01" in next(copy.glob("records/*_lr0.*.log")).read_text()
     assert last.startswith("./run.sh race my_optimizer.py")
     assert list(honesty.check(copy / "my_optimizer.py", parts=[honesty.check_model]))
-
-# ---- What is named exists ------------------------------------------------------------------------
 
 def started(script: str) -> list[list[str]]:
     """The words of each program that a shell script starts, as the shell sees them."""
@@ -216,8 +212,6 @@ def test_links_and_files_exist(page):
     for path in re.findall(r"`([\w./<>-]+(?:\.py|\.sh|\.md|\.txt|/))`", TEXTS[page]):
         places = (folder, ROOT, ROOT / "records", ROOT / "tests")
         assert any((place / path).exists() for place in places) or made & {*path.split("/")}, path
-
-# ---- Figures -------------------------------------------------------------------------------------
 
 def figures(folder: Path) -> set[str]:
     """What a page may say of the runs in a folder: their count, steps and millions of tokens,

@@ -41,13 +41,11 @@ def break_off():
 def before_step(number: int, do):
     """Calls do() when that training step is about to be made. (The warmup makes one of step 0.)"""
     train_step = train_gpt.train_step
-
     @functools.wraps(train_step)
     def interrupted(*args):
         if inspect.signature(train_step).bind(*args).arguments["step"] == number - 1:
             do()
         return train_step(*args)
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_gpt, "train_step", interrupted)
         yield
@@ -99,8 +97,6 @@ def whole(tmp_path_factory, shards):
     train(train_gpt, *RUN, *shards, f"--records={folder}")
     return folder
 
-# ---- Killed at any time --------------------------------------------------------------------------
-
 def test_kills_at_random_moments(tmp_path, shards):
     """One of two ranks or their launcher is killed up to 10 ms after a random line, and the run is
     resumed from its newest checkpoint, or begun anew where there is none. Nothing is left of it,
@@ -136,8 +132,6 @@ def test_kills_at_every_place(tmp_path, shards):
     assert done == "17\n"
     assert_same_run(killed, whole)
     assert checkpoints(killed).count("unfinished") == 2, "they do no harm"
-
-# ---- Checkpoints and --resume --------------------------------------------------------------------
 
 @pytest.mark.quick
 def test_checkpoints_hold_all_that_decides_the_rest(whole):
@@ -209,13 +203,11 @@ def test_data_may_be_added_but_what_was_read_must_stay(tmp_path, shards):
     checkpoint = broken_run(tmp_path / "r", data)
     one, two = sorted(folder.glob("t_train_*.bin"))
     good = one.read_bytes()
-
     def is_refused(*flags):
         before = contents(tmp_path)
         with refused("keep micro_batches, train_seq_len"):
             train(train_gpt, f"--resume={checkpoint}", *flags)
         assert contents(tmp_path) == before
-
     for place in (2000, len(good) - 2000):  # of the same length
         one.write_bytes(good[:place] + b"\7\0" * 9 + good[place + 18:])
         is_refused()
@@ -323,8 +315,6 @@ def test_no_damage_to_a_checkpoint_changes_what_is_read(tmp_path, data):
         assert len(path.read_bytes()) >= len(content)
         assert torch.equal(read.pop("state")["w"], WEIGHTS) and read == facts
 
-# ---- Ranks and machines --------------------------------------------------------------------------
-
 @pytest.mark.parametrize("changed", ["same.py", "t_train_000002.bin"])
 def test_two_machines_with_different_files_are_refused(tmp_path, shards, changed):
     """As where one copy was edited, or the second machine has other shards under the same names,
@@ -368,7 +358,6 @@ def test_logs_of_one_second_take_the_next_free_name(tmp_path, shards, monkeypatc
         @classmethod
         def now(cls, tz=None):
             return cls(2026, 1, 1, tzinfo=tz)
-
     monkeypatch.setattr(train_gpt, "datetime", Frozen)
     for _ in range(3):
         train(train_gpt, *TINY, *shards, "--num_iterations=1", f"--records={tmp_path}",
@@ -378,15 +367,12 @@ def test_logs_of_one_second_take_the_next_free_name(tmp_path, shards, monkeypatc
     for log in logs:
         assert (tmp_path / log).read_text().endswith(f"\nlog: {tmp_path / log}\n")
 
-# ---- Disks, folders and consoles -----------------------------------------------------------------
-
 @pytest.fixture
 def limit_files():
     """A function that has no file grow beyond this size. A write stops there, as on a full disk,
     and then fails."""
     def limit(size=resource.RLIM_INFINITY):
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-
     yield limit
     limit()
 
@@ -440,20 +426,16 @@ def test_a_run_needs_no_console(tmp_path, shards, whole, console):
     own, expected = (steps_of(folder).splitlines() for folder in (tmp_path / "r", whole))
     assert [line[:5] for line in own] == [line[:5] for line in expected], "the log is whole"
 
-# ---- Weights and data that go wrong during a run -------------------------------------------------
-
 @pytest.mark.quick
 def test_weights_that_are_not_finite_are_never_saved(tmp_path, shards, whole):
     """Here the last step before a save makes them; its loss was computed before, and no validation
     was due. The run resumes from the checkpoint before it."""
     train_step = train_gpt.train_step
-
     def poisoned(model, batches, optimizers, step, hp, world):
         loss = train_step(model, batches, optimizers, step, hp, world)
         if step == 5:
             next(model.parameters()).data[:] = float("inf")
         return loss
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_gpt, "train_step", poisoned)
         with pytest.raises(train_gpt.UserError, match="^step 6: val_loss is nan") as raised:

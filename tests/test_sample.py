@@ -116,7 +116,6 @@ def test_gpt2_text_which_takes_a_vocabulary(tmp_path, vocab_dir, run_sample, mon
                                "--head_dim=16", "--value_embeds=....", "--dtype=bfloat16")
     model = sample.load_model(folder).model
     assert model.embed.weight.dtype == torch.float32
-
     @torch.no_grad()
     def continued(tokens):
         for at in range(len(tokens), len(tokens) + 6):
@@ -130,7 +129,6 @@ def test_gpt2_text_which_takes_a_vocabulary(tmp_path, vocab_dir, run_sample, mon
     want = tokenizer.decode(continued(tokenizer.encode("the lost vé")))
     assert (done.status, done.err) == (0, "") and want.startswith("the lost vé")
     assert done.out == want.translate(sample.ESCAPES) + "\n"
-
     def fail():
         raise ConnectionError("no network")
     monkeypatch.setattr("tiktoken_ext.openai_public.gpt2", fail)
@@ -144,7 +142,6 @@ def test_a_resumed_run_has_the_checkpoints_of_its_chain(tmp_path):
     def checkpoint_of(run):
         path = sample.find_checkpoint(tmp_path / run)
         return f"{path.parent.name}{int(path.stem[4:])}"
-
     for name, step in (("a", 2), ("a", 4), ("b", 6)):
         (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / f"step{step:08}.pt").touch()

@@ -133,8 +133,7 @@ OUT_OF_RANGE = f"""
     ("--value_embeds=0..00", "--value_embeds and --windows differ"),
     ("--num_kv_heads=3", "--num_kv_heads must divide --num_heads"),
     ("--window_start=4096", "--window_start is above --window_end"),
-    ("--train_files=nowhere/*.bin", "no file matches .*nowhere"),
-], ids=lambda text: text[:30])
+    ("--train_files=nowhere/*.bin", "no file matches .*nowhere")], ids=lambda text: text[:30])
 def test_settings_that_make_no_sense_are_refused(tiny, flags, words):
     with refused(words):
         prepare(*tiny, *flags.split(), ranks=2)

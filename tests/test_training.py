@@ -99,16 +99,13 @@ def test_the_warmup_is_like_a_step_on_random_tokens(shards, monkeypatch):
     files = train_gpt.find_shards(shards[0].removeprefix("--train_files="))
     first, _ = next(train_gpt.train_batches(files, hp, ALONE, 0))[0]
     scales, inputs, reads = [], [], []
-
     def watch(module, batch, loss):
         if loss.requires_grad:
             inputs.append(batch[0])
             loss.register_hook(lambda gradient: scales.append(float(gradient)))
-
     def read_tokens(*args, read=train_gpt.read_tokens):
         reads.append(args)
         return read(*args)
-
     monkeypatch.setattr(train_gpt, "read_tokens", read_tokens)
     model.register_forward_hook(watch)
     train_gpt.warm_up(model, train_gpt.build_optimizers(model, hp, ALONE), files, hp, ALONE)
@@ -186,7 +183,6 @@ def test_validating_and_saving_stop_the_clock(tmp_path, shards, monkeypatch):
     """On a CPU each step's line has the time of this step: its loss is read at once."""
     now = [0.0]
     monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: now[0])
-
     for name, seconds in dict(evaluate=1000, save_checkpoint=500, train_step=2).items():
         def slow(*args, original=getattr(train_gpt, name), seconds=seconds, **kwargs):
             now[0] += seconds
@@ -214,25 +210,20 @@ def test_each_switch_of_the_compiler_turns_flex_attention_off(shards, monkeypatc
 def test_the_clock_on_cuda_has_the_devices_time_of_each_step(monkeypatch):
     """A loss comes with the time at which the device was done with its step, however late."""
     now = 10.0  # when the device will have done all that was launched
-
     class Event:
         def __init__(self, enable_timing):
             self.waited = False
             self.copies = []  # (tensor, what it gets by a copy that ends before this event)
-
         def synchronize(self):
             self.waited = True
             for tensor, value in self.copies:
                 tensor.fill_(value)
-
         def elapsed_time(self, later):
             assert later.waited
             return 1000 * (later.done - self.done)
-
     def record_event(event):
         event.done = now
         return event
-
     monkeypatch.setattr(torch.cuda, "current_stream",
                         lambda: SimpleNamespace(record_event=record_event))
     monkeypatch.setattr(torch.cuda, "Event", Event)

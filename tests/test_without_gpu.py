@@ -42,17 +42,14 @@ def test_the_warmup_compiles_everything_in_whole_graphs(tmp_path, monkeypatch):
     under the stance that makes a recompile an error. torch gives up a function that has been
     compiled for more than 8 kinds of arguments, so none may come near that."""
     compiled = []
-
     def backend(graph, inputs):
         compiled.append(graph)
         check_cacheable(graph)  # raises where a second start would not find it on the disk
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
-
-    flags = [
-        "--preset=speedrun", "--windows=LSSL", "--value_embeds=0..0", "--attention=xx.x",
-        "--model_dim=32", "--num_heads=2", "--head_dim=16", "--vocab_size=257",
-        "--train_seq_len=256", "--val_seq_len=512", "--val_tokens=2000", "--micro_batches=2",
-        "--window_end=384", "--num_iterations=8", "--seed=1", "--dtype=bfloat16"]
+    flags = ["--preset=speedrun", "--windows=LSSL", "--value_embeds=0..0", "--attention=xx.x",
+             "--model_dim=32", "--num_heads=2", "--head_dim=16", "--vocab_size=257",
+             "--train_seq_len=256", "--val_seq_len=512", "--val_tokens=2000", "--micro_batches=2",
+             "--window_end=384", "--num_iterations=8", "--seed=1", "--dtype=bfloat16"]
     hp, _ = train_gpt.parse_flags(flags)
     train_gpt.check_settings(hp, 1)
     hp = dataclasses.replace(train_gpt.resolve(hp, torch.device("cpu")), use_fp8=True,

@@ -28,7 +28,6 @@ class Collectives:
             self.pending.append(run)
         else:
             run()
-
         def wait():
             self.unwaited.discard(run)
             while run in self.pending:
@@ -52,19 +51,15 @@ class Collectives:
     def all_gather_single(self, whole, local, async_op):
         self.check(whole, local)
         mine = local.clone()
-
         def poison():
             whole.fill_(torch.nan)
             local.copy_(mine)  # which may be a part of it
-
         return self.start(lambda: dist.all_gather_single(whole, local), poison)
 
     def all_reduce(self, whole, async_op):
         assert whole.is_contiguous()
         mine = whole.clone()
-
         def run():
             whole.copy_(mine)
             dist.all_reduce(whole)
-
         return self.start(run, lambda: whole.fill_(torch.nan))

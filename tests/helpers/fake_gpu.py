@@ -66,7 +66,6 @@ def pretend(capability: int):
     target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
     triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: target))
     triton_helpers.set_driver_to_gpu = lambda: None  # which would look for libcuda.so
-
     # Operators on fake CUDA tensors ask for a device guard, which a CPU build does not have. The
     # guard of meta tensors does nothing.
     libc10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
@@ -74,13 +73,10 @@ def pretend(capability: int):
     guards = (ctypes.c_void_p * (kinds.Meta.value + 1)).in_dll(
         libc10, "_ZN3c104impl26device_guard_impl_registryE")
     guards[kinds.CUDA.value] = guards[kinds.Meta.value]
-
     flex_module._validate_device = lambda *tensors: None  # which refuses gradients of CPU tensors
     plain_options = flex_module._apply_kernel_options
-
     def options(*args, **kwargs):  # on a CPU the log-sum-exp that gradients need is left out
         return plain_options(*args, **kwargs) | {"OUTPUT_LOGSUMEXP": torch.is_grad_enabled()}
-
     flex_module._apply_kernel_options = options
 
 def moved(x):
@@ -117,7 +113,6 @@ def backend_of(compile_inner):
                 node.target = fused_rms_norm  # as on CUDA; on a CPU tracing would take it apart
         graph.recompile()
         return compile_fx(graph, inputs, inner_compile=compile_inner)
-
     return backend
 
 def gpu_program(function, compile_inner=compile_as_cuda):

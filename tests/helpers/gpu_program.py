@@ -50,7 +50,6 @@ def generate(function, *args):
         plain = copy.deepcopy(graph)
         compile_as_cuda(graph, inputs, **options)
         return make_boxed_func(plain.forward)  # which runs on fake tensors
-
     result = gpu_program(function, compile_only)(*args)
     if result.requires_grad:
         result.backward()
@@ -65,21 +64,17 @@ def case_shared_memory(capability):
     """FlexAttention's kernels at the speedrun's heads, forward and backward, compiled by Triton."""
     limit = GPUS[capability].shared_memory_per_block_optin
     used = {}
-
     def precompile(self, *args, **kwargs):
         name = self.fn.__name__
         for config in self.configs if name.startswith("triton_tem") else ():
             kernel = self._precompile_config(config).kernel
             shared = getattr(kernel, "metadata", kernel).shared
             used[name] = max(used.get(name, 0), shared)
-
     CachingAutotuner.precompile = precompile
     T, H, K = 2048, SPEEDRUN.num_heads, SPEEDRUN.head_dim
-
     def masked_attention(q, k, v, tokens, window):
         mask, _ = build_block_masks(tokens, 9, window, flex=True)
         return attend(q, k, v, mask, 0.12).float().sum()
-
     with FakeTensorMode(allow_non_fake_inputs=True):
         qkv = [torch.empty(1, H, T, K, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
         tokens, _, window = micro_batch(T)

@@ -44,10 +44,9 @@ def poisoned(size, stride, dtype):
 # -------- Triton's interpreter
 # The interpreter keeps these types as bit patterns, rounds them wrongly, and would add and multiply
 # them as integers. Casts and products are mended below.
-NARROW = {
-    tl.bfloat16: (torch.bfloat16, torch.uint16),
-    tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8),
-    tl.float8e5: (torch.float8_e5m2, torch.uint8)}
+NARROW = {tl.bfloat16: (torch.bfloat16, torch.uint16),
+          tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8),
+          tl.float8e5: (torch.float8_e5m2, torch.uint8)}
 TensorHandle = interpreter.TensorHandle
 Builder = interpreter.InterpreterBuilder
 plain_cast = Builder.cast_impl

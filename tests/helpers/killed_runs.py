@@ -25,7 +25,6 @@ def at_call(owner, name: str, number: int, after: bool = False, do=lambda *args:
     it, or after it, or in place of it when do(...) has been called with its arguments."""
     original = getattr(owner, name)
     calls = [0]
-
     def deadly(*args, **kwargs):
         calls[0] += 1
         if calls[0] == number and not after:
@@ -35,7 +34,6 @@ def at_call(owner, name: str, number: int, after: bool = False, do=lambda *args:
         if calls[0] == number:
             die()
         return result
-
     setattr(owner, name, deadly)
 
 def half_a_file(path: Path, data):
@@ -46,7 +44,6 @@ def in_line(begins: str, number: int = 1, share: float = 0.5):
     """When this share is written of the line of that number among those that begin so."""
     original = SCRIPT.RunLog.write
     lines = [0]
-
     def deadly(log, text, console=True):
         lines[0] += text.startswith(begins)
         if lines[0] == number:
@@ -54,7 +51,6 @@ def in_line(begins: str, number: int = 1, share: float = 0.5):
             log.file.write(line[:int(len(line) * share)])
             die()
         original(log, text, console)
-
     SCRIPT.RunLog.write = deadly
 
 STEPS = 60  # of the run

@@ -44,11 +44,9 @@ def generate_and_run_plain(graph, inputs, **options):
         compiled.write_text("\n".join(re.findall(r"\b(triton_\w+)\.run\(", sources[-1])))
     kernels = compiled.read_text().split()
     assert kernels, "a program without kernels"
-
     def program(*args):
         launched.extend(kernels)
         return plain.forward(*args)
-
     return make_boxed_func(program)
 
 plain_compile = torch.compile
@@ -63,12 +61,10 @@ def compile_here(function=None, *, backend=None, **options):
         function.forward = compile_here(function.forward, **options)
         return function
     program = gpu_program(function, generate_and_run_plain)
-
     def without_redirection(*args, **kwargs):
         outside = _get_current_function_mode()  # of other programs; the compiler would trace it
         with _pop_mode_temporarily() if outside else nullcontext():
             return program(*args, **kwargs)
-
     return without_redirection
 
 class OnTheCpu(TorchFunctionMode):
@@ -134,14 +130,13 @@ def pretend_to_run():
     CachingAutotuner.precompile = lambda self, *args, **kwargs: None  # of the Triton kernels
     CachingAutotuner.prepare_for_pickle = lambda self: (None,) * 10
     stream = SimpleNamespace(record_event=lambda event=None: (event or Event()).record())
-    answers = dict(
-        Event=Event, current_stream=lambda device=None: stream,
-        synchronize=lambda device=None: None, is_bf16_supported=lambda **options: True,
-        get_device_name=lambda device=None: "NVIDIA H100 80GB HBM3",
-        max_memory_allocated=lambda device=None: 3 * 2**30,
-        max_memory_reserved=lambda device=None: 4 * 2**30,
-        reset_peak_memory_stats=lambda device=None: None,
-        mem_get_info=lambda device=None: (80 * 2**30, 85 * 2**30))
+    answers = dict(Event=Event, current_stream=lambda device=None: stream,
+                   synchronize=lambda device=None: None, is_bf16_supported=lambda **options: True,
+                   get_device_name=lambda device=None: "NVIDIA H100 80GB HBM3",
+                   max_memory_allocated=lambda device=None: 3 * 2**30,
+                   max_memory_reserved=lambda device=None: 4 * 2**30,
+                   reset_peak_memory_stats=lambda device=None: None,
+                   mem_get_info=lambda device=None: (80 * 2**30, 85 * 2**30))
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
     connect = torch.distributed.init_process_group

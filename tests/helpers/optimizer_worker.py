@@ -19,10 +19,9 @@ from train_gpt import (PRESETS, Adam, Muon, World, gather_training_state, load_t
                        train_step, world_of_this_process)
 
 MICRO_BATCHES = 24
-HP = dataclasses.replace(
-    PRESETS["demo"], num_iterations=8, cooldown_frac=1.0, lr_floor=0.1,
-    micro_batches=MICRO_BATCHES, muon_momentum_start=0.9, muon_momentum_end=0.9,
-    adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-10)
+HP = dataclasses.replace(PRESETS["demo"], num_iterations=8, cooldown_frac=1.0, lr_floor=0.1,
+                         micro_batches=MICRO_BATCHES, muon_momentum_start=0.9,
+                         muon_momentum_end=0.9, adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-10)
 SHAPES = [(3, 8, 8)] * 5 + [(8, 24)] * 2 + [(16, 8), (60, 8), (24,), (5,), (), (50, 2)]
 SHAPES += 3 * [(6, 4)]
 
@@ -44,10 +43,8 @@ def build(hp, world, seed):
     torch.manual_seed(seed)
     model = torch.nn.ParameterDict({f"p{i}": torch.randn(shape) for i, shape in enumerate(SHAPES)})
     model.to(world.device)
-
     def of(kind, numbers, *options, **more):
         return kind({f"p{i}": model[f"p{i}"] for i in numbers}, hp, world, *options, **more)
-
     return model, [
         of(Muon, range(5), 0.05), of(Muon, (5, 6), 0.03, weight_decay=0.5), of(Muon, (7,), 0.04),
         of(Adam, (8,), 0.01, betas=(0.7, 0.9), eps=1e-8, weight_decay=0.1),
@@ -95,20 +92,17 @@ def check(hp, world):
     assert owned == {
         "model": set(range(len(SHAPES))), "Muon momentum": set(range(8)), "Adam mean": adam,
         "Adam mean_square": adam, "Whitened left": {13, 14, 15}}, owned
-
     # Every rank has the very same bits.
     everywhere = [None] * world.size
     dist.all_gather_object(everywhere, got)
     for others in everywhere:
         assert_same(others, got)
-
     # From what was saved in the middle, others go on to the same bits. Rank 0 alone has it.
     ranks = build(hp, world, seed=1 + world.rank)
     take_steps(*ranks, range(1), mine)  # leaves a state of its own to be overwritten
     load_training_state(saved if world.rank == 0 else None, *ranks, world)
     assert_same(take_steps(*ranks, ()), saved)
     assert_same(take_steps(*ranks, range(2, 4), mine), got)
-
     # And so does one rank from what several have saved.
     alone = build(hp, ALONE, seed=9)
     load_training_state(saved, *alone, ALONE)
