@@ -7,7 +7,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from torch._dynamo.utils import counters
-
 import train_gpt
 
 train_gpt.main(sys.argv[1:])

@@ -141,7 +141,6 @@ def runs_here():
         yield
 
 def train(script, *flags):
-    """Runs the script in this process, on one thread."""
     with one_thread():
         script.main([str(flag) for flag in flags])
 
@@ -191,7 +190,6 @@ def train_step(*args):
     return path
 
 def log_path(folder) -> Path:
-    """The one log in a records folder."""
     (path,) = Path(folder).glob("*.log")
     return path
 
@@ -199,11 +197,9 @@ def log_of(folder) -> str:
     return log_path(folder).read_text()
 
 def newest_checkpoint(folder) -> Path:
-    """That of the highest step, among all runs in a records folder."""
     return max(Path(folder).glob("*/step*.pt"), key=lambda path: path.name)
 
 def load_checkpoint(folder) -> dict:
-    """What the newest checkpoint in a records folder holds."""
     return torch.load(newest_checkpoint(folder), weights_only=True)
 
 def losses(text: str, kind: str = "val_loss") -> list[float]:

@@ -5,12 +5,10 @@ import json
 import subprocess
 import sys
 from unittest.mock import Mock
-
 import pytest
 from conftest import ROOT
 from test_data_common import status_of
 from test_race import STAND_IN, place, starts  # noqa: F401, place is a fixture
-
 from records.tools import ablate, logs
 
 def changed(text, *changes):
@@ -50,7 +48,6 @@ def test_the_parts_of_a_change_and_the_copies_without_them(changes, expected, re
 @pytest.fixture
 def run_ablate(place, monkeypatch):  # noqa: F811
     def run(record, *flags, base=STAND_IN):
-        """The status of an ablation of this text."""
         (place / "record.py").write_text(record)
         (place / "base.py").write_text(base)
         monkeypatch.chdir(ROOT)

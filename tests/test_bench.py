@@ -7,12 +7,10 @@ import os
 import re
 import sys
 from types import SimpleNamespace
-
 import pytest
 import torch
 from conftest import ROOT, SCRIPT, TINY, launch, log_of, losses, refused, run_sh
 from test_interpreted import why_not
-
 from records.tools import bench
 
 PROGRAM = ROOT / "records" / "tools" / "bench.py"
@@ -170,7 +168,6 @@ def test_a_slow_gpu_is_called_slow(tflops, tb_per_s, words):
     assert "SLOW" not in str(bench.about_machine(found | {"device": "NVIDIA L4"}))
 
 def test_its_units_and_that_the_first_steps_do_not_count(tmp_path):
-    """Milliseconds, and tokens a second, of made-up ends of steps in seconds."""
     meter = SimpleNamespace(cuda=False, profiler=None, losses=[3.0] * 8, found={
         "tokens": 1000, "step_ms": [], "micro_ms": [], "losses": [], "kernels": {}})
     meter.ends = [[float(i * i), i * i + 0.25] for i in range(9)]  # longer from step to step

@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-
 import pytest
 from conftest import (ENVIRONMENT, ROOT, SCRIPT, TINY, launch, log_of, losses, newest_checkpoint,
                       planted)
@@ -16,7 +15,6 @@ from test_reliability import assert_same_state
 RUN = [*TINY, "--num_iterations=9", "--val_loss_every=3", "--save_every=3", "--micro_batches=2"]
 PAGE = (ROOT / "records" / "cluster.md").read_text()
 OTHER_HOSTS = {name: value for name, value in ENVIRONMENT.items() if name != "GLOO_SOCKET_IFNAME"}
-
 ENTER = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
 # This host becomes one, with the script's processes; a sleeping process holds the other one. When
 # there is a file `lost`, the other one loses its power: nobody says that connections are closed.

@@ -5,20 +5,17 @@ import math
 import re
 import subprocess
 import sys
-
 import numpy as np
 import pytest
 from conftest import ROOT
 from scipy import stats
 from test_logs import LOGS, log_text
-
 from records.tools import compare, load, logs, submission
 
 GOOD = [3.2770, 3.2781, 3.2776, 3.2783]
 SAME = [3.2772, 3.2779, 3.2778, 3.2784]
 
 def write(folder, finals, ms=(100.0,), first_seed=1, before=(10.8258,), then=4.0, **more):
-    """A folder of logs that end in the given losses."""
     folder.mkdir(parents=True, exist_ok=True)
     for i, final in enumerate(finals):
         losses = (*before, then + (first_seed + i) / 1000, final)
@@ -43,7 +40,6 @@ def run_main(capsys, *arguments):
     return status, out.out, out.err
 
 def json_of(capsys, *arguments):
-    """The object that a comparison prints for programs."""
     status, out, _ = run_main(capsys, *arguments, "--json")
     assert status == 0
     return json.loads(out, parse_constant=pytest.fail)
@@ -380,7 +376,6 @@ SIGN_BASE = """2783 85415 2792 85452 2791 85180 2819 85454 2798 85395 2812 85421
     (SIGN, SIGN_BASE, """3.27917 0.00115 3.2763 3.2811 84.4295 0.0716 84.237 84.582 0.0024 3.27937
      0.00135 3.2773 3.2819 85.3943 0.0794 85.180 85.454 -0.00020 -0.9648""")])
 def test_the_statistics_of_published_folders(tmp_path, capsys, ours, theirs, published):
-    """Each figure that they have stands here, to as many digits as they show."""
     for side, text in (("ours", ours), ("theirs", theirs)):
         (tmp_path / side).mkdir()
         values = text.split()

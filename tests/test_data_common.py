@@ -3,11 +3,9 @@
 import errno
 import multiprocessing
 import signal
-
 import numpy as np
 import pytest
 from conftest import refused, write_shard
-
 import train_gpt
 from data import common
 from data.common import UserError, check_shard, run, shard_header, staging
@@ -73,7 +71,6 @@ def hold(folder, connection):
         connection.recv()
 
 def test_a_folder_is_of_one_run_at_a_time(tmp_path):
-    """What a killed run has left is cleared."""
     folder = tmp_path / "unfinished"
     here, there = multiprocessing.Pipe()
     other = multiprocessing.get_context("fork").Process(target=hold, args=(folder, there),

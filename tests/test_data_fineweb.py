@@ -4,18 +4,15 @@ import hashlib
 import http.server
 import threading
 from pathlib import Path
-
 import numpy as np
 import pytest
 from conftest import refused, write_shard
-
 from data import fineweb
 from data.common import UserError
 
 NAMES = ["fineweb_val_000000.bin", "fineweb_train_000001.bin", "fineweb_train_000002.bin"]
 
 def shard(path, seed, count=5000):
-    """Writes a sound shard; its bytes."""
     write_shard(path, np.random.default_rng(seed).integers(0, 50257, count))
     return path.read_bytes()
 

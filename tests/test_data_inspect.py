@@ -2,11 +2,9 @@
 
 import json
 from pathlib import Path
-
 import pytest
 from conftest import write_shard
 from test_logs import LINE, log_text
-
 from data import inspect_shards
 from data.common import UserError, check_shard
 
@@ -14,7 +12,6 @@ def with_sidecar(folder, tokenizer="bytes"):
     (folder / "t.json").write_text(json.dumps({"tokenizer": tokenizer}))
 
 def inspected(capsys, *arguments):
-    """(status, output, errors)"""
     return inspect_shards.main(list(map(str, arguments))), *capsys.readouterr()
 
 def test_the_numbers(tmp_path, capsys):
@@ -56,7 +53,6 @@ def test_the_tokenizer_comes_from_the_sidecar_or_the_flag(tmp_path, capsys):
     assert "it begins: 'A'" in inspected(capsys, path, "--tokenizer=bytes")[1]
 
 def test_the_script_of_a_log_is_printed_byte_for_byte(tmp_path, capsys):
-    """Of this project's logs and of published ones, with and without a last line break."""
     for end in ("", "\n"):
         source = f"import torch\n\nx = '\u00e9'{end}"
         own = log_text(source=source)

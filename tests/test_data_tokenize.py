@@ -15,7 +15,6 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,14 +22,12 @@ import pytest
 from conftest import ROOT, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from data import common, tokenize_text, vocab
 from data.common import UserError, check_shard, run
 from records.tools import launch
 from records.tools.logs import read
 
 def documents(folder, side, name="t"):
-    """The documents of one side. Each shard is checked."""
     paths = sorted(folder.glob(f"{name}_{side}_*.bin"))
     tokens = np.concatenate([check_shard(path, 257) for path in paths])
     before, *found = np.split(tokens, np.flatnonzero(tokens == 256))
@@ -38,7 +35,6 @@ def documents(folder, side, name="t"):
     return [bytes(document[1:].astype(np.uint8)) for document in found]
 
 def tokenize(out, *argv):
-    """What the sidecar says of the result."""
     flags = f"--out={out}", "--name=t", "--tokenizer=bytes", "--workers=1"
     tokenize_text.main([*flags, *map(str, argv)])
     return json.loads((out / "t.json").read_text())

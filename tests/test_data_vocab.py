@@ -4,13 +4,11 @@ import itertools
 import json
 import random
 import sys
-
 import numpy as np
 import pytest
 from conftest import refused, write_shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from data import inspect_shards, tokenize_text, vocab
 from data.common import UserError, check_shard, sha256
 from data.vocab import GPT2Tokenizer, gpt2_merge_ranks, load_tokenizer, piece_end
@@ -106,7 +104,6 @@ def test_where_the_vocabulary_cannot_be_had(vocab_dir, tmp_path, monkeypatch, ca
         load_tokenizer("gpt2", "elsewhere")
 
 def test_shards_of_gpt2_tokens(vocab_dir, gpt2, tmp_path, capsys):
-    """The programs with --vocab_dir: tokenize, then inspect."""
     load_tokenizer.cache_clear()
     texts = [f"document {i} says naïve things" * (i % 7 + 1) for i in range(100)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))

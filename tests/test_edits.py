@@ -5,11 +5,9 @@ missing."""
 import math
 import re
 from pathlib import Path
-
 import pytest
 import torch
 from conftest import TINY, launch, load_checkpoint, load_script, log_of, losses, refused, train
-
 import train_gpt
 
 FC = "        self.fc = CastedLinear(dim, 4 * dim)\n"
@@ -98,7 +96,6 @@ IDEAS = {
                 [r"layers\.\d+\..*«_mix→(_mix|lambdas)»"])}
 
 def loaded(folder, *edits):
-    """A copy of the script with these edits, as a module."""
     text = Path(train_gpt.__file__).read_text()
     for edit in edits:
         old, new = (re.sub("(?s)«(.*?)→(.*?)»", side, edit) for side in (r"\1", r"\2"))
@@ -174,7 +171,6 @@ def test_a_parameter_that_nothing_uses_is_named(tmp_path, shards):
 @pytest.mark.quick
 @pytest.mark.parametrize("frozen", ["embed.weight", "layers.0.mlp.fc.weight", "skip_weights"])
 def test_frozen_parameters_have_no_optimizer_and_the_others_train(tmp_path, shards, frozen):
-    """Also where a run resumes."""
     freeze = "".join(f"    model.get_parameter({name!r}).requires_grad_(False)\n"
                      for name in ("own", frozen))
     script = loaded(tmp_path, *OWN, "norm(self.embed(tokens_T))«→ * self.own.mean()»\n",

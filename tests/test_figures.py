@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-
 import pytest
 from conftest import ROOT
 
@@ -12,7 +11,6 @@ PAGE = (ROOT / "records" / "method.md").read_text(encoding="utf-8")
 NAMES = re.findall(r"!\[[^\]]+\]\(method/(\w+)\.svg\)", PAGE)
 
 def described(path) -> list[str]:
-    """The numbers that a figure says it shows."""
     return re.search("<dc:description>(.+)</dc:description>", path.read_text())[1].split("; ")
 
 @pytest.fixture(scope="module")

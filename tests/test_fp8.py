@@ -1,12 +1,10 @@
 """The head: the FP8 linear on the CPU's reference kernels, at small sizes, and the loss."""
 
 import dataclasses
-
 import pytest
 import torch
 import torch.nn.functional as F
 from test_model import sequence, tiny_model
-
 from train_gpt import (BLOCK, GPT, INPUT_SCALE, PRESETS, TOKEN_GRADIENT_SCALE, WEIGHT_SCALE,
                        CastedLinear, CrossEntropy, FP8Linear, to_e4m3)
 
@@ -87,7 +85,6 @@ def test_plain_outside_training_and_without_fp8():
     torch.testing.assert_close(layer.train()(x), plain, rtol=0, atol=0)
 
 def test_a_whole_training_step_of_the_model():
-    """Loss and gradients of a tiny model with the FP8 head against the same model without it."""
     models = [tiny_model(dtype=torch.bfloat16, use_fp8=use_fp8)[0] for use_fp8 in (False, True)]
     tokens, targets = (t[:128] for t in sequence())
     losses = [model(tokens, targets, torch.tensor(128)) / 128 for model in models]

@@ -8,7 +8,6 @@ fits the script."""
 import dataclasses
 import os
 import re
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,6 @@ from conftest import ROOT, TINY, launch, log_of, log_path, losses, run_helper
 from test_fp8 import relative_error
 from test_interpreted import why_not
 from test_model import sequence, tiny_model
-
 from records.tools.bench import write_documents
 from train_gpt import (GPT, INPUT_SCALE, WEIGHT_SCALE, CrossEntropy, FP8Linear, World, attend,
                        build_block_masks, build_optimizers, connect, dist, make_plan, parse_flags,

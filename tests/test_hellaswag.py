@@ -2,12 +2,10 @@
 figures, the command line."""
 
 import json
-
 import pytest
 import torch
 from conftest import ROOT
 from test_sample import complaint, run_sample, save_random_model, trained
-
 import train_gpt
 from data.common import sha256
 from data.vocab import load_tokenizer
@@ -16,7 +14,6 @@ from records.tools.sample import load_model
 from train_gpt import BLOCK
 
 __all__ = ["run_sample", "trained"]  # fixtures
-
 TINY_FILE = ROOT / "tests" / "fixtures" / "hellaswag_tiny.jsonl"
 LINE = {"ctx_a": "It rains.", "ctx": "It rains. he", "label": 0,
         "endings": ["waits.", "eats it.", "sings.", "is rain."]}

@@ -1,18 +1,15 @@
 """tools/honesty.py: it finds each planted way to a loss that is too low, and no right idea."""
 
 import sys
-
 import pytest
 from conftest import ROOT
 from test_data_common import status_of
-
 import train_gpt
 from records.tools import honesty, logs
 
 @pytest.fixture
 def changed(tmp_path):
     def change(*changes):
-        """A copy of train_gpt.py in which each (old, new) was replaced."""
         text = (ROOT / "train_gpt.py").read_text()
         for old, new in changes:
             assert old in text, old
@@ -48,7 +45,6 @@ PROJ = r'(r"layers\..*\.proj\.weight",         zero,    "Muon", dict(lr="muon_lr
 FUTURE = "the loss of token 0 changes by .* it sees the future"
 ENTROPY = r"but the cross-entropy of logits\(features\(\)\) is"
 RESUMED = "resumed at step 12, and validates at other steps, ends with other numbers"
-
 IN_A_MODEL = {
     "the targets are the inputs": (ENTROPY, [
         ("x_TD = self.features(tokens_T, window)",

@@ -5,13 +5,11 @@ import dataclasses
 import importlib.metadata
 import platform
 import sys
-
 import pytest
 import torch
 from conftest import launch
 from test_fp8 import relative_error
 from test_model import sequence
-
 from train_gpt import GPT, PRESETS, build_block_masks, draw_weights, newton_schulz
 
 EOT = 256
@@ -38,7 +36,6 @@ def why_not():
             return f"interpreted.py patches the inside of {package} {tried}, not {installed}"
 
 def models(hp, dtype=torch.float32):
-    """The plain model and the model of the GPU program, with the same random weights."""
     torch.manual_seed(0)
     plain = GPT(hp, dtype, flex=False)
     draw_weights(plain, 0)
@@ -55,7 +52,6 @@ def micro_batch(length, borders, window):
     return tokens, targets, torch.tensor(window, dtype=torch.int32)
 
 def results(model, batch, parameters=None):
-    """The loss and the gradients of one micro-batch: {"loss": ..., parameter's name: ...}."""
     parameters = dict((parameters or model).named_parameters())
     loss = model(*batch)
     gradients = torch.autograd.grad(loss / HP.tokens_per_step, list(parameters.values()))
@@ -129,7 +125,6 @@ def case_bfloat16_and_fp8():
     assert not any("extern_kernels.addmm(" in code for code in sources)
 
 def case_newton_schulz():
-    """On wide, tall and square matrices."""
     from helpers.interpreted import gpu_program
     for shape in ((3, 48, 80), (3, 80, 48), (1, 64, 64)):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -141,7 +136,6 @@ def block_lists(tokens, window):
             for name in LISTS]
 
 def case_block_lists():
-    """At the speedrun's size, bit for bit those of the plain path."""
     from helpers.interpreted import gpu_program
     hp = PRESETS["speedrun"]
     borders = [*range(0, hp.train_seq_len, 777), 128, 255, 1280, 2561, *range(9000, 9500, 3)]

@@ -2,13 +2,11 @@
 integration and simulation, also that of records/2026-11-26_evalue."""
 
 import math
-
 import numpy as np
 import pytest
 from conftest import ROOT
 from scipy import integrate, optimize
 from scipy import stats as scipy_stats
-
 from records.tools import judge
 from records.tools.load import load_script
 
@@ -40,7 +38,6 @@ def test_spread_against_tables():
 
 @pytest.mark.filterwarnings("error")
 def test_p_value_of_two_sides_by_welch_and_in_pairs():
-    """In pairs, the seeds' own spread hides no difference."""
     a = [3.10, 3.32, 3.51, 3.27]
     b = [3.12, 3.33, 3.54, 3.28]
     welch = judge.welch(a, b)
@@ -99,7 +96,6 @@ def test_a_confidence_sequence_has_the_means_that_are_not_excluded(n):
     assert judge.confidence_sequence(found[:7], 0.01) is None
 
 def test_the_pairs_that_would_decide_it():
-    """If they repeat those that are there."""
     found = some_differences(4, 0.012)
     needed = judge.pairs_until_decided(found, 0.01)
     assert 4 < needed < 100

@@ -8,11 +8,9 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-
 import pytest
 import torch
 from conftest import ROOT, TINY, log_path, losses, refused, run_sh, train
-
 import train_gpt
 from data import tokenize_text
 from data.common import UserError
@@ -20,7 +18,6 @@ from records.tools import launch
 
 @pytest.fixture
 def started(monkeypatch):
-    """The commands that would be started."""
     commands = []
     monkeypatch.setattr(launch, "start", lambda *command, **more: commands.append(command))
     return commands

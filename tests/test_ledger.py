@@ -4,15 +4,12 @@ that git takes a race that was moved to a topic."""
 import multiprocessing
 import shutil
 import subprocess
-
 import pytest
 from conftest import ROOT
 from scipy import stats
-
 from records.tools import ledger
 
 def row(candidate="a", patch="1", **more):
-    """A candidate's object in verdict.json."""
     usual = {"candidate": candidate, "patch": patch, "decision": "undecided", "keep": False,
              "honest": True, "difference": 0.01, "interval": None, "E": 2.0, "p": None, "pairs": 3,
              "seconds": 1.5, "baseline_seconds": 1.0, "tokens": 9, "baseline_tokens": 9, "why": ""}

@@ -1,18 +1,15 @@
 """The loader's stream, the same for any number of ranks, and what validation predicts."""
 
 import dataclasses
-
 import numpy as np
 import pytest
 import torch
 from conftest import refused, write_shard
-
 import train_gpt
 from train_gpt import (PRESETS, Shard, World, find_shards, load_validation, step_starts,
                        train_batches)
 
 pytestmark = pytest.mark.quick
-
 CPU = torch.device("cpu")
 SIZES = [5000, 130, 9000]
 

@@ -5,12 +5,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-
 import pytest
 from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from records.tools import logs
 
 LOGS = Path(__file__).resolve().parent / "fixtures" / "logs"
@@ -43,7 +41,6 @@ def log_text(losses=(10.8258, 4.0, 3.279), seed=1, ms=100.0, every=125, hyper=()
                       "note: a remark", *notes, *steps, "peak_memory: 100 MiB on rank 0"]) + "\n"
 
 def read_text(folder, text, name="x.log"):
-    """The run that a file of this text holds."""
     (folder / name).write_bytes(text.encode())
     return logs.read_run(folder / name, "x")
 
@@ -232,7 +229,6 @@ CHAIN = {  # name: losses, its parent, the step where it begins
 }
 
 def write_chain(folder, names="abc", **more):
-    """The logs of these names; `more` has what is special about one."""
     for name in names:
         losses, parent, first = CHAIN[name]
         (folder / f"{name}.log").write_text(log_text(losses, parent=parent and f"gone/{parent}",
@@ -297,7 +293,6 @@ HARMLESS = {"name": "'y'", "records": "'z'", "save_every": 9}
     ({"hyper": {"muon_lr": 0.06} | HARMLESS}, {"hyper": {"new": 1}}, [],
      ["muon_lr was 0.05 and is 0.06", "muon_lr was 0.06 and is 0.05", "new was None and is 1"])])
 def test_in_what_the_pieces_of_a_run_differ_is_told(tmp_path, b, c, mixed, changed):
-    """Also if it went back to the first machine."""
     write_chain(tmp_path, b=b, c=c)
     (run,) = read(tmp_path).values()
     assert (run.mixed, run.changed) == (mixed, changed)

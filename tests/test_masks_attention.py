@@ -1,14 +1,11 @@
 """Block masks against a dense reference. (Attention on them is in test_model.py.)"""
 
 import random
-
 import pytest
 import torch
-
 from train_gpt import BLOCK, build_block_masks, plain_attend
 
 pytestmark = pytest.mark.quick
-
 EOT = 9
 
 def dense_mask(tokens, window_blocks, end_of_text=EOT):
@@ -21,7 +18,6 @@ def dense_mask(tokens, window_blocks, end_of_text=EOT):
     return same_document & (key <= query) & (query // BLOCK - key // BLOCK < window_blocks)
 
 def blocks_of(mask, kind):
-    """The blocks of a list of a BlockMask, as a set of (row, column)."""
     counts, indices = getattr(mask, f"{kind}_num_blocks"), getattr(mask, f"{kind}_indices")
     named = [(i, j) for i, count in enumerate(counts[0, 0]) for j in
              indices[0, 0, i, :count].tolist()]

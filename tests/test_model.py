@@ -2,15 +2,12 @@
 
 import dataclasses
 import math
-
 import pytest
 import torch
 from test_masks_attention import dense_mask
-
 from train_gpt import BLOCK, GPT, PRESETS, Embedding, Rotary, World, draw_weights
 
 pytestmark = pytest.mark.quick
-
 HP = dataclasses.replace(
     PRESETS["demo"], windows="LSSL", value_embeds="0..0", attention="xx.x", model_dim=32,
     num_heads=4, num_kv_heads=4, head_dim=16, attention_scale=0.12, train_seq_len=256,
@@ -19,7 +16,6 @@ ALONE = World(0, 1, torch.device("cpu"))
 WINDOW = torch.tensor(256)
 
 def tiny_model(seed=0, randomize=True, dtype=torch.float32, **changes):
-    """A small model on the CPU and its settings."""
     hp = dataclasses.replace(HP, dtype=str(dtype).removeprefix("torch."), **changes)
     model = GPT(hp, dtype, flex=False)
     draw_weights(model, seed)
@@ -31,7 +27,6 @@ def tiny_model(seed=0, randomize=True, dtype=torch.float32, **changes):
     return model, hp
 
 def sequence(length=256, seed=0, eots=(0, 100, 130)):
-    """Tokens and targets. Documents begin at `eots`."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(256, (length,), generator=generator, dtype=torch.int32)
     tokens[list(eots)] = 256
@@ -104,7 +99,6 @@ def plain_loss(p, tokens, targets, window, hp):
     dict(windows="SLLS", attention="xxxx", value_embeds="0.10", num_kv_heads=1),
     dict(windows="LS", attention="..", value_embeds="..")], ids=lambda changes: changes["windows"])
 def test_the_model_equals_its_definition_in_float64(changes, window, monkeypatch):
-    """The loss and the gradient of every parameter."""
     # What the script keeps in float32 whatever the dtype is in float64 here.
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     hp = dataclasses.replace(HP, lm_head_softcap=2.0, train_seq_len=512, **changes)

@@ -3,22 +3,18 @@
 import dataclasses
 import re
 from unittest.mock import Mock, call
-
 import pytest
 import torch
 from conftest import ROOT, run_helper
 from test_model import ALONE, WINDOW, sequence, tiny_model
 from torch import nn
-
 import train_gpt
 from train_gpt import PRESETS, Adam, Muon, gather_training_state, newton_schulz, train_step
 
 pytestmark = pytest.mark.quick
-
 HP = dataclasses.replace(PRESETS["demo"], dtype="float32", cooldown_frac=0.0)
 
 def take_step(optimizer, step=0):
-    """One step of one optimizer, on the gradients that its parameters have."""
     with torch.no_grad():
         optimizer.begin()
         optimizer.update(step)
@@ -100,7 +96,6 @@ def test_adam_is_torchs(dtype, monkeypatch):
         assert torch.equal(state["Adam mean_square"][str(i)], moments["exp_avg_sq"])
 
 def test_a_step_takes_the_mean_gradient_of_its_micro_batches():
-    """And leaves no gradient to the next one."""
     model, hp = tiny_model(micro_batches=3)
     batches = [sequence(seed=seed) for seed in range(3)]
     params = dict(model.named_parameters())

@@ -4,12 +4,10 @@ import html
 import json
 import re
 import shutil
-
 import pytest
 from test_compare import run_main, side_of, write
 from test_logs import log_text
 from test_plot import LONG
-
 from records.tools import compare, page, tables
 
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
@@ -17,7 +15,6 @@ FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
 
 @pytest.fixture
 def sides(tmp_path):
-    """Two folders of three runs with the same seeds."""
     for i, (name, finals) in enumerate((("ours", [3.2, 3.3, 3.1]), ("theirs", [3.3, 3.5, 3.4]))):
         write(tmp_path / name, finals, before=LONG[:-1], then=3.4, ms=(90.0, 100.0, 130.0),
               hyper={"name": f"'{name}'", "muon_lr": i}, source=f"def f():\n    return {i}\n")
@@ -32,12 +29,10 @@ def tables_of(text):
     return found
 
 def traces_of(text, name):
-    """The traces of a figure, as the page gives them to Plotly."""
     start = re.search(rf'Plotly\.newPlot\(\s*"{name}",\s*', text).end()
     return json.JSONDecoder().raw_decode(text, start)[0]
 
 def written(capsys, tmp_path, *arguments):
-    """The page, and the object of --json."""
     path = tmp_path / "page.html"
     status, out, _ = run_main(capsys, *arguments, "--html", path, "--json")
     assert status == 0

@@ -5,7 +5,6 @@ import torch
 from conftest import refused
 from test_model import ALONE, HP, tiny_model
 from torch import nn
-
 import train_gpt
 from train_gpt import (GPT, PARAMETERS, Adam, Muon, build_optimizers, draw_weights, parameter,
                        uniform)
@@ -27,7 +26,6 @@ def test_initial_weights():
     assert len(model.lm_head.weight) == 320 == len(model.embed.weight), "the padded vocabulary"
 
 def drawn(seed=3, dtype=torch.float32, **changes):
-    """The initial weights of a tiny model, by name."""
     return tiny_model(seed, randomize=False, dtype=dtype, **changes)[0].state_dict()
 
 def test_draws_depend_on_seed_and_name_alone():
@@ -60,7 +58,6 @@ def test_weights_are_drawn_once_and_nothing_trains_before():
         draw_weights(model, 0)
 
 def put(name, value):
-    """A change of a model."""
     owner, _, name = f".{name}".rpartition(".")
     return lambda model: setattr(model.get_submodule(owner.strip(".")), name, value)
 

@@ -2,19 +2,16 @@
 
 import math
 import re
-
 import matplotlib
 import pytest
 from scipy import stats
 from test_compare import GOOD, SAME, side_of, write
 from test_logs import LOGS, log_text, read_text
-
 from records.tools import compare, logs, plot
 
 LONG = (10.8258, 4.0, 3.9, 3.8, 3.7, 3.6, 3.5, 3.4, 3.3)
 
 def long_side(label, folder, finals, **more):
-    """Runs with enough validations for a picture of them alone."""
     return side_of(label, write(folder, finals, before=LONG[:-1], then=3.4, **more))
 
 def drawn(*sides, target=None):

@@ -4,11 +4,9 @@ trains in test_edits.py and test_reliability.py; test_optimizers.py has what the
 import os
 import re
 from contextlib import nullcontext
-
 import pytest
 import torch
 from conftest import SCRIPT, TINY, launch, refused
-
 import train_gpt
 from train_gpt import World, world_of_this_process
 
@@ -21,7 +19,6 @@ def on_gpu(rank, size, number):
     (dict(RANK=4, LOCAL_RANK=4, WORLD_SIZE=8), "one process per GPU"),
     (dict(SLURM_STEP_NUM_TASKS=8), "srun")], ids=str)
 def test_a_process_takes_the_gpu_of_its_local_rank(monkeypatch, variables, expected):
-    """On a machine with four."""
     chosen = []
     for name, answer in dict(is_available=lambda: True, device_count=lambda: 4,
                              set_device=chosen.append).items():

@@ -11,18 +11,15 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-
 import pytest
 from conftest import ROOT
 from scipy import stats
 from test_data_common import status_of
 from test_logs import log_text
-
 from data import common
 from records.tools import judge, ledger, logs, race, tables
 
 LEAST = next(n for n in range(2, 20) if judge.e_of_pairs([1.0] * n) >= 100)  # pairs
-
 STAND_IN = '''
 import argparse, hashlib, os, sys, time
 from pathlib import Path
@@ -66,7 +63,6 @@ for step in range(N + 1):
 print(f"log: {path}", file=log)
 print(f"log: {path}", flush=True)
 '''
-
 LAUNCHER = "import os, sys\nos.execv(sys.executable, [sys.executable, *sys.argv[1:]])\n"
 
 # It takes the flags that the script takes.
@@ -98,7 +94,6 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 def run_race(place, *flags, script="record.py"):
-    """The exit status of a race in this process."""
     argv = [str(place / script), f"--vs={place / 'base.py'}", f"--records={place / 'records'}",
             *flags]
     with pytest.MonkeyPatch.context() as patch:
@@ -107,12 +102,10 @@ def run_race(place, *flags, script="record.py"):
         return status_of(race.main, errors=(logs.BadInput,))
 
 def verdicts(place, name="record"):
-    """candidate -> its object in verdict.json."""
     text = (place / "records" / f"race_{name}" / "verdict.json").read_text()
     return {row["candidate"]: row for row in json.loads(text)}
 
 def changed(place, old, new, script="record"):
-    """The stand-in as a copy with a change."""
     assert STAND_IN.count(old) == 1
     (place / f"{script}.py").write_text(STAND_IN.replace(old, new))
 
@@ -206,7 +199,6 @@ def test_pairs_are_added_until_it_is_decided(place, capsys):
     assert run_race(place, "--most=20") == 0 and starts(place) == before
 
 def test_many_candidates_share_the_baseline_and_drop_out(place, capsys):
-    """One is better, one worse, one the same, one does not run, and one is not honest."""
     offsets = {"worse": 0.3, "same": 0.0, "broken": 0.0, "liar": -2.0}
     for name, offset in offsets.items():
         text = STAND_IN.replace("OFFSET = 0.0", f"OFFSET = {offset}")

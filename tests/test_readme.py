@@ -10,10 +10,8 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-
 import pytest
 from conftest import ROOT, byte_documents, write_shard
-
 import train_gpt
 from data.common import sha256
 from records.tools import ablate, honesty, launch, logs, race
@@ -50,7 +48,6 @@ def blocks(text: str, mark: str) -> list[str]:
     return [part.split("\n\n")[0] for part in text.split(f"<!-- {mark} -->\n")[1:]]
 
 def table(text: str) -> list[list[str]]:
-    """The cells of a table's rows, without its head."""
     rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in row] for row in rows[1:]]
 

@@ -15,14 +15,12 @@ import time
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-
 import pytest
 import torch
 from conftest import (ENVIRONMENT, TINY, command, launch, load_checkpoint, log_of, log_path,
                       newest_checkpoint, planted, refused, run_helper, train, write_shard)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
 import train_gpt
 from records.tools.logs import read_run
 from train_gpt import UserError, read_checkpoint
@@ -64,7 +62,6 @@ def steps_of(folder) -> str:
     return newest_log(folder).read_text().split("\n" + "=" * 100 + "\n")[-1]
 
 def checkpoints(folder) -> list[str]:
-    """The names of the files beside the logs."""
     return sorted(path.name for path in Path(folder).glob("*/*"))
 
 def contents(folder) -> dict:
@@ -78,7 +75,6 @@ def curve(folder) -> list:
     return [line._replace(seconds=None, ms_per_step=None) for line in run.lines]
 
 def assert_same_state(folder, other):
-    """The same bits in the newest checkpoints: weights and optimizers' state."""
     mine, theirs = load_checkpoint(folder), load_checkpoint(other)
     assert mine["step"] == theirs["step"] and mine["state"].keys() == theirs["state"].keys()
     for kind, tensors in theirs["state"].items():
@@ -92,7 +88,6 @@ def assert_same_run(folder, other):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, shards):
-    """An uninterrupted run of RUN."""
     folder = tmp_path_factory.mktemp("whole")
     train(train_gpt, *RUN, *shards, f"--records={folder}")
     return folder

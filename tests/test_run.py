@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-
 import pytest
 from conftest import ROOT, run_sh
 
@@ -147,7 +146,6 @@ def test_what_others_have_left_in_the_environment_reaches_no_program(bare, tmp_p
     assert (found["MPLBACKEND"], found["NCCL_DEBUG"]) == ("agg", "INFO")
 
 def test_it_is_started_by_sh_by_slurm_and_without_a_home(bare, tmp_path):
-    """Slurm runs a copy from a folder of its own."""
     folder, run = bare
     program(tmp_path / "bin/python3", GOOD)
     shutil.copy(ROOT / "run.sh", tmp_path / "slurm_script")

@@ -7,26 +7,22 @@ import subprocess
 import sys
 from collections import Counter
 from types import SimpleNamespace
-
 import pytest
 import torch
 from conftest import ENVIRONMENT, ROOT, TINY, train
 from test_data_common import status_of
 from test_data_vocab import vocab_dir
 from test_logs import log_text
-
 import train_gpt
 from data import vocab
 from data.common import UserError
 from records.tools import sample
 
 __all__ = ["vocab_dir"]  # a fixture
-
 SCRIPT = ROOT / "train_gpt.py"
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory, shards):
-    """The folder of a tiny run on bytes."""
     records = tmp_path_factory.mktemp("records")
     train(train_gpt, *TINY, *shards, "--num_iterations=20", "--val_loss_every=0",
           "--val_seq_len=1024", "--save_every=15", f"--records={records}")
@@ -52,7 +48,6 @@ def save_random_model(folder, *flags, step=0, seed=3, **facts):
 @pytest.fixture
 def run_sample(capsys, monkeypatch):
     def run(*args, program=sample):
-        """stdout, stderr and status of the program with these arguments, on a CPU."""
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setattr(sys, "argv", ["program", *map(str, args)])
         capsys.readouterr()
@@ -160,7 +155,6 @@ def test_a_resumed_run_has_the_checkpoints_of_its_chain(tmp_path):
         sample.load_model(tmp_path / "c.log")
 
 def test_of_several_runs_the_newest_is_taken(tmp_path, monkeypatch, capsys):
-    """... of logs, folders or checkpoints as a shell lists them."""
     monkeypatch.setattr(sample, "load_model", lambda run, *_: run)
     newest = tmp_path / "2026-01-02T00-00-00Z_a"
     for folder in (tmp_path / "2025-12-31T23-59-59Z_z", newest):

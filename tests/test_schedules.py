@@ -1,13 +1,10 @@
 """Schedules at their corners: the window's growth, the learning rate, Muon's momentum."""
 
 from dataclasses import replace
-
 import pytest
-
 from train_gpt import PRESETS, lr_factor, muon_momentum, window_tokens
 
 pytestmark = pytest.mark.quick
-
 HP = PRESETS["speedrun"]
 
 def test_the_window_grows_from_start_to_end_in_whole_blocks():

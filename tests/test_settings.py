@@ -5,23 +5,19 @@ import os
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
-
 import pytest
 import torch
 from conftest import TINY, refused, run_helper, train, write_shard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
 import train_gpt
 from train_gpt import PRESETS, Hyperparameters, parse_flags, resolve
 
 pytestmark = pytest.mark.quick
-
 HP = PRESETS["speedrun"]
 CPU = torch.device("cpu")
 
 def prepare(*flags, ranks=1):
-    """The plan of a run that does not resume."""
     hp, command = train_gpt.parse_flags([*TINY, "--use_fp8=false", *map(str, flags)])
     return train_gpt.make_plan(hp, command, "", train_gpt.World(0, ranks, CPU), None)
 

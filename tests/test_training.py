@@ -9,14 +9,12 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
-
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, TINY, launch, load_checkpoint, log_of, log_path, losses, planted, train
 from test_masks_attention import as_dense
 from test_model import ALONE, tiny_model
-
 import train_gpt
 from train_gpt import World
 
@@ -262,7 +260,6 @@ def test_a_copy_elsewhere_under_another_name_runs_and_an_error_in_it_keeps_its_t
     assert last.startswith("error: ") and last.endswith(message)
 
 def test_the_log_has_the_source_that_started_and_an_old_torch_is_refused(tmp_path, shards):
-    """Somebody edits the script while torch is being imported."""
     copy = tmp_path / "edited.py"
     text = Path(train_gpt.__file__).read_text()
     edit = "\nimport numpy as np\n"

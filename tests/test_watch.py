@@ -5,10 +5,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-
 import pytest
 from conftest import ROOT, RUN_SH, TINY, log_path, newest_checkpoint, planted, run_sh
-
 from records.tools import watch
 from records.tools.load import LEASH
 
@@ -72,7 +70,6 @@ def test_an_error_on_a_rank_is_said_last_without_torchruns_report(tmp_path, shar
     ("assert 1 == 2, 'a defect'", 1, "the run has failed with status 1, see above")])
 def test_a_rank_that_breaks_is_said_last_without_torchruns_report(tmp_path, capfd, code, status,
                                                                   words):
-    """A program in place of the script, that needs no torch and so starts at once."""
     (script := tmp_path / "a.py").write_text(
         f"import os, time\nif os.environ['RANK'] == '1':\n    {code}\ntime.sleep(60)")
     with pytest.raises(SystemExit) as ended:

@@ -5,7 +5,6 @@ not run. test_interpreted.py runs the kernels."""
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-
 import pytest
 import torch
 from conftest import run_helper, write_shard
@@ -13,7 +12,6 @@ from test_interpreted import why_not
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._functorch._aot_autograd.autograd_cache import check_cacheable
 from torch.nn.attention import flex_attention as flex_module
-
 import train_gpt
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))

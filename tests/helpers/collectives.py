@@ -6,13 +6,10 @@ it. Here each collective runs either at its start or, in the order of their star
 is waited for; meanwhile what it will write is NaN. NCCL's rules on layouts are checked as well."""
 
 from types import SimpleNamespace
-
 import torch
 import torch.distributed as dist
 
 class Collectives:
-    """Stands in for torch.distributed in the script."""
-
     def __init__(self, world, late):
         self.world = world
         self.late = late

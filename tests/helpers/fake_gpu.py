@@ -9,7 +9,6 @@ import ctypes
 import functools
 from pathlib import Path
 from types import SimpleNamespace
-
 import torch
 import triton
 from torch._dynamo.device_interface import CudaInterface
@@ -39,12 +38,10 @@ GPUS = {  # by compute capability
     90: properties("NVIDIA H100 80GB HBM3", 90, 132, 233472, 2048, 50, 85),
     100: properties("NVIDIA B200", 100, 148, 233472, 2048, 126, 192),
     120: properties("NVIDIA GeForce RTX 5090", 120, 170, 102400, 1536, 96, 34)}
-
 graphs = []  # what Inductor has compiled: forward and backward pass are one each
 sources = []  # the code that it has generated for them
 
 def pretend(capability: int):
-    """From here on the process has one of GPUS."""
     gpu = GPUS[capability]
     answers = dict(
         # Inductor asks these to choose kernels.

@@ -19,7 +19,6 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._pytree import tree_leaves
-
 from train_gpt import GPT, PRESETS, World, attend, build_block_masks, build_optimizers
 
 SPEEDRUN = dataclasses.replace(PRESETS["speedrun"], dtype="bfloat16")
@@ -56,7 +55,6 @@ def generate(function, *args):
     assert len(peaks) == len(sources), "a program without an estimate"
 
 def micro_batch(tokens: int):
-    """Arguments of a model, for a sequence of this length."""
     inputs = torch.zeros(tokens, dtype=torch.int32)
     return inputs, inputs.long(), torch.full((), 1792, dtype=torch.int32)
 

@@ -15,7 +15,6 @@ import os
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
-
 import numpy as np
 import torch
 import triton
@@ -56,7 +55,6 @@ plain_reduction = interpreter.ReduceOps.apply_impl
 plain_scan = interpreter.ScanOps.generic_scan
 
 def cast(self, x, to, rounding=None):
-    """With PyTorch's rounding where a type is narrow."""
     to = to.scalar
     if x.dtype not in NARROW and to not in NARROW:
         return plain_cast(self, x, to)
@@ -90,7 +88,6 @@ def reduction(self, values):
     return self.sum(values[0]) if is_sum(self.combine_fn) else plain_reduction(self, values)
 
 def scan(self, values):
-    """Inductor's running sum likewise."""
     if not is_sum(self.combine_fn):
         return plain_scan(self, values)
     (data,) = (x.handle.data for x in values)

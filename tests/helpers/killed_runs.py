@@ -11,7 +11,6 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
-
 import torch
 from conftest import load_script, newest_checkpoint
 
@@ -76,7 +75,6 @@ PLACES = [
 ]
 
 def attempt(flags: list[str], prepare=lambda: None) -> int:
-    """Status of a child that trains."""
     child = os.fork()
     if child == 0:
         try:

@@ -32,7 +32,6 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 launched = []  # names of kernels, since a profiler was started
 
 def generate_and_run_plain(graph, inputs, **options):
-    """Has Inductor generate the program. In its place the graph itself runs."""
     with unset_fake_temporarily():
         plain = copy.deepcopy(graph)
     described = [(node.format_node(), str(node.meta.get("val"))) for module in graph.modules()
@@ -52,7 +51,6 @@ def generate_and_run_plain(graph, inputs, **options):
 plain_compile = torch.compile
 
 def compile_here(function=None, *, backend=None, **options):
-    """In place of torch.compile."""
     if backend is not None:
         return plain_compile(function, backend=backend, **options)
     if function is None:
@@ -125,7 +123,6 @@ class Profile:
         return self.seen
 
 def pretend_to_run():
-    """pretend(90), and what a program asks of a GPU besides."""
     pretend(90)
     CachingAutotuner.precompile = lambda self, *args, **kwargs: None  # of the Triton kernels
     CachingAutotuner.prepare_for_pickle = lambda self: (None,) * 10

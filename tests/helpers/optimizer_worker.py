@@ -8,12 +8,10 @@ import functools
 import os
 import sys
 from unittest import mock
-
 import torch
 import torch.distributed as dist
 from helpers.collectives import Collectives
 from torch.utils._pytree import tree_map
-
 import train_gpt
 from train_gpt import (PRESETS, Adam, Muon, World, gather_training_state, load_training_state,
                        train_step, world_of_this_process)
@@ -39,7 +37,6 @@ class Whitened(Muon):
         return torch.linalg.solve(left + 0.1 * torch.eye(len(left[0])).to(left.device), gradients)
 
 def build(hp, world, seed):
-    """A module with parameters, and the optimizers that train them."""
     torch.manual_seed(seed)
     model = torch.nn.ParameterDict({f"p{i}": torch.randn(shape) for i, shape in enumerate(SHAPES)})
     model.to(world.device)
