@@ -1,5 +1,4 @@
-"""tools/ablate.py: the parts of a change, the copies without them, and the table. The races here
-are of test_race.py's stand-in for the script."""
+"""tools/ablate.py: the parts of a change, the copies without them, and the table."""
 
 import json
 import subprocess
@@ -58,8 +57,7 @@ def run_ablate(place, monkeypatch):  # noqa: F811
     return run
 
 def test_what_pays_what_harms_and_what_does_nothing(place, run_ablate, capsys):  # noqa: F811
-    """At the level of three decisions; and the shortest change is the one that pays, as a script
-    and as a patch."""
+    """The shortest change is the one that pays, as a script and as a patch."""
     pays = ("OFFSET = 0.0", "OFFSET = -0.1")
     harms = ("loss = 5 - step", "bonus = 0.05\n    loss = 5 + bonus - step")
     record = changed(STAND_IN, pays, harms, ("argparse, hashlib", "hashlib, argparse"))

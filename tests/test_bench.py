@@ -1,5 +1,4 @@
-"""records/tools/bench.py: what it measures on a CPU, in small, of a copy of the script and of a
-published log; its half for a GPU, up to the launch of kernels. Speeds mean nothing here."""
+"""records/tools/bench.py: what it measures on a CPU, in small; its half for a GPU, not launched."""
 
 import json
 import math
@@ -9,7 +8,7 @@ import sys
 from types import SimpleNamespace
 import pytest
 import torch
-from conftest import ROOT, SCRIPT, TINY, launch, log_of, losses, refused, run_sh
+from conftest import ROOT, SCRIPT, TINY, launch, log_of, losses, refused
 from test_interpreted import why_not
 from records.tools import bench
 
@@ -18,9 +17,7 @@ LOG = "tests/fixtures/record_like.txt"
 SMALL = [flag for flag in TINY if not re.match("--(num_iterations|val_loss_every|epochs)", flag)]
 
 def test_scripts_are_measured_as_they_are(tmp_path, shards):
-    """The losses of train_gpt.py are those of a run of its own. The other copy has another width of
-    the head's softcap and half as many micro-batches; the log's script has untrained logits of 0
-    first."""
+    """The losses of train_gpt.py are those of a run of its own."""
     small = [*SMALL, *shards]
     text = SCRIPT.read_text()
     assert text.count("micro_batches=4") == 1
@@ -55,8 +52,7 @@ def test_scripts_are_measured_as_they_are(tmp_path, shards):
 @pytest.mark.full
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_its_half_for_a_gpu_runs_up_to_the_launch(tmp_path, monkeypatch, capsys):
-    """On an H100 that is not there (on_fake_gpu.py), where nothing is launched. Each script starts
-    with an empty cache, then with a full one; its kernels have the bytes that Inductor counts."""
+    """Each script starts with an empty cache, then with a full one."""
     helper = ROOT / "tests" / "helpers" / "on_fake_gpu.py"
     monkeypatch.setattr(bench, "CHILD", [sys.executable, str(helper), str(PROGRAM)])
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests'}")
@@ -119,11 +115,6 @@ def test_what_cannot_be_measured_is_one_line(words, error, monkeypatch):
     with refused(error):
         bench.main(words)
 
-def test_run_sh_starts_it():
-    done = run_sh("bench", "none.py")
-    assert done.returncode == 2  # torch may have warned above
-    assert done.stderr.splitlines()[-1].startswith("error: none.py: cannot be read")
-
 def test_a_mistake_in_a_copy_keeps_its_traceback(tmp_path):
     text = SCRIPT.read_text()
     (tmp_path / "wrong.py").write_text(text.replace(
@@ -136,10 +127,8 @@ def test_a_mistake_in_a_copy_keeps_its_traceback(tmp_path):
     ("triton_tem_fused__to_copy_add_flex_attention_mul_select_sort_split_10", "attention"),
     ("nvjet_sm90_tst_192x192_64x3_2x1_v_bz_coopB_NNN", "matmuls"),
     ("nvjet_sm90_qrsss_128x160_128x5_1x2_h_bz_coopA_algo2_TNT", "FP8 matmuls"),
-    ("void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>", "matmuls"),
     ("triton_red_fused__fused_rms_norm__log_softmax__log_softmax_backward_data__scaled_mm_0",
      "loss and softcap"),
-    ("triton_poi_fused__scaled_mm__to_copy_addcmul_arange_eq_exp2_9", "loss and softcap"),
     ("triton_poi_fused__scaled_mm__to_copy_clamp_full_mul_permute_25", "FP8 casts"),
     ("triton_poi_fused_mul_pow_relu_threshold_backward_6", "activation"),
     ("triton_red_fused__fused_rms_norm__to_copy_add_cat_mul_slice_split_8", "rotary with its norm"),

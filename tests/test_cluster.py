@@ -36,7 +36,6 @@ for process in /proc/[0-9]*; do
 done) > /dev/null 2>&1 &
 bash -eu job.sh
 """
-# What a job script finds on a cluster.
 PROGRAMS = {"activate": "", "scontrol": "echo one; echo two",
             "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
             "srun": 'shift\nexport SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2\n"$@" & first=$!\n'
@@ -49,7 +48,6 @@ def namespaces():
         pytest.skip(f"namespaces need Linux, root and `ip`: {done.stderr}")
 
 def start_job(folder, script, *flags) -> subprocess.Popen:
-    """Hands the page's job to the scheduler, with one process on each host and small settings."""
     job = PAGE.split("<!-- two nodes -->\n```\n")[1].split("```")[0]
     assert len(job.splitlines()) <= 10 and job.count("nproc_per_node=8") == 1
     assert "\nsrun --kill-on-bad-exit=1 torchrun" in job, "a node would wait for one that has died"
@@ -70,8 +68,7 @@ def start_job(folder, script, *flags) -> subprocess.Popen:
 
 def test_a_host_that_dies_ends_the_other_and_one_resumes(tmp_path, shards, namespaces):
     """The second process stops before step 7, and then its host loses its power. The first one
-    gives up after the script's timeout, which this copy has shorter. All ends as two processes of
-    one host end."""
+    gives up after the script's timeout, which this copy has shorter."""
     records, resumed, one_host = (tmp_path / name for name in ("records", "resumed", "one_host"))
     launch(*RUN, *shards, f"--records={one_host}", ranks=2)
     text = SCRIPT.read_text()
@@ -101,8 +98,7 @@ def test_a_host_that_dies_ends_the_other_and_one_resumes(tmp_path, shards, names
 
 @pytest.mark.parametrize("start", ["run.sh", "the script's own line"])
 def test_a_host_whose_own_name_leads_nowhere_trains(start, tmp_path, shards, namespaces):
-    """No name but localhost can be looked up, as in a fresh container or on a laptop off its
-    network."""
+    """No name but localhost can be looked up, as in a fresh container."""
     command = ["./run.sh", str(SCRIPT)]
     if start != "run.sh":
         (line,) = re.findall("(?m)^ +(torchrun .* train_gpt[.]py)", SCRIPT.read_text())

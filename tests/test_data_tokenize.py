@@ -54,7 +54,6 @@ def write_jsonl(path, texts, opener=open):
        fraction=st.floats(0.01, 0.6), shard_size=st.integers(100, 2000))
 def test_however_few_the_documents_validation_gets_its_share(tmp_path_factory, lengths, fraction,
                                                              shard_size):
-    """And no shard is longer than asked, or much shorter than another one."""
     folder = tmp_path_factory.mktemp("few")
     texts = [bytes([97 + number]) * length for number, length in enumerate(lengths)]
     write_jsonl(folder / "a.jsonl", [text.decode() for text in texts])
@@ -153,8 +152,7 @@ def test_files_are_taken_in_the_order_of_their_paths_and_once(tmp_path, monkeypa
         assert [(top / path).relative_to(top).as_posix() for path in found] == expected.split()
 
 def test_no_file_below_a_folder_is_left_out_in_silence(tmp_path, monkeypatch):
-    """Links to folders are followed, each folder is read once, also of a ring of links, and one
-    that cannot be read is an error. Logs are found in the same way."""
+    """Links to folders are followed, also in a ring, and what cannot be read is an error."""
     for name in ("in/own.txt", "real/a.txt", "real/run.log", "in/closed/b.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
@@ -290,8 +288,7 @@ def test_memory_stays_flat():
     assert taken == list(range(200))
 
 def test_the_demos_text_and_no_program_needs_the_script_or_torch(tmp_path):
-    """As run.sh makes it: from another folder, on the files every Python has. A broken tweak of the
-    script breaks no tool, and tokenizing starts without torch."""
+    """As run.sh makes it. A broken tweak of the script breaks no tool."""
     code = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})

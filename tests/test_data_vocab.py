@@ -19,9 +19,8 @@ TEXT = st.text(st.sampled_from(LETTERS), max_size=80)
 
 @pytest.fixture(scope="module")
 def vocab_dir(tmp_path_factory):
-    """A folder for --vocab_dir, taken for GPT-2's while this module's tests run: files in its form,
-    256 bytes and 50,000 merges, here pairs of bytes in a random order, so that nearly every
-    neighbourhood merges and a cut in the wrong place shows."""
+    """A folder for --vocab_dir, taken for GPT-2's while this module's tests run. Its merges are
+    pairs of bytes in a random order, so that a cut in the wrong place shows."""
     folder = tmp_path_factory.mktemp("vocab")
     printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
     order = printable + [b for b in range(256) if b not in printable]

@@ -1,6 +1,5 @@
 """Ideas that people try first, each as a naive edit of a copy of the script: it trains, resumes to
-the same losses, and does the same on four ranks, or it is refused by a line that names what is
-missing."""
+the same losses, or is refused by a line that names what is missing."""
 
 import math
 import re
@@ -76,7 +75,6 @@ Z_LOSS = ["""\
 »"""]
 ZEROED = ["CastedLinear(4 * dim, dim)\n«→        self.proj.weight.detach().zero_()\n»"]
 TORCHS_LINEAR = ["self.fc = «CastedLinear(dim, 4 * dim→nn.Linear(dim, 4 * dim, bias=False»)"]
-# A name of the record
 LAMBDAS = ["self.«residual_mix→lambdas» = ",
            "self.«residual_mix→lambdas»[0] * x_TD + self.«residual_mix→lambdas»[1] * x0_TD"]
 

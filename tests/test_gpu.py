@@ -1,9 +1,6 @@
 """What a CUDA GPU shows: `./run.sh test -m gpu -n 0` takes some minutes on one GPU, whose memory
 the tests would not share. Where a test allows a tolerance, it prints what it has measured.
-
-Without a GPU, they run as well, in small, on the one that helpers/on_fake_gpu.py pretends: the last
-test starts them. What only a GPU can show is what its kernels compute, not whether a test still
-fits the script."""
+Without a GPU, the last test runs them in small on the one that helpers/on_fake_gpu.py pretends."""
 
 import dataclasses
 import os
@@ -140,11 +137,9 @@ def test_fp8_head_at_full_size_is_close_to_bf16(capsys):
     (torch.float32, dict(loss=1e-4, gradients=2e-3, updates=0.05)),
     (torch.bfloat16, dict(loss=0.02, gradients=0.4, updates=0.8))])
 def test_one_training_step_equals_the_cpus(dtype, near, capsys):
-    """Compiled, with FlexAttention and in dtype, against the plain path in float32 on the CPU: the
-    relative errors of the loss, of each parameter's gradient and of its update. Adam's first step
-    is nearly the gradient's sign, so noise around zero counts in full. float32 shows that the
-    computation is the same. In bfloat16 the gradients of single mixing weights, sums that nearly
-    cancel, are wrong by 0.2."""
+    """Compiled, with FlexAttention and in dtype, against the plain path in float32 on the CPU.
+    Adam's first step is nearly the gradient's sign, so noise around zero counts in full. In
+    bfloat16 the gradients of single mixing weights, sums that nearly cancel, are wrong by 0.2."""
     plain, hp = tiny_model(num_heads=4, num_kv_heads=2, head_dim=32, micro_batches=2,
                            window_start=256, window_end=256, windows="LSSL")
     if FAKED:  # fewer layers, which compile sooner
@@ -182,8 +177,7 @@ def test_one_training_step_equals_the_cpus(dtype, near, capsys):
 
 @needs_gpu
 def test_nccl_takes_what_the_script_gives_it(shards, monkeypatch, request):
-    """In a group of one process, which is what one GPU can show: how the processes connect, and
-    each collective, also in place, as World calls them."""
+    """In a group of one process: how processes connect, and each collective, also in place."""
     for name, value in dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0",
                             WORLD_SIZE="1").items():
         monkeypatch.setenv(name, value)
@@ -213,9 +207,8 @@ def test_optimizers_on_two_gpus_equal_one_rank():
 @needs_gpu
 @NEEDS_FP8
 def test_a_run_of_full_size_and_its_resume_by_a_second_start(tmp_path, capsys):
-    """The preset speedrun on made-up documents, over the ends of shards, where the script makes a
-    recompile an error. The second start finds every program on the disk, that of the model with its
-    FP8 head as well, and trains on as the first one did."""
+    """On made-up documents, where the script makes a recompile an error. The second start finds
+    every program on the disk, and trains on as the first one did."""
     steps, first_loss, small = 20, 10.8258, []
     program = [ROOT / "tests" / "cached_run.py"]
     if FAKED:

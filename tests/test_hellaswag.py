@@ -1,5 +1,4 @@
-"""tools/hellaswag.py: batched scores against one example a forward, the file's format, the
-figures, the command line."""
+"""tools/hellaswag.py: batched scores, the file's format, the figures, the command line."""
 
 import json
 import pytest
@@ -25,8 +24,7 @@ def write_lines(path, *lines):
 
 @torch.no_grad()
 def plain_losses(run, items, blocks=0):
-    """The summed losses of the items' endings by GPT.forward, an example at a time, with a window
-    that is so many blocks longer."""
+    """The summed losses of the items' endings by GPT.forward, an example at a time."""
     window = train_gpt.window_tokens(run.hp.num_iterations, run.hp) + blocks * BLOCK
     losses = []
     for item in items:
@@ -40,9 +38,8 @@ def plain_losses(run, items, blocks=0):
     return torch.stack(losses).view(len(items), 4)
 
 def test_batched_scores_are_those_of_one_example_a_forward(tmp_path):
-    """Documents up to five blocks, with windows of three blocks and of one. Were a document to
-    begin within a block, those longer than a window would see more or less of themselves than
-    alone."""
+    """Were a document to begin within a block, one longer than a window would see more or less of
+    itself than alone."""
     run = load_model(save_random_model(tmp_path / "run", "--num_iterations=1",
                                        "--val_seq_len=1024", "--window_end=384"))
     items = hellaswag.read_items(TINY_FILE, load_tokenizer("bytes"), None)

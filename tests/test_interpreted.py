@@ -61,17 +61,14 @@ def is_mix(name):
     return name.endswith(("residual_mix", "value_mix", "skip_weights"))
 
 def errors(got, want):
-    """The relative error of the loss and of each gradient. The gradient of a mixing weight is a sum
-    over all tokens in which most cancels, and with it the leading digits. So its error is relative
-    to a tenth of the largest of these gradients, where it is smaller than that."""
+    """Relative errors. The gradient of a mixing weight is a sum in which most cancels, so its error
+    is relative to a tenth of the largest of these gradients, where it is smaller than that."""
     sizes = {name: float(want[name].norm()) for name in want}
     least = max(sizes[name] for name in want if is_mix(name)) / 10
     return {name: float((got[name].float() - want[name].float()).norm())
             / max(sizes[name], least * is_mix(name)) for name in want}
 
-# -------- The cases, which run in processes of their own
 def case_float32():
-    """Training steps, then validations. A window that grows needs no other program."""
     from helpers import interpreted
     from helpers.interpreted import gpu_program, graphs, launches
     GPT.LOGITS_TOKENS = 192  # in three parts, of which the last is short

@@ -1,5 +1,4 @@
-"""tools/judge.py: p-values and intervals against SciPy and tables, e-values against
-integration and simulation, also that of records/2026-11-26_evalue."""
+"""tools/judge.py: p-values and intervals against SciPy, e-values against integration."""
 
 import math
 import numpy as np
@@ -117,8 +116,7 @@ def test_no_difference_that_matters_takes_the_whole_interval():
     ("E", ["normal", "Cauchy"]), ("and bets on signs", [name for name in simulate.DISTRIBUTIONS
                            if "effect" not in name and "skewed" not in name])])
 def test_a_race_without_a_difference_is_seldom_decided(rule, names):
-    """In 2,000 races, three standard errors above the bound. E alone is too bold at two values. It
-    finds effects of 2 and 1 spreads of a pair after 8 and 18 pairs in the median."""
+    """In 2,000 races, three standard errors above the bound. E alone is too bold at two values."""
     for name in names:
         wrong = np.mean(simulate.decided_after(name, rule, 2000, 12) <= 12)
         assert wrong <= 0.01 + 3 * (0.01 / 2000) ** 0.5, name
@@ -127,8 +125,7 @@ def test_a_race_without_a_difference_is_seldom_decided(rule, names):
         assert np.median(simulate.decided_after(name, "E", 1000)) in medians
 
 def test_what_bets_on_signs_win():
-    """Over all signs of eight differences, whatever their sizes, they win 1 on average; and all of
-    one sign win 100."""
+    """1 on average over all signs, whatever the sizes, and 100 if all have one sign."""
     signs = np.array(np.meshgrid(*[(-1, 1)] * 8)).reshape(8, -1).T
     for sizes in (np.ones(8), np.arange(1.0, 9.0), np.array([9, 1, 1, 3, 0.1, 7, 1, 2])):
         assert np.mean(judge.e_of_signs(signs * sizes)) == pytest.approx(1)

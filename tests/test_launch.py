@@ -128,7 +128,6 @@ def test_what_a_user_can_fix_is_one_line_before_anything_starts(words, message, 
 
 def test_a_run_is_resumed_by_its_checkpoint_its_log_its_folder_or_as_the_newest(
         tmp_path, shards, monkeypatch, capsys):
-    """By the script that saved it, which is found here, for as many ranks as its own settings."""
     monkeypatch.chdir(tmp_path)
     for name, steps in (("older", 1), ("newer", 2)):
         train(train_gpt, *TINY, *shards, f"--name={steps}{name}", f"--num_iterations={steps}",
@@ -270,8 +269,7 @@ def test_after_a_full_disk_the_sample_says_its_step(name, saved, words, started,
     assert ("next, a race of a copy that you change: ./run.sh race mine.py" in out) == len(started)
 
 def test_a_copy_is_checked_trained_on_two_processes_and_sampled_from(tmp_path, shards):
-    """By a link to run.sh, with spaces in the names, a tilde after `=`, and a console that cannot
-    show them."""
+    """With odd names, a tilde after `=`, and a console that cannot show them."""
     (tmp_path / "a folder").mkdir()
     (tmp_path / "a folder" / "start").symlink_to(ROOT / "run.sh")
     copy = tmp_path / "my record.py"

@@ -1,5 +1,4 @@
-"""tools/ledger.py: the ledger of what was raced, and what survives that so much was tried; and
-that git takes a race that was moved to a topic."""
+"""tools/ledger.py: the ledger of what was raced, and what survives that so much was tried."""
 
 import multiprocessing
 import shutil

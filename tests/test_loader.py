@@ -110,10 +110,8 @@ def test_validation_predicts_exactly_val_tokens(shards, world_size, val_tokens):
 
 @pytest.mark.method
 def test_steps_cover_each_shard_but_for_two_percent():
-    """The last step's last target is one token further than its inputs, so that 1,024 tokens do not
-    suffice for two steps of 512. Every second pass begins a block later. A last step overlaps the
-    one before where more than 2 % would be unread, as 21 of 1,046 tokens are and 20 of 1,045 are
-    not."""
+    """The last target is one token further, so 1,024 tokens do not suffice for two steps of 512. A
+    last step overlaps the one before where more than 2 % would be unread, as 21 of 1,046 tokens."""
     hp = hyperparameters(train_seq_len=256, micro_batches=2, epochs=3)
     shards = [Shard(name, tokens, "") for name, tokens in
               (("a", 1025), ("b", 512), ("c", 1024), ("d", 1045), ("e", 1046))]

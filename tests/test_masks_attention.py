@@ -9,8 +9,7 @@ pytestmark = pytest.mark.quick
 EOT = 9
 
 def dense_mask(tokens, window_blocks, end_of_text=EOT):
-    """Which keys [T, T] a query sees, by definition: those of the same document, not in the future,
-    in a block of the window."""
+    """Which keys [T, T] a query sees, by definition."""
     position = torch.arange(len(tokens))
     document = (tokens == end_of_text).cumsum(0)
     query, key = position[:, None], position[None, :]

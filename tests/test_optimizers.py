@@ -23,7 +23,6 @@ def take_step(optimizer, step=0):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows, cols", [(64, 64), (256, 64), (64, 256)])
 def test_singular_values_of_an_update_lie_in_the_band(rows, cols, dtype):
-    """Zero matrices, which fill up a stack, stay zero."""
     x = torch.randn(3, rows, cols, generator=torch.Generator().manual_seed(0))
     x[1] *= 1e-4  # the scale of a gradient does not matter
     x[2] *= torch.logspace(0, -1.5, cols)  # neither does an uneven one, much
@@ -146,8 +145,7 @@ class Counted:
 @pytest.mark.method
 @pytest.mark.parametrize("size, most", [(8, 691e6), (16, 691e6), (6, 655e6)])
 def test_a_step_of_the_speedrun_exchanges_little(size, most, monkeypatch):
-    """At most 20 times, since each exchange takes some 20 microseconds of a step's 100 milliseconds,
-    however small it is. The tensors have no values here."""
+    """Each exchange takes some 20 microseconds of a step, however small it is."""
     counted = Counted()
     monkeypatch.setattr(train_gpt, "dist", counted)
     hp = dataclasses.replace(PRESETS["speedrun"], dtype="bfloat16")
@@ -178,6 +176,5 @@ def test_an_update_that_lacks_a_dimension_is_refused():
         take_step(Norms({"p": p}, HP, ALONE, lr=0.1), 0)
 
 def test_distributed_optimizers_equal_a_single_rank():
-    """Some have none of the matrices, and one optimizer is a user's own. Collectives come early or
-    late, as NCCL's may; the state is saved in the middle and restored."""
+    """Some have none of the matrices. Collectives come early or late, as NCCL's may."""
     assert run_helper("optimizer_worker.py", "float32", "bfloat16", ranks=3).count("equal") == 6

@@ -123,8 +123,7 @@ def chromium():
 
 @pytest.fixture
 def tab(chromium):
-    """A tab; afterwards there must have been no error on the console, and no request but for
-    files."""
+    """A tab; afterwards there must have been no error, and no request but for files."""
     trouble = []
     context = chromium.new_context(viewport={"width": 1400, "height": 900}, offline=True)
     tab = context.new_page()

@@ -61,7 +61,6 @@ def put(name, value):
     owner, _, name = f".{name}".rpartition(".")
     return lambda model: setattr(model.get_submodule(owner.strip(".")), name, value)
 
-# Changes of a model, and what is said of them. Each names the parameter or the row.
 REFUSED = {
     "a row without a parameter": (lambda model: setattr(model, "lm_head", model.embed),
                                   r"no parameter belongs to the rule lm_head"),

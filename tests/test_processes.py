@@ -1,5 +1,4 @@
-"""A process takes its place and its GPU, and an error on one ends all. (Ranks train what one
-trains in test_edits.py and test_reliability.py; test_optimizers.py has what they exchange.)"""
+"""A process takes its place and its GPU, and an error on one ends all."""
 
 import os
 import re

@@ -1,5 +1,4 @@
-"""tools/race.py, with trial.py and verdict.py: what it starts, in which order, what it counts, and
-how it goes on. Races here are of a stand-in for the script, which writes such logs in no time."""
+"""tools/race.py, with trial.py and verdict.py, on a stand-in for the script that takes no time."""
 
 import errno
 import json
@@ -65,7 +64,6 @@ print(f"log: {path}", flush=True)
 '''
 LAUNCHER = "import os, sys\nos.execv(sys.executable, [sys.executable, *sys.argv[1:]])\n"
 
-# It takes the flags that the script takes.
 HONESTY = """import sys
 text = open(sys.argv[1]).read()
 print(f"weights: embed.weight 4x4_{'DRAWS' in text}")
@@ -167,8 +165,7 @@ def test_a_race_in_turn_with_the_same_seeds(place, capsys):
         assert re.search(rf"{script}one step .*\n{script}a tiny model .*honest\n", out)
 
 def test_pairs_are_added_until_it_is_decided(place, capsys):
-    """By the same command: as few as can decide it; and a decided race starts nothing more, also if
-    it may."""
+    """By the same command; a decided race starts nothing more, also if it may."""
     assert run_race(place, "--most=2") == 4
     out = capsys.readouterr().out
     highest = tables.plain(judge.e_of_pairs([1.0, 1.0]), 2)
@@ -380,7 +377,6 @@ sys.exit(common.run(race.main, errors=(logs.BadInput,)))
 """
 
 def begin(place):
-    """A race in a program of its own, as in a shell; its output goes to the file `out`."""
     code = PROGRAM.format(root=str(ROOT), launcher=str(place / "launch.py"))
     command = [sys.executable, "-c", code, f"{place}/record.py", f"--vs={place / 'base.py'}",
                f"--records={place / 'records'}", "--repeat=2"]
@@ -400,8 +396,7 @@ def wait_until(done):
     (signal.SIGINT, True, 130), (signal.SIGTERM, False, 143), (signal.SIGKILL, False, -9)])
 def test_interrupted_it_goes_on_and_no_run_is_lost_or_counted_twice(number, group, status, place,
                                                                     capsys):
-    """While it runs, it cannot be started a second time, and its script may be edited: it runs what
-    it began with. When it is killed, its run ends too."""
+    """While it runs, it cannot be started again, and its script may be edited."""
     hold = place / "starts.hold"
     hold.touch()
     program = begin(place)
@@ -450,8 +445,7 @@ def test_a_word_may_hold_a_script_with_its_flags(word, script, own, tmp_path, mo
     ({}, True, True), ({"hyper": {"muon_lr": 2}}, True, False),
     ({"env": {"ranks": 2}}, True, False), ({"source": "# other\n"}, True, False)])
 def test_which_runs_count(place, more, resumed, counts):
-    """Finished ones of this script and these seeds. What --resume leaves is a log of its own, which
-    continues the one that was cut short."""
+    """What --resume leaves is a log of its own, which continues the one that was cut short."""
     usual = {"source": (place / "record.py").read_text()}
     if resumed:
         (place / "b.log").write_text(log_text(**usual, total=500))

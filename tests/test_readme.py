@@ -1,5 +1,4 @@
-"""The pages hold: their commands run, or the programs that they name parse them; links lead
-somewhere; figures are those of committed logs, tables and verdicts."""
+"""The pages hold: their commands run, links lead somewhere, figures are those of committed logs."""
 
 import csv
 import json
@@ -37,8 +36,7 @@ def section(text: str, title: str) -> str:
     return text.split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 def indented(text: str) -> str:
-    """The commands of a text, without its fenced samples, as a shell script. What stands in <>
-    becomes a word."""
+    """The commands of a text, as a shell script. What stands in <> becomes a word."""
     text = re.sub(r"(?s)\n```.*?\n```", "", text)
     lines = [line[4:] for line in text.splitlines() if line.startswith("    ")]
     return re.sub(r"<([\w ]+)>", lambda match: match[1].replace(" ", "_"), "\n".join(lines) + "\n")
@@ -211,8 +209,7 @@ def test_links_and_files_exist(page):
         assert any((place / path).exists() for place in places) or made & {*path.split("/")}, path
 
 def figures(folder: Path) -> set[str]:
-    """What a page may say of the runs in a folder: their count, steps and millions of tokens,
-    medians and means of losses and seconds, and nanoGPT's end and the way there beside them."""
+    """What a page may say of the runs in a folder, and of nanoGPT's beside them."""
     sides = sorted({path.parent for path in folder.glob("*/*.log")})
     if (folder / "nanogpt.csv").exists() and sides:
         return set().union(*map(figures, sides))
@@ -295,8 +292,7 @@ def test_the_verdict_that_is_shown_is_that_of_the_logs(page, name):
     assert done.stdout == (home / "verdict.txt").read_text()
 
 def test_the_table_of_results_is_that_of_the_logs():
-    page = TEXTS["records/README.md"]
-    rows = table(section(page, "Results"))
+    rows = table(section(TEXTS["records/README.md"], "Results"))
     folders = {str(Path(name).parent) for name in LOGS if not name.startswith("tokens/")}
     assert [row[0] for row in rows] == [f"[{name}]({name}/)" for name in sorted(folders)]
     for name, *cells in rows:
@@ -305,15 +301,11 @@ def test_the_table_of_results_is_that_of_the_logs():
                            for f in (statistics.mean, statistics.stdev))
         assert cells == [str(len(runs)), f"{mean[0]:.4f} ({deviation[0]:.4f})",
                          f"{mean[1]:.1f} s ({deviation[1]:.1f})", str(runs[0].steps)], name
-    assert ("torch 2.13 and two cores with AVX512-BF16. The processor was an Intel Xeon in `demo` "
-            "and `race_gelu`, and an AMD EPYC elsewhere.") in page
 
 @pytest.mark.parametrize("name", LOGS)
 def test_a_committed_log_is_whole_and_of_a_committed_script(name):
-    """Reading it checks the hash of its source. It has a page, and the machine of the table."""
+    """Reading it checks the hash of its source. It has a page."""
     assert f"records/{Path(name).parts[0]}/README.md" in TEXTS
     run = logs.read_run(ROOT / "records" / name, name)
     assert run.source and not run.missing
     assert re.fullmatch("[0-9a-f]{40}", run.environment["git"]), "commit the script, then train"
-    cpu = "Intel.* Xeon" if name.startswith(("demo", "race_gelu")) else "AMD EPYC"
-    assert re.match(f"2x {cpu}.* avx512_bf16", run.hardware) and run.torch[:5] == "2.13."

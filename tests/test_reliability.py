@@ -1,5 +1,4 @@
-"""What must not lose a run: kills at any time, checkpoints and --resume, damaged files, machines
-that differ, full disks, consoles that go away, weights that go wrong."""
+"""What must not lose a run: kills, damaged files, full disks, machines that differ, bad weights."""
 
 import functools
 import inspect
@@ -68,8 +67,7 @@ def contents(folder) -> dict:
     return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 def curve(folder) -> list:
-    """The step lines of the newest log and of the chain of those that it continues, without their
-    times."""
+    """The step lines of the newest log and of those that it continues, without their times."""
     run = read_run(newest_log(folder), "run")
     assert not run.missing, run.missing
     return [line._replace(seconds=None, ms_per_step=None) for line in run.lines]
@@ -93,9 +91,8 @@ def whole(tmp_path_factory, shards):
     return folder
 
 def test_kills_at_random_moments(tmp_path, shards):
-    """One of two ranks or their launcher is killed up to 10 ms after a random line, and the run is
-    resumed from its newest checkpoint, or begun anew where there is none. Nothing is left of it,
-    and it ends in the bits of a run that was left alone."""
+    """One of two ranks or their launcher is killed up to 10 ms after a random line. Resumed, it
+    ends in the bits of a run that was left alone."""
     chance = random.Random(1)
     records, whole = tmp_path / "killed", tmp_path / "whole"
     flags = [*LONG, *shards]
@@ -143,8 +140,7 @@ def test_checkpoints_hold_all_that_decides_the_rest(whole):
 
 @pytest.mark.quick
 def test_a_resumed_run_ends_in_the_same_bits(tmp_path, shards, whole, monkeypatch):
-    """It has its own log, which begins with the validation of the checkpoint, counts on from the
-    parent's time, and leaves what is there alone. Nothing needs to be named but the checkpoint."""
+    """Nothing needs to be named but the checkpoint, and what is there is left alone."""
     monkeypatch.chdir(tmp_path)
     checkpoint = broken_run("mine", shards)
     assert checkpoint.name == "step00000006.pt" and not checkpoint.is_absolute()
@@ -168,8 +164,7 @@ def test_a_resumed_run_ends_in_the_same_bits(tmp_path, shards, whole, monkeypatc
 
 @pytest.mark.quick
 def test_settings_stay_but_those_that_are_named(tmp_path, shards, monkeypatch):
-    """Also the seed that was drawn, and a dtype that this machine would not choose. What changes is
-    said, each in a line, and so is another script."""
+    """Also the seed that was drawn, and a dtype that this machine would not choose."""
     auto = train_gpt.resolve(train_gpt.PRESETS["demo"], torch.device("cpu")).dtype
     other = "bfloat16" if auto == "float32" else "float32"
     checkpoint = broken_run(tmp_path, shards, "--seed=-1", f"--dtype={other}", "--muon_lr=0.03")
@@ -291,8 +286,7 @@ WEIGHTS = torch.arange(300.0)
           suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_damage_to_a_checkpoint_changes_what_is_read(tmp_path, data):
-    """It is cut at any byte, overwritten from there, or has anything appended. It is refused in one
-    line, or the damage lies where nothing is read."""
+    """It is refused in one line, or the damage lies where nothing is read."""
     path = tmp_path / "step00000003.pt"
     facts = {"step": 3, "settings": {"name": "a"}, "data_read": "b"}
     torch.save(facts | {"state": {"w": WEIGHTS}}, path)
@@ -312,8 +306,7 @@ def test_no_damage_to_a_checkpoint_changes_what_is_read(tmp_path, data):
 
 @pytest.mark.parametrize("changed", ["same.py", "t_train_000002.bin"])
 def test_two_machines_with_different_files_are_refused(tmp_path, shards, changed):
-    """As where one copy was edited, or the second machine has other shards under the same names,
-    on which it would train and validate by itself."""
+    """As where the second machine has other shards under the same names."""
     for rank in "01":
         shutil.copytree(Path(shards[0].split("=")[1]).parent, tmp_path / rank)
         shutil.copy(train_gpt.__file__, tmp_path / rank / "same.py")
@@ -331,8 +324,7 @@ def test_two_machines_with_different_files_are_refused(tmp_path, shards, changed
     assert errors and not list(tmp_path.glob("?/records")), "nothing was begun"
 
 def test_other_numbers_of_ranks_and_an_error_on_one_of_them(tmp_path, shards, whole):
-    """A run of one rank is resumed on two, is ended by an error on rank 1 alone, which is printed
-    once, and is resumed on one."""
+    """From one rank to two, of which one fails, and back."""
     checkpoint = broken_run(tmp_path, shards, step=5)
     script = planted(tmp_path, "require(step < 7 or world.rank == 0, 'planted error')")
     done = launch(f"--resume={checkpoint}", ranks=2, script=script, check=False)
@@ -364,8 +356,7 @@ def test_logs_of_one_second_take_the_next_free_name(tmp_path, shards, monkeypatc
 
 @pytest.fixture
 def limit_files():
-    """A function that has no file grow beyond this size. A write stops there, as on a full disk,
-    and then fails."""
+    """A function that has no file grow beyond this size, as on a full disk."""
     def limit(size=resource.RLIM_INFINITY):
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
     yield limit
@@ -375,9 +366,8 @@ def limit_files():
 @pytest.mark.parametrize("freed", [3, 8, 99])
 @pytest.mark.parametrize("room", [200_000, 30], ids=["for the log alone", "for half a line"])
 def test_a_full_disk_does_not_end_a_run(limit_files, tmp_path, shards, whole, capsys, room, freed):
-    """It is full from step 2 on: for one line, to step 8, or to the end, so that no save fails, or
-    those of steps 3 and 6, or all. One line says so for the log, one for the checkpoints, and one
-    at the end if the last checkpoint is missing."""
+    """It is full from step 2 on: for one line, to step 8 (the saves of steps 3 and 6 fail), or to
+    the end. What cannot be written is said once."""
     with (before_step(2, lambda: limit_files(newest_log(tmp_path).stat().st_size + room)),
           before_step(freed, limit_files)):
         train(train_gpt, *RUN, *shards, f"--records={tmp_path}")
@@ -423,8 +413,7 @@ def test_a_run_needs_no_console(tmp_path, shards, whole, console):
 
 @pytest.mark.quick
 def test_weights_that_are_not_finite_are_never_saved(tmp_path, shards, whole):
-    """Here the last step before a save makes them; its loss was computed before, and no validation
-    was due. The run resumes from the checkpoint before it."""
+    """The last step before a save makes them, and no validation was due."""
     train_step = train_gpt.train_step
     def poisoned(model, batches, optimizers, step, hp, world):
         loss = train_step(model, batches, optimizers, step, hp, world)

@@ -22,13 +22,11 @@ def stand_in(path, code: str) -> str:
              'sys.path.insert(0, ""); runpy.run_path(sys.argv[0], run_name="__main__")')
     return program(path, f"exec {sys.executable} -c '{begin}' \"$@\"")
 
-# As an interpreter that has all packages.
 GOOD = 'case "$3" in *fits.py) echo "Python 3.10.1, torch 2.13.0" ;; *) echo "$0 $*" ;; esac'
 
 @pytest.fixture
 def bare(tmp_path):
-    """A folder with run.sh and what it asks interpreters, and nothing else; (the folder, a function
-    that runs it there with the programs of tmp_path/bin)."""
+    """A folder with run.sh and what it asks interpreters; a function that runs it there."""
     folder = tmp_path / "repository"
     (folder / "records" / "tools").mkdir(parents=True)
     shutil.copy(ROOT / "run.sh", folder)
@@ -87,8 +85,7 @@ def test_the_oldest_torch_that_will_do(version, status, tmp_path):
 
 @pytest.mark.parametrize("there", ["nothing", "an old Python", "no Python", "torch alone"])
 def test_an_environment_is_made_once_and_an_unfit_one_anew(there, bare, tmp_path):
-    """By the first Python that is new enough, which here makes one that works when pip has run. A
-    torch in it stays."""
+    """By the first Python that is new enough. A torch in it stays."""
     folder, run = bare
     old(tmp_path / "bin/python3")
     program(tmp_path / "bin/python", "exit 1")
@@ -133,8 +130,7 @@ def test_a_folder_that_is_read_only_is_no_old_python(bare, tmp_path):
         f"{folder}, which is read-only: copy the folder, or name a Python that has them by PYTHON")
 
 def test_what_others_have_left_in_the_environment_reaches_no_program(bare, tmp_path):
-    """Launchers, notebooks, and what binds threads to cores before these are counted. What is meant
-    for a run stays."""
+    """Of launchers and notebooks. What is meant for a run stays."""
     _, run = bare
     program(tmp_path / "bin/python3", GOOD.replace('echo "$0 $*"', "env"))
     left = "RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT PET_NNODES PET_RDZV_ENDPOINT " \
@@ -169,8 +165,7 @@ def test_a_file_that_hides_one_of_pythons_modules_is_named(bare):
         "error: inspect.py in this folder hides Python's own module: give it another name\n")
 
 def test_a_clone_on_windows_has_the_lines_that_bash_reads(tmp_path):
-    """Git for Windows ends lines by CR LF where .gitattributes does not forbid it. Logs stay as
-    they are, byte for byte."""
+    """Git for Windows ends lines by CR LF where .gitattributes does not forbid it."""
     git = ["git", "-c", "user.name=a", "-c", "user.email=b", "-c", "core.autocrlf=true"]
     (tmp_path / "a").mkdir()
     for name in ("run.sh", ".gitattributes"):
@@ -213,7 +208,7 @@ def test_an_unknown_verb_names_all(word):
     assert f"{word} is no verb; there are: train" in done.stderr
 
 @pytest.mark.parametrize("verb", ["race", "ablate", "honest", "compare", "sample", "hellaswag",
-                                  "tokenize", "inspect", "fineweb", "ideas"])
+                                  "tokenize", "inspect", "fineweb", "ideas", "bench"])
 def test_each_verb_explains_itself(verb, quick):
     done = run_sh(verb, "--help", PYTHON=quick)
     assert done.returncode == 0 and f"./run.sh {verb}" in done.stdout and done.stderr == ""

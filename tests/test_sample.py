@@ -1,5 +1,4 @@
-"""tools/sample.py: text of saved runs as bytes, as GPT-2's tokens and as token numbers; which run
-and which script; the command line and its errors."""
+"""tools/sample.py: text of saved runs; which run and which script; the command line."""
 
 import dataclasses
 import itertools
@@ -29,8 +28,7 @@ def trained(tmp_path_factory, shards):
     return next(path for path in records.iterdir() if path.is_dir())
 
 def save_random_model(folder, *flags, step=0, seed=3, **facts):
-    """Saves a model of random weights, also where a fresh one has zeros, so that every token
-    counts."""
+    """Random weights also where a fresh model has zeros, so that every token counts."""
     hp, _ = train_gpt.parse_flags([*TINY, *flags])
     hp = train_gpt.resolve(hp, torch.device("cpu"))
     model = train_gpt.GPT(hp, getattr(torch, hp.dtype), flex=False)
@@ -63,8 +61,7 @@ def complaint(done):
 
 @pytest.mark.parametrize("temperature, top_k", [(0.5, 3), (2.0, 0)])
 def test_the_odds_follow_temperature_and_top_k(monkeypatch, temperature, top_k):
-    """Over 4,000 tokens from a model whose odds are always the same. The padding of its vocabulary
-    is never drawn."""
+    """Over 4,000 tokens. The padding of the vocabulary is never drawn."""
     logits = torch.tensor([3.0, 1.0, 2.0, 0.0, 1.5, -99.0, 30.0, 30.0])
     model = SimpleNamespace(logits=lambda x_D: logits)
     run = sample.Trained(model, SimpleNamespace(vocab_size=6), train_gpt)
@@ -92,8 +89,7 @@ def test_characters_stay_whole_and_what_a_terminal_would_obey_is_escaped(
     assert (done.status, done.out, done.err) == (0, out, err)
 
 def test_a_long_prompt_counts_from_its_first_token(tmp_path, runs_here):
-    """With a prompt longer than any sequence in training (512 tokens) a model gives what its
-    definition gives for such a sequence, and the first token reaches the last."""
+    """A prompt longer than any sequence in training: the first token reaches the last."""
     flags = ["--window_end=2048", "--num_iterations=1"]  # windows of 2048 and 1024 tokens
     run = sample.load_model(save_random_model(tmp_path / "run", *flags))
     long = train_gpt.GPT(train_gpt.parse_flags([*TINY, *flags, "--val_seq_len=768"])[0],

@@ -84,8 +84,7 @@ def test_the_log_says_where_a_gpu_has_no_fp8(shards):
 
 @pytest.mark.method
 def test_importing_has_no_side_effect_and_a_cpu_never_loads_the_compiler(tmp_path, shards):
-    """The compiler takes seconds to import; constructing a torch.optim optimizer would do it, or
-    arithmetic on meta tensors."""
+    """The compiler takes seconds to import; a torch.optim optimizer would do that."""
     printed = run_helper("first_start.py", *TINY, *shards, f"--records={tmp_path}",
                          "--num_iterations=2", "--save_every=1", PYTHONWARNINGS="error")
     assert printed.startswith("after import: False False\n")

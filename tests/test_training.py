@@ -29,10 +29,9 @@ GOLDEN = [*TINY, "--num_iterations=30", "--val_loss_every=10", "--micro_batches=
 
 @pytest.mark.method
 def test_golden_trajectory(tmp_path, shards):
-    """The losses of 30 steps in float32 on one thread are those that are stored. Another CPU or
-    torch release sums in another order, and 30 steps let the difference grow to about 1e-3; a
-    change of the method moves the losses by more. To renew them, on purpose only:
-    TRAIN_GPT_GOLDEN=1 ./run.sh test tests/test_training.py -k golden -n 0"""
+    """Another CPU or torch sums in another order, which 30 steps let grow to about 1e-3; a change
+    of the method moves the losses by more. To renew them, on purpose only: TRAIN_GPT_GOLDEN=1
+    ./run.sh test tests/test_training.py -k golden -n 0"""
     train(train_gpt, *GOLDEN, *shards, f"--records={tmp_path}")
     log = log_of(tmp_path)
     trained = {kind: losses(log, kind) for kind in ("val_loss", "train_loss")}

@@ -37,8 +37,7 @@ def started(*argv, until, **env) -> subprocess.Popen:
     (signal.SIGKILL, False, "2", 10)])
 def test_a_signal_leaves_nothing_behind_and_says_how_to_go_on(tmp_path, shards, number, to_all,
                                                               ranks, steps):
-    """Ctrl+C, which a terminal sends to all, or a signal to run.sh alone, as from a scheduler. The
-    pipe is closed when the last of its programs has ended."""
+    """Ctrl+C, which a terminal sends to all, or a signal to run.sh alone."""
     flags = [*TINY[1:], "--num_iterations=4000", "--epochs=10000", "--val_loss_every=0",
              f"--save_every={steps}"]
     run = started("demo", *flags, *shards, f"--records={tmp_path}", until="step:50/", NPROC=ranks)

@@ -1,6 +1,5 @@
-"""The program for a GPU, as far as it can be told without one: the code of the CUDA path as graphs,
-which are all compiled in the warm-up; and the kernels that are generated from them, compiled but
-not run. test_interpreted.py runs the kernels."""
+"""The program for a GPU, as far as it can be told without one: the graphs of the CUDA path, and the
+kernels that are generated from them, compiled but not run (test_interpreted.py runs them)."""
 
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
@@ -35,10 +34,8 @@ def number_of(graph, name):
                if isinstance(module, torch.fx.GraphModule) for node in module.graph.nodes)
 
 def test_the_warmup_compiles_everything_in_whole_graphs(tmp_path, monkeypatch):
-    """Everything that is compiled on a GPU (the model with its FP8 head, and what optimizers
-    compile) goes through the warm-up. Then real steps, growing windows and validations follow,
-    under the stance that makes a recompile an error. torch gives up a function that has been
-    compiled for more than 8 kinds of arguments, so none may come near that."""
+    """After the warm-up, real steps, growing windows and validations follow, where a recompile is
+    an error. torch gives up a function that it has compiled for more than 8 kinds of arguments."""
     compiled = []
     def backend(graph, inputs):
         compiled.append(graph)

@@ -12,7 +12,6 @@
 # every version all tests passed and the demo ended in the same losses, 1 if not, 2 for wrong usage.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-
 envs=.torch_versions
 versions=()
 while [ $# -gt 0 ] && [ "$1" != -- ]; do
@@ -27,7 +26,6 @@ if [ ${#versions[@]} -eq 0 ]; then
     echo "error: name one or more versions of torch, as 2.9.1" >&2
     exit 2
 fi
-
 mkdir -p "$envs"
 export CUDA_VISIBLE_DEVICES=
 failed=0
@@ -42,10 +40,8 @@ for version in "${versions[@]}"; do
         "$env/bin/python" -m pip install --quiet --disable-pip-version-check "torch==$version" \
             'numpy<2.4' $(grep -Ev '^(#|torch|triton|numpy)' requirements.txt)
     fi
-
     echo "torch_versions: torch $version: tests, into $env.tests"
     PYTHON=$env/bin/python ./run.sh test "${@:2}" > "$env.tests" 2>&1 || failed=1
-
     echo "torch_versions: torch $version: demo, into $env.demo"
     PYTHON=$env/bin/python ./run.sh demo --num_iterations=20 --seed=1 --dtype=float32 \
         --save_every=0 --name=torch_versions --records="$env.records" > "$env.demo" 2>&1 || failed=1

@@ -77,7 +77,6 @@ def pretend(capability: int):
     flex_module._apply_kernel_options = options
 
 def moved(x):
-    """x on the GPU, if it is a CPU's device or a fake tensor."""
     if isinstance(x, torch.device) and x.type == "cpu":
         return CUDA
     if not isinstance(x, FakeTensor):

@@ -40,7 +40,6 @@ def poisoned(size, stride, dtype):
     memory = torch.empty_strided(size, stride, dtype=dtype)
     return memory.fill_(float("nan") if dtype.is_floating_point else 77)
 
-# -------- Triton's interpreter
 # The interpreter keeps these types as bit patterns, rounds them wrongly, and would add and multiply
 # them as integers. Casts and products are mended below.
 NARROW = {tl.bfloat16: (torch.bfloat16, torch.uint16),
@@ -81,8 +80,7 @@ def is_sum(combine_fn):
     return combine_fn.fn.__name__.startswith("_triton_helper_fn_add")
 
 def reduction(self, values):
-    """Inductor's own maximum, `any` and sum in NumPy; the interpreter would take number by number,
-    in minutes."""
+    """Inductor's own maximum, `any` and sum in NumPy, not number by number, which takes minutes."""
     if self.combine_fn in (triton_helpers.maximum, triton_helpers._any_combine):
         return self.min_max(values[0], val_reduce_op=np.max)
     return self.sum(values[0]) if is_sum(self.combine_fn) else plain_reduction(self, values)
@@ -94,8 +92,7 @@ def scan(self, values):
     return [self.to_tensor(np.cumsum(data, axis=self.axis, dtype=data.dtype), values[0].dtype)]
 
 def enlarge(block, sizes):
-    """Lets each program of a kernel do more of its independent elements, for fewer and larger
-    arrays."""
+    """Lets each program of a kernel do more of its independent elements at once."""
     room = 2**18  # elements of an array
     for axis, size in sorted(sizes.items()):  # r0_ (the dimension that is reduced), x, y
         name = f"{axis.upper()}BLOCK"
