@@ -127,6 +127,8 @@ def test_a_mistake_in_a_copy_keeps_its_traceback(tmp_path):
     ("triton_tem_fused__to_copy_add_flex_attention_mul_select_sort_split_10", "attention"),
     ("nvjet_sm90_tst_192x192_64x3_2x1_v_bz_coopB_NNN", "matmuls"),
     ("nvjet_sm90_qrsss_128x160_128x5_1x2_h_bz_coopA_algo2_TNT", "FP8 matmuls"),
+    ("void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>", "matmuls"),
+    ("triton_poi_fused__scaled_mm__to_copy_addcmul_arange_eq_exp2_9", "loss and softcap"),
     ("triton_red_fused__fused_rms_norm__log_softmax__log_softmax_backward_data__scaled_mm_0",
      "loss and softcap"),
     ("triton_poi_fused__scaled_mm__to_copy_clamp_full_mul_permute_25", "FP8 casts"),

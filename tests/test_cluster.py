@@ -13,7 +13,6 @@ from conftest import (ENVIRONMENT, ROOT, SCRIPT, TINY, launch, log_of, losses, n
 from test_reliability import assert_same_state
 
 RUN = [*TINY, "--num_iterations=9", "--val_loss_every=3", "--save_every=3", "--micro_batches=2"]
-PAGE = (ROOT / "records" / "cluster.md").read_text()
 OTHER_HOSTS = {name: value for name, value in ENVIRONMENT.items() if name != "GLOO_SOCKET_IFNAME"}
 ENTER = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
 # This host becomes one, with the script's processes; a sleeping process holds the other one. When
@@ -48,7 +47,8 @@ def namespaces():
         pytest.skip(f"namespaces need Linux, root and `ip`: {done.stderr}")
 
 def start_job(folder, script, *flags) -> subprocess.Popen:
-    job = PAGE.split("<!-- two nodes -->\n```\n")[1].split("```")[0]
+    page = (ROOT / "records" / "cluster.md").read_text()
+    job = page.split("<!-- two nodes -->\n```\n")[1].split("```")[0]
     assert len(job.splitlines()) <= 10 and job.count("nproc_per_node=8") == 1
     assert "\nsrun --kill-on-bad-exit=1 torchrun" in job, "a node would wait for one that has died"
     job, count = re.subn(r"train_gpt\.py --preset=.*", " ".join([str(script), *flags]),

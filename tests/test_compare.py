@@ -118,7 +118,6 @@ LARGER = {"notes": ["model: 1100 parameters; 8 x 1024 tokens a step"], "before":
 FAST = {"ms": (99.0, 99.2)}
 SLOW = {"ms": (101.0, 102.2)}
 HIGH = [3.2850, 3.2862, 3.2858, 3.2858]
-UNEQUAL = "50 % more tokens, 50 % more steps, 10 % more parameters"
 VERDICTS = {  # losses of A and more, losses of B and more, what is said, and what is not
     "faster": (GOOD, FAST, SAME, SLOW, [
         "No difference in loss is shown (A - B = -0.0001 nats a token, 99 % ",
@@ -129,7 +128,8 @@ VERDICTS = {  # losses of A and more, losses of B and more, what is said, and wh
     "worse": (HIGH, SLOW, GOOD, FAST, ["A is worse than B (A - B = +0.0", "A not shown, B yes",
                                        "A is slower than B"], []),
     "unequal": ([loss - 0.1 for loss in GOOD], LARGER | FAST, SAME, MODEL, [
-        f"Unequal: A has {UNEQUAL}. A is better than B (A - B = -0.1001 nats"], []),
+        "Unequal: A has 50 % more tokens, 50 % more steps, 10 % more parameters. A is better than "
+        "B (A - B = -0.1001 nats"], []),
     "equal": (GOOD, MODEL, SAME, MODEL, ["No difference in loss"], ["Unequal"]),
     "elsewhere": (GOOD, {"hyper": {"val_tokens": 99}, "env": {"ranks": 4}}, SAME, {}, [
         "Unequal: A has other validation data, other hardware, ranks or rules of the clock. Losses "

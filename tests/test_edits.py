@@ -26,7 +26,6 @@ HEAD_GATE_ROW = TABLE.format(r"(r'layers\..*\.head_gate\.weight', zero, 'Adam', 
 HEAD_SCALES = [  # float32, like all vectors
     "«→        self.head_mix = nn.Parameter(torch.ones(hp.num_heads))\n»" + MIX,
     ATTENTION + "«→        y_1HTK = y_1HTK * self.head_mix[:, None, None]\n»"]
-TIED = [HEAD + "«→        self.lm_head.weight = self.embed.weight\n»"]
 NO_HEAD_ROW = r"""    «→# »(r"lm_head\.weight","""
 LION = ["""\
 «→class Lion(Adam):
@@ -85,7 +84,8 @@ IDEAS = {
     "SwiGLU": (SWIGLU, r"no rule for layers\.0\.mlp\.gate\.weight \(128, 32\)", [SWIGLU_ROW]),
     "a gate per head": (HEAD_GATE, r"no rule for layers\.0\.attn\.head_gate\.weight \(2, 32\)",
                         [HEAD_GATE_ROW]),
-    "a tied head": (TIED, r"no parameter belongs to the rule lm_head\\\.weight", [NO_HEAD_ROW]),
+    "a tied head": ([HEAD + "«→        self.lm_head.weight = self.embed.weight\n»"],
+                    r"no parameter belongs to the rule lm_head\\\.weight", [NO_HEAD_ROW]),
     "Lion": (LION, None, []), "averaged weights": (AVERAGE, None, []),
     "a growing batch": (GROWING, None, []), "z-loss": (Z_LOSS, None, []),
     "zeros in a constructor": (ZEROED, r"layers\.0\.mlp\.proj\.weight has values", None),

@@ -20,7 +20,6 @@ PAGES = [ROOT / "README.md", *sorted(path for pattern in ("[!.]*/*.md", "records
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PAGES}
 README = TEXTS["README.md"]
 HOWTO = TEXTS["records/howto.md"]
-SPEEDRUN = train_gpt.PRESETS["speedrun"]
 LOGS = sorted(subprocess.run(["git", "-C", ROOT / "records", "ls-files", "*.log"], text=True,
                              capture_output=True, check=True).stdout.splitlines())
 
@@ -137,15 +136,12 @@ def started(script: str) -> list[list[str]]:
     assert not done.stderr, done.stderr  # of a command that is none of these
     return [command.splitlines() for command in done.stdout.strip("\n").split("\n\n") if command]
 
-def commands_of(text: str) -> list[list[str]]:
-    spans = "\n".join(re.findall(r"`((?:\./run\.sh|torchrun) [^`]*)`", text))
-    return started(indented(text) + spans)
-
 TOOLS = {"honest": "records/tools/honesty.py", "tokenize": "data/tokenize_text.py",
          "inspect": "data/inspect_shards.py", "fineweb": "data/fineweb.py",
          "bench": "records/tools/bench.py", "compare": "records/tools/compare.py",
          "sample": "records/tools/sample.py", "hellaswag": "records/tools/hellaswag.py"}
-COMMANDS = [words for text in TEXTS.values() for words in commands_of(text)]
+COMMANDS = [words for text in TEXTS.values() for words in started(
+    indented(text) + "\n".join(re.findall(r"`((?:\./run\.sh|torchrun) [^`]*)`", text)))]
 
 def training(words: list[str]) -> tuple[str | None, list[str]] | None:
     """The script that a command trains, and the flags for it; None if it trains none."""
@@ -175,7 +171,7 @@ def test_flags_of_training_exist_and_keep_the_tokens_of_a_step(path, flags):
     assert path in (None, "train_gpt.py", "my_record.py", "my_optimizer.py", "a.py")
     hp, command = train_gpt.parse_flags(flags)
     if "micro_batches" in command.named:
-        assert hp.tokens_per_step == SPEEDRUN.tokens_per_step
+        assert hp.tokens_per_step == train_gpt.PRESETS["speedrun"].tokens_per_step
     train_gpt.check_settings(hp, world_size=1)
 
 def test_flags_of_the_tools_exist():

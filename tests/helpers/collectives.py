@@ -1,9 +1,8 @@
 """Collectives that behave as NCCL's may, on gloo.
 
-gloo reads its input and writes its output right away, so with it a program that touches a tensor on
-its way looks right. NCCL does both at any time between the start of a collective and the wait for
-it. Here each collective runs either at its start or, in the order of their starts, not before one
-is waited for; meanwhile what it will write is NaN. NCCL's rules on layouts are checked as well."""
+NCCL reads and writes at any time between the start of a collective and the wait for it, and gloo
+right away. Here each collective runs either at its start or, in the order of their starts, not
+before one is waited for; meanwhile what it will write is NaN."""
 
 from types import SimpleNamespace
 import torch
@@ -32,8 +31,7 @@ class Collectives:
         return SimpleNamespace(wait=wait)
 
     def check(self, whole, local):
-        """NCCL's rules: the tensors are contiguous, of one dtype, and the parts are equal. If the
-        part lies inside the whole, it lies where this process's part is."""
+        """NCCL's rules on layouts. A part inside the whole lies where this process's part is."""
         assert whole.is_contiguous() and local.is_contiguous() and whole.dtype == local.dtype
         assert whole.numel() == local.numel() * self.world.size
         if whole.untyped_storage().data_ptr() == local.untyped_storage().data_ptr():

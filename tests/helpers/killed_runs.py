@@ -1,10 +1,7 @@
 """Run as a program: trains one run that is killed at one chosen place after another, and resumed
 each time from the newest checkpoint. Prints how many kills there were.
 
-    PYTHONPATH=.:tests python tests/helpers/killed_runs.py SCRIPT RECORDS FLAGS...
-
-Each attempt is a forked child, which SIGKILL ends without warning. The run validates every fourth
-step, saves every third, and has two micro-batches."""
+    PYTHONPATH=.:tests python tests/helpers/killed_runs.py SCRIPT RECORDS FLAGS..."""
 
 import os
 import signal

@@ -3,8 +3,7 @@
     PYTHONPATH=.:tests python tests/helpers/on_fake_gpu.py PROGRAM.py [arguments]
 
 Tensors that it puts on the GPU stay on the CPU. What it compiles, Inductor generates for the GPU;
-but where kernels would be launched, the graph itself runs on the CPU. A graph that was compiled
-before, with the same TORCHINDUCTOR_CACHE_DIR, is not compiled again. Events are the host's clock,
+but where kernels would be launched, the graph itself runs on the CPU. Events are the host's clock,
 memory is made up, a kernel takes a millisecond. This changes torch and triton for the process."""
 
 import copy
