@@ -18,15 +18,12 @@ def shard(path, seed, count=5000):
 
 class Handler(http.server.SimpleHTTPRequestHandler):
     """What the hub's library asks of the hub for a download: HEAD and GET of resolve/main/NAME."""
-
     def translate_path(self, path):
         self.name = path.removeprefix("/datasets/kjj0/fineweb10B-gpt2/resolve/main/").lstrip("/")
         return str(self.server.folder / self.name)
-
     def do_GET(self):
         self.server.fetched += [Path(self.path).name] * self.path.endswith(".bin")
         super().do_GET()
-
     def end_headers(self):
         path = self.server.folder / self.name
         if path.exists():
@@ -34,7 +31,6 @@ class Handler(http.server.SimpleHTTPRequestHandler):
             self.send_header("X-Repo-Commit", "0" * 40)
             self.send_header("ETag", f'"{self.server.sums.get(self.name, digest)}"')
         super().end_headers()
-
     def log_message(self, *_):
         pass
 

@@ -130,8 +130,7 @@ def test_a_vector_that_lacks_a_cast_is_refused(tmp_path, shards):
 
 def test_a_growing_batch_and_a_term_for_training_are_reported_right(tmp_path, shards):
     """At first all logits are 15, so that the log of the sum of their exponentials is known."""
-    script = loaded(tmp_path, *GROWING, *Z_LOSS)
-    train(script, *TINY, *shards, f"--records={tmp_path}")
+    train(loaded(tmp_path, *GROWING, *Z_LOSS), *TINY, *shards, f"--records={tmp_path}")
     log = log_of(tmp_path)
     term = 1e-3 * (15 + math.log(320))**2
     assert losses(log)[0] == pytest.approx(math.log(320), abs=0.001)

@@ -29,9 +29,8 @@ def test_the_script_is_honest(runs_here):
     ("(distance_NN > 0) & (first_N == last_N", "(distance_NN > 0) & (last_N == last_N"),
     ("key_range = slice(int(visible", "key_range = slice(128 + int(visible")])
 def test_masks_that_differ_between_a_cpu_and_a_gpu_are_found(tmp_path, changed, old, new):
-    trial = honesty.Trial(changed((old, new)), [], tmp_path)
     with pytest.raises(honesty.Dishonest, match="are visible on a CPU or on a GPU only"):
-        list(honesty.check_masks(trial))
+        list(honesty.check_masks(honesty.Trial(changed((old, new)), [], tmp_path)))
 
 EMBED = "x_TD = x0_TD = norm(self.embed(tokens_T))"
 MLP = "return add(x_TD, self.mlp(norm(x_TD)))"

@@ -125,7 +125,6 @@ def test_validation_reads_no_more_than_it_needs(shards, monkeypatch):
     read = []
     monkeypatch.setattr(train_gpt, "read_tokens", lambda path, start, count, vocab_size: (
         read.append((path[-7:], count)), torch.full((count,), vocab_size - 1))[1])
-    hp = hyperparameters(val_tokens=5100, val_seq_len=256)
-    load_validation(shards, hp, World(0, 1, CPU))
+    load_validation(shards, hyperparameters(val_tokens=5100, val_seq_len=256), World(0, 1, CPU))
     assert read[:2] == [("s_0.bin", 5000), ("s_1.bin", 101)]
     assert not any(count for _, count in read[2:])

@@ -198,8 +198,7 @@ def test_a_step_line_that_is_not_understood_refuses_the_file(tmp_path, line):
     ("+3.5", 3.5), *((nan, None) for nan in ("nan", "NaN", "-nan", "NAN", "-nan(ind)", "inf",
                                              "-Infinity"))])
 def test_losses_as_programs_write_them(tmp_path, shown, loss):
-    text = log_text((9.0, 3.0)).replace("val_loss:3.0000", f"val_loss:{shown}")
-    run = read_text(tmp_path, text)
+    run = read_text(tmp_path, log_text((9.0, 3.0)).replace("val_loss:3.0000", f"val_loss:{shown}"))
     assert losses_of(run) == [9.0, loss] and run.diverged == (loss is None) and run.finished
 
 ENDS = {  # how a console or an editor writes a log

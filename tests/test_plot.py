@@ -56,8 +56,7 @@ def test_a_thin_line_a_run_and_a_thick_one_their_mean(tmp_path):
 
 def test_the_difference_is_drawn_by_step_in_pairs(tmp_path):
     a = long_side("A", tmp_path / "a", [3.2, 3.3, 3.1])
-    b = long_side("B", tmp_path / "b", [3.3, 3.5, 3.4])
-    panel = drawn(a, b)[2]
+    panel = drawn(a, long_side("B", tmp_path / "b", [3.3, 3.5, 3.4]))[2]
     (mean,) = bold_lines(panel)
     assert mean.get_ydata()[-1] == pytest.approx(-0.2) and mean.get_xdata()[-1] == 1125
     (band,) = panel.collections
@@ -76,6 +75,5 @@ def test_a_run_that_is_alive_and_one_without_tokens(tmp_path):
     run = logs.read_run(LOGS / "stopped_early.txt", "x")
     sides = [compare.Side(label, [run], 3.28) for label in "AB"]
     assert drawn(*sides)[1].get_xlabel() == "training step"
-    side = compare.Side("A", [read_text(tmp_path, log_text((math.nan,), total=9))], 3.28)
     with pytest.raises(logs.BadInput, match="hold no validation"):
-        drawn(side)
+        drawn(compare.Side("A", [read_text(tmp_path, log_text((math.nan,), total=9))], 3.28))

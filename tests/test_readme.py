@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 import pytest
-from conftest import ROOT, byte_documents, write_shard
+from conftest import ROOT, RUN_SH, byte_documents, write_shard
 import train_gpt
 from data.common import sha256
 from records.tools import ablate, honesty, launch, logs, race
@@ -69,8 +69,7 @@ def copy(tmp_path, text) -> Path:
     return folder
 
 def bash(folder: Path, script: str) -> str:
-    mine = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
-            "NPROC": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    mine = RUN_SH | {"NPROC": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(["bash", "-euxc", script], cwd=folder, env=os.environ | mine,
                           capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

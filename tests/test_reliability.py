@@ -114,8 +114,7 @@ def test_kills_at_every_place(tmp_path, shards):
     """In a step, a validation, a save, a resumption, a line: killed_runs.py names the places."""
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     train(train_gpt, *LONG, *shards, f"--records={whole}")
-    done = run_helper("killed_runs.py", train_gpt.__file__, killed, *SAVES, *shards)
-    assert done == "17\n"
+    assert run_helper("killed_runs.py", train_gpt.__file__, killed, *SAVES, *shards) == "17\n"
     assert_same_run(killed, whole)
     assert checkpoints(killed).count("unfinished") == 2, "they do no harm"
 

@@ -15,7 +15,6 @@ class Collectives:
         self.pending = []  # collectives that have been started, in their order
         self.started = 0
         self.unwaited = set()  # those that nobody has waited for, even if they have run
-
     def start(self, run, poison):
         self.started += 1
         self.unwaited.add(run)
@@ -29,7 +28,6 @@ class Collectives:
             while run in self.pending:
                 self.pending.pop(0)()
         return SimpleNamespace(wait=wait)
-
     def check(self, whole, local):
         """NCCL's rules on layouts. A part inside the whole lies where this process's part is."""
         assert whole.is_contiguous() and local.is_contiguous() and whole.dtype == local.dtype
@@ -37,12 +35,10 @@ class Collectives:
         if whole.untyped_storage().data_ptr() == local.untyped_storage().data_ptr():
             offset = local.data_ptr() - whole.data_ptr()
             assert offset == self.world.rank * local.numel() * local.element_size(), "another part"
-
     def reduce_scatter_single(self, local, whole, async_op):
         self.check(whole, local)
         return self.start(lambda: dist.reduce_scatter_single(local, whole),
                           lambda: local.fill_(torch.nan))
-
     def all_gather_single(self, whole, local, async_op):
         self.check(whole, local)
         mine = local.clone()
@@ -50,7 +46,6 @@ class Collectives:
             whole.fill_(torch.nan)
             local.copy_(mine)  # which may be a part of it
         return self.start(lambda: dist.all_gather_single(whole, local), poison)
-
     def all_reduce(self, whole, async_op):
         assert whole.is_contiguous()
         mine = whole.clone()

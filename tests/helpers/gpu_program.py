@@ -101,8 +101,7 @@ def most_memory(hp, tokens: int, training=True) -> float:
     peaks.clear()
     sources.clear()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(training):
-        model = GPT(hp, torch.bfloat16, flex=True).train(training)
-        generate(model, *micro_batch(tokens))
+        generate(GPT(hp, torch.bfloat16, flex=True).train(training), *micro_batch(tokens))
     assert len(peaks) == 1 + training
     return max(peaks)
 

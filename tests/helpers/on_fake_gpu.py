@@ -67,7 +67,6 @@ def compile_here(function=None, *, backend=None, **options):
 class OnTheCpu(TorchFunctionMode):
     """Keeps on the CPU what a program puts on a CUDA device."""
     place = "cpu"
-
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         kwargs.pop("pin_memory", None)
@@ -92,14 +91,11 @@ def time_nothing(timer):
 class Event:
     def __init__(self, enable_timing=False):
         self.timed = enable_timing
-
     def record(self, stream=None):
         self.at = time.perf_counter()
         return self
-
     def synchronize(self):
         pass
-
     def elapsed_time(self, other) -> float:
         assert self.timed and other.timed, "an event without timing"
         return 1000 * (other.at - self.at)
@@ -107,17 +103,14 @@ class Event:
 class Profile:
     def __init__(self, activities):
         assert activities == [torch.profiler.ProfilerActivity.CUDA]
-
     def start(self):
         launched.clear()
-
     def stop(self):
         took = SimpleNamespace(elapsed_us=lambda: 1000.0)
         others = ["Memcpy HtoD (Pinned -> Device)", "Context Sync", "Stream Wait Event", "a mark"]
         self.seen = [SimpleNamespace(name=name, is_user_annotation=name == "a mark",
                                      time_range=took, device_type=torch.autograd.DeviceType.CUDA)
                      for name in launched + others]
-
     def events(self):
         return self.seen
 

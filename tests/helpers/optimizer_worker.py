@@ -25,13 +25,11 @@ SHAPES += 3 * [(6, 4)]
 
 class Whitened(Muon):
     """Preconditioned as in Shampoo, so with state in shapes that are not the parameters'."""
-
     def __init__(self, params, hp, world, lr):
         super().__init__(params, hp, world, lr)
         del self.state["momentum"]
         n, rows, _ = self.gradients.shape
         self.state["left"] = torch.zeros(n, rows, rows, device=world.device)
-
     def compute_update(self, gradients, step):
         left = self.world.shard(self.state["left"]).lerp_(gradients @ gradients.mT, 0.1)
         return torch.linalg.solve(left + 0.1 * torch.eye(len(left[0])).to(left.device), gradients)
