@@ -95,3 +95,24 @@ def test_the_rank_that_was_killed_is_blamed_and_not_those_that_torchrun_ended():
     ended = {}
     watch.pass_errors([f"  exitcode  : {code} (pid: 9)\n" for code in (1, -15, -9, -15)], ended)
     assert ended["status"] == -9
+
+def test_a_leashed_script_runs_as_any_other(tmp_path):
+    """It is __main__, its traceback begins in it, and its helpers are found beside it."""
+    (tmp_path / "helper.py").write_text("def fail():\n    raise ValueError('mine')\n")
+    script = tmp_path / "a script.py"
+    script.write_bytes("""# -*- coding: latin-1 -*-
+import helper, pickle, sys
+from dataclasses import dataclass
+@dataclass
+class Own:
+    x: str = "\xe9"
+print(sys.argv, __name__, __file__, sys.path[0], pickle.loads(pickle.dumps(Own())))
+helper.fail()
+""".encode("latin-1"))
+    mistake = tmp_path / "mistake.py"
+    mistake.write_text("x = = 1")
+    for words in ([script, "a", "--b=1"], [mistake], ["-c", "import sys; sys.exit(3)"]):
+        plain, leashed = (subprocess.run([sys.executable, *leash, *words], capture_output=True,
+                                         check=False) for leash in ([], [LEASH]))
+        assert (plain.returncode, plain.stdout) == (leashed.returncode, leashed.stdout)
+        assert plain.stderr == leashed.stderr
