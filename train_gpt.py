@@ -24,17 +24,17 @@ its 50,304 rows equally likely.
     short        250  one GPU        not measured
     demo         720  2 CPU cores    213 s    1.14 nats per byte   0.0047
 
-(*) Measured by the record, the world record of 2025-01-26, which this script reproduces. Dates such
-as (2024-11-24) are those of the records that introduced a part. They are listed at
-https://github.com/KellerJordan/modded-nanogpt#world-record-history; records/method.md of the
+(*) The figures of the world record of 2025-01-26, which this script reproduces. A date such as
+(2024-11-24) names the record that introduced a part. All records are listed at
+https://github.com/KellerJordan/modded-nanogpt#world-record-history, and records/method.md of the
 repository says what each part gained. Model and schedules are the record's. What differs:
 
 - Gradients of matrices are rounded to bfloat16 before they are summed over the ranks.
 - The gradient of the loss is written out (CrossEntropy). Weights are clamped before a cast to FP8.
 - The embeddings are padded to 50,304 rows, as the head is.
-- Rotary positions pair other channels of a head, and their angles are computed in float64.
-- Initial weights are other random numbers of the same distributions.
-- The number of GPUs does not change the batch, and shards are read to within 2 % of their end.
+- Rotary positions rotate different pairs of channels, and their angles are computed in float64.
+- Initial weights have the same distributions, but different random numbers.
+- The number of GPUs does not change the batch, and at most 2 % of the tokens stay unread.
 - The ranks share the work of Adam. The clock starts at step 0, not after step 10.
 - The compiler does not search for faster kernels (coordinate descent tuning).
 
@@ -53,7 +53,7 @@ A step, with the shapes of `speedrun`, for each sequence:
 Names end in the shape of a tensor: x_TD is [T, D]. T counts tokens, D is the model's width, H the
 number of attention heads, K the width of one, V the padded vocabulary, N the number of blocks of
 128 tokens. There is no batch dimension: the model takes one long sequence of many documents at a
-time. Step n is the step that is made after n others.
+time. Steps count from 0.
 """
 
 import argparse
@@ -119,10 +119,8 @@ class Hyperparameters:
     seed: int = flag(-1, "seed of the initial weights; -1 draws a seed", low=-1, high=2**63 - 1)
     dtype: str = flag("auto", "bfloat16, float32 or auto", pattern="auto|bfloat16|float32")
     save_every: int = flag(500, "steps between checkpoints; 0 never saves, not even at the end")
-    val_loss_every: int = flag(125, "steps between validations; saves and the end have one too")
-    # Data. In one step all ranks together train on micro_batches sequences. To let the batch grow
-    # during a run, change tokens_per_step, tokens_seen, step_starts, train_batches, train_step and
-    # gradient_scale. That one is compiled into the program, so turn it into a tensor.
+    val_loss_every: int = flag(125, "steps between validations; each save and the end add one")
+    # Data. In one step all ranks together train on micro_batches sequences.
     train_files: str = flag("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
     val_files: str = flag("data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
     vocab_size: int = flag(50257, "vocabulary; its last token begins a document", low=2, high=65536)
@@ -130,7 +128,7 @@ class Hyperparameters:
     val_seq_len: int = flag(256 * 1024, "tokens per validation sequence", low=1, unit=BLOCK)
     val_tokens: int = flag(10485760, "validation tokens; 0 takes all", high=10**12)
     micro_batches: int = flag(8, "sequences per step, on all ranks together", low=1, high=10**5)
-    epochs: int = flag(1, "upper limit of passes over the training shards", low=1, high=10**5)
+    epochs: int = flag(1, "at most this many passes over the training shards", low=1, high=10**5)
     # The layers. Each of these strings has one character per layer.
     windows: str = flag("LSSSLSSLSSSL", "L: long window, S: half as long", pattern="[LS]+")
     attention: str = flag("xxxxxxx.xxxx", "x: with attention, .: without", pattern="[x.]+")
@@ -149,7 +147,7 @@ class Hyperparameters:
     # Optimization
     num_iterations: int = flag(1770, "training steps", high=10**7)
     cooldown_frac: float = flag(0.4, "last fraction of the run, in which rates fall", high=1)
-    lr_floor: float = flag(0.1, "share of their peak to which learning rates fall", high=1)
+    lr_floor: float = flag(0.1, "learning rates at the end, as a share of their peak", high=1)
     muon_lr: float = flag(0.05, "learning rate of the layers' matrices (Muon)")
     muon_momentum_start: float = flag(0.85, "Muon's momentum at the first step", high=1)
     muon_momentum_end: float = flag(0.95, "Muon's momentum later on", high=1)
@@ -175,7 +173,7 @@ PRESETS = {
     "short": Hyperparameters(
         name="short", num_iterations=250, muon_momentum_steps=42, save_every=0,
         train_files="data/fineweb10B/fineweb_train_000001.bin"),
-    # A small model of bytes. Its optimizer settings were tuned for this size and length.
+    # A small model of single bytes. Its optimizer settings were tuned for this size and length.
     "demo": Hyperparameters(
         name="demo", save_every=120, val_loss_every=120, train_files="data/demo/demo_train_*.bin",
         val_files="data/demo/demo_val_*.bin", vocab_size=257, train_seq_len=1024, val_seq_len=16384,
@@ -190,7 +188,7 @@ def tokens_seen(done: int, hp: Hyperparameters) -> int:
 def window_tokens(step: int, hp: Hyperparameters) -> int:
     """The long window in tokens. It grows during the run, since short distances are learned first
     and cost less (2024-11-24). At steps 0, 500, 1000 and 1770 it is 128, 512, 1024 and 1792."""
-    # As in the record, the ramp ends half a block lower, and is then rounded up to whole blocks.
+    # As in the record, the ramp aims half a block below window_end, and rounding up gets there.
     grown = (hp.window_end - BLOCK / 2) * step / max(1, hp.num_iterations)
     return max(hp.window_start, math.ceil(grown / BLOCK) * BLOCK)
 
@@ -217,13 +215,13 @@ def muon_momentum(step: int, hp: Hyperparameters) -> float:
 class GPT(nn.Module):
     """model(tokens_T, targets_T, window) returns the sum of the losses of one sequence, in nats.
     With flex=True it uses FlexAttention and must be compiled, because FlexAttention ignores the
-    lists of blocks when it is not.
+    lists of blocks without the compiler.
 
     The embeddings and the residual stream x_TD are in `dtype`. All other parameters are float32, so
     cast a vector or matrix by type_as before you multiply the stream by it. Single numbers need no
     cast."""
 
-    # The logits of this many tokens exist at a time: [24576, 50304] in float32 takes 4.6 GiB.
+    # The head works on this many tokens at a time: logits [24576, 50304] in float32 take 4.6 GiB.
     LOGITS_TOKENS = 24576
 
     def __init__(self, hp: Hyperparameters, dtype: torch.dtype, flex: bool):
@@ -231,7 +229,7 @@ class GPT(nn.Module):
         self.hp = hp
         self.flex = flex
         self.end_of_text = hp.vocab_size - 1
-        # FP8 needs a multiple of 16. Up to 64 ranks can share a multiple of 64.
+        # FP8 needs a multiple of 16. A multiple of 64 can be shared equally by up to 64 ranks.
         vocab = math.ceil(hp.vocab_size / 64) * 64
         self.embed = Embedding(vocab, hp.model_dim, dtype)
         # Layers with the same digit share a value embedding (2024-12-08).
@@ -248,7 +246,7 @@ class GPT(nn.Module):
 
     def forward(self, tokens_T: Tensor, targets_T: Tensor, window: Tensor) -> Tensor:
         x_TD = self.features(tokens_T, window)
-        loss = 0  # put what only training should minimize under `if self.training`
+        loss = 0  # add terms that are for training only under `if self.training`
         for x, target in zip(x_TD.split(self.LOGITS_TOKENS), targets_T.split(self.LOGITS_TOKENS)):
             loss += CrossEntropy.apply(self.logits(x), target)
         return loss
@@ -273,9 +271,9 @@ class GPT(nn.Module):
         return norm(x_TD)
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """Caps logits smoothly, as Gemma 2 does (arXiv:2408.00118): z becomes c + c tanh(z / c). So
-        no confident error costs too much. The softmax ignores the first c, but a z-loss must
-        subtract it (2025-01-04)."""
+        """Caps logits smoothly, as Gemma 2 does (arXiv:2408.00118), so that no confident error
+        costs too much (2025-01-04). A logit z becomes c + c tanh(z / c). The constant c changes no
+        probability."""
         c = self.hp.lm_head_softcap
         return 2 * c * torch.sigmoid(self.lm_head(x_TD).float() * (2 / c))
 
@@ -367,8 +365,8 @@ class Rotary(nn.Module):
         return (x * self.cos[:len(x)] + swapped * self.sin[:len(x)]).type_as(x_THK)
 
 class Embedding(nn.Module):
-    """An embedding in `dtype`. A token's gradient within one sequence accumulates in float32.
-    Across micro-batches it accumulates in `dtype`, as every .grad does."""
+    """An embedding in `dtype`. Where a token occurs several times in one sequence, its gradients
+    are summed in float32. Across micro-batches they are summed in `dtype`, like the weight."""
 
     def __init__(self, num_embeddings: int, width: int, dtype: torch.dtype):
         super().__init__()
@@ -415,8 +413,8 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     """
     document_T = (tokens_T == end_of_text).cumsum(0, dtype=torch.int32)
 
-    # If you change this rule, change any_visible_NN and all_visible_NN to match, because on a GPU
-    # full blocks never ask it. `./run.sh honest` compares the two.
+    # If you change this rule, change any_visible_NN and all_visible_NN to match, because
+    # FlexAttention does not call it in full blocks. `./run.sh honest` compares the two.
     def sees(batch, head, query, key):
         return (key <= query) & (document_T[query] == document_T[key])
 
@@ -424,9 +422,9 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     distance_NN = block_N[:, None] - block_N  # [query block, key block]
     first_N = document_T[::BLOCK]  # the document of each block's first token
     last_N = document_T[BLOCK - 1::BLOCK]
-    # Document numbers never decrease. So some pair is visible if the key block does not end before
-    # the query block's first document. All pairs are visible if the key block is an earlier one and
-    # begins in the document in which the query block ends.
+    # Document numbers never decrease. So some pair is visible if the key block's last document is
+    # not before the query block's first. All pairs are visible if the key block comes earlier and
+    # its first document is the query block's last.
     any_visible_NN = (distance_NN >= 0) & (last_N >= first_N[:, None])
     all_visible_NN = (distance_NN > 0) & (first_N == last_N[:, None])
 
@@ -490,8 +488,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
 #     gradient   e5m2     1 / tokens_per_step                       10.7                57344
 #
 # (e4m3 has 4 bits of exponent and 3 of mantissa, e5m2 5 and 2.) The gradient's scale is the
-# record's, 2^19 for a mean over 48K tokens. Another layer, a tied head, or a scaled input, logit or
-# loss needs other scales. Validation does not clamp.
+# record's, 2^19 for a mean over 48K tokens. If you use FP8 elsewhere, tie the head, or multiply its
+# input, logits or loss by a factor, find other scales. Validation does not clamp.
 INPUT_SCALE, WEIGHT_SCALE, TOKEN_GRADIENT_SCALE = 2.0, 2.0**9, 2.0**19 / (48 * 1024)
 
 def to_e4m3(x: Tensor, scale: float) -> Tensor:
@@ -527,9 +525,9 @@ class CrossEntropy(torch.autograd.Function):
     """The sum of -log softmax(logits_TV)[target] over all tokens. A target of -1 does not count.
     Logits above 76, twice the largest softcap, could overflow.
 
-    The value is that of F.cross_entropy. Its backward pass is written out here because the compiler
-    fuses the library's with the cast to FP8 and with a transposed copy, into one slow kernel. A
-    term that you add in `forward` needs its derivative in `backward`."""
+    The value is that of F.cross_entropy. From the backward pass of that function, the cast to FP8
+    and the transposed copy, the compiler would make one slow kernel, so the gradient is written out
+    here. If you add a term in `forward`, add its derivative in `backward`."""
 
     @staticmethod
     def forward(ctx, logits_TV: Tensor, target_T: Tensor) -> Tensor:
@@ -563,10 +561,10 @@ def uniform(x: Tensor, generator):  # the standard deviation is 0.5 / sqrt(numbe
     bound = 0.5 * math.sqrt(3 / x.size(-1))
     x.uniform_(-bound, bound, generator=generator)
 
-# The first rule whose pattern matches a parameter's full name applies. It gives the function that
-# draws the initial values, the optimizer in section 6, and its arguments, where a string names a
-# setting. None keeps the initial values of the module, for vectors and scalars only. Muon takes a
-# parameter of three dimensions for a stack of matrices.
+# Each parameter follows the first rule whose pattern matches its full name. A rule gives the
+# function that draws the initial values, the optimizer (section 6) and its arguments, where a
+# string names a setting. None keeps the values that the module has set; only vectors and scalars
+# may have it. Muon treats a parameter of three dimensions as a stack of matrices.
 PARAMETERS = [
     # names                               initial  optimizer and its options       shape in speedrun
     (r"lm_head\.weight",                  zero,    "Adam", dict(lr="lm_head_lr")),  # [50304, 768]
@@ -600,7 +598,7 @@ def draw_weights(model: nn.Module, seed: int):
             continue
         require(p.isnan().all(), f"{name} has values, which its rule in PARAMETERS would replace: "
                 "make it by parameter(...), and let the rule say how it starts")
-        values = torch.empty(p.shape)  # float32 on the CPU, since torch draws others elsewhere
+        values = torch.empty(p.shape)  # on the CPU, because other devices draw other numbers
         number = int(sha256(f"{seed} {name}".encode()).hexdigest()[:15], 16)
         initial(values, torch.Generator().manual_seed(number))
         p.copy_(values)
@@ -614,8 +612,8 @@ if not hasattr(dist, "all_gather_single"):  # torch 2.13 has renamed these two f
     dist.reduce_scatter_single = dist.reduce_scatter_tensor
 
 class Pending(NamedTuple):
-    """A tensor that is still being sent between ranks. wait() returns it. On a GPU only the stream
-    waits, and Python goes on."""
+    """A tensor that is still being sent between ranks. wait() returns it. On a GPU only the
+    queue of kernels waits, and Python goes on."""
     tensor: Tensor
     work: "dist.Work | None" = None
 
@@ -627,7 +625,7 @@ class Pending(NamedTuple):
 @dataclass(frozen=True)
 class World:
     """The ranks that train together, seen from one of them. A tensor of two or more dimensions is
-    sharded along its first one if all ranks get equally many rows: with two ranks, each updates
+    sharded along its first one if the ranks can divide it equally: with two ranks, each updates
     25,152 rows of [50304, 768]. For all other tensors every rank repeats the whole update."""
     rank: int  # this process, from 0
     size: int  # the number of ranks
@@ -675,12 +673,13 @@ class Optimizer:
                       sends it              <---->   sends it
         finish(step)  has everything                 has everything
 
-    Only update() sees gradients that are summed over all ranks, and only for the rows of this rank,
-    so clip gradients there. To sum the square of a norm over ranks: world.all_reduce(x).wait().
+    Only update() sees gradients that are summed over all ranks, and only for the rows of this rank.
+    To clip by a norm, sum its square over the ranks there: world.all_reduce(x).wait(). A norm over
+    all optimizers needs a phase of its own before update().
 
-    `state` is what an optimizer remembers: {name: one tensor for each parameter, with its first
-    dimension}. It is saved, resumed, and restored after the warm-up, so keep nothing of the kind
-    elsewhere. A rank reads and writes only its own rows, world.shard(tensor)."""
+    `state` is what an optimizer remembers from step to step: {name: a list with one tensor for each
+    parameter, of the same length}. It is saved, resumed, and restored after the warm-up, so keep
+    such things nowhere else. A rank reads and writes only its own rows, world.shard(tensor)."""
 
     def __init__(self, params: dict, hp: Hyperparameters, world: World, lr, weight_decay=0.0):
         self.params = params  # {name: parameter}
@@ -786,7 +785,8 @@ class Muon(Optimizer):
         beta = muon_momentum(step, self.hp)
         momentum = self.world.shard(self.state["momentum"]).lerp_(gradients, 1 - beta)
         ahead = gradients.lerp(momentum, beta).to(self.updates.dtype)
-        # The outputs of a tall matrix would otherwise change less than those of a square one.
+        # All singular values are near 1. A tall matrix has more outputs to share their effect, so
+        # without this factor each of its outputs would change less than a square matrix's.
         tall_factor = max(1, ahead.size(-2) / ahead.size(-1)) ** 0.5
         # Every matrix is orthogonalized by itself: qkv [n, 3, 768, 768] becomes [3n, 768, 768].
         return tall_factor * self.orthogonalize(ahead.flatten(0, -3)).view_as(ahead)
@@ -878,8 +878,8 @@ UNREAD = 0.02  # the largest share of the training tokens that a pass may leave 
 def step_starts(shards: list[Shard], hp: Hyperparameters) -> Iterator[tuple[Shard, int]]:
     """Yields (shard, first token) for each step, the same on every rank and after a resume. Each
     pass begins one block later than the one before, so that sequences begin at other places of the
-    text. If more than UNREAD of a shard would stay unread, another step ends exactly at the shard's
-    end and overlaps the one before."""
+    text. If more than UNREAD of a shard would stay unread, one step more covers its last tokens
+    and overlaps the step before."""
     for epoch in range(hp.epochs):
         for shard in shards:
             start = (epoch * BLOCK) % hp.train_seq_len
@@ -901,7 +901,7 @@ def train_batches(shards: list[Shard], hp: Hyperparameters, world: World, first_
         tokens = read_tokens(shard.path, start, count * T + 1, hp.vocab_size).view(torch.int16)
         tokens = tokens.to(world.device, non_blocking=True).to(torch.int32) & 0xFFFF
         inputs = tokens[:-1].view(count, T)
-        targets = tokens[1:].to(torch.int64).view(count, T)  # in memory of its own, so aligned
+        targets = tokens[1:].to(torch.int64).view(count, T)
         yield list(zip(inputs, targets))
 
 def load_validation(shards: list[Shard], hp: Hyperparameters, world: World) -> list:
@@ -997,7 +997,7 @@ def warm_up(model, optimizers, shards: list[Shard], hp: Hyperparameters, world: 
     read = next(train_batches(shards, hp, world, 0))
     batches = tree_map(lambda x: x.random_(hp.vocab_size), read[:1])
     loss = model(*batches[0], window_tensor(0, hp, world.device))
-    (loss / hp.tokens_per_step).backward()  # train_step then compiles adding to these gradients
+    (loss / hp.tokens_per_step).backward()  # so that train_step finds gradients, and adds to them
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     require(not unused, f"no gradient reaches {', '.join(unused)}: use, freeze or remove it")
     train_step(model, batches, optimizers, 0, hp, world).to("cpu", non_blocking=True)
@@ -1006,7 +1006,7 @@ def warm_up(model, optimizers, shards: list[Shard], hp: Hyperparameters, world: 
         torch.compiler.set_stance("fail_on_recompile")
         torch.cuda.reset_peak_memory_stats()
         gc.collect()
-        gc.freeze()  # so that no step is delayed by a search of the compiler's objects for garbage
+        gc.freeze()  # what compiling left need not be searched for garbage during the run
 
 # ---- 9. The run ---------------------------------------------------------------------------------
 
@@ -1068,7 +1068,7 @@ def main(argv: list[str]):
         save_worked = True
         clock.start()
         for step in range(plan.first_step, hp.num_iterations + 1):
-            last = step == hp.num_iterations  # to end early, all ranks must decide the same
+            last = step == hp.num_iterations  # to stop early, let it be True on all ranks alike
             save_due = step > 0 and hp.save_every > 0 and (last or step % hp.save_every == 0)
             val_due = hp.val_loss_every > 0 and step % hp.val_loss_every == 0
             if last or save_due or val_due:
@@ -1194,7 +1194,7 @@ def check_settings(hp: Hyperparameters, world_size: int):
     require(hp.window_start <= hp.window_end, "--window_start is above --window_end")
     require(hp.num_heads % hp.kv_heads == 0, "--num_kv_heads must divide --num_heads")
     require(hp.micro_batches % world_size == 0, f"{world_size} ranks cannot share "
-            f"{hp.micro_batches} micro-batches equally: start a number that divides it")
+            f"{hp.micro_batches} micro-batches equally: start a number of ranks that divides it")
 
 def resolve(hp: Hyperparameters, device: torch.device) -> Hyperparameters:
     """Decides what `auto` and a seed of -1 stand for, and whether FP8 is possible. A resumed run
@@ -1230,7 +1230,7 @@ def make_plan(hp: Hyperparameters, command, script: str, world: World, saved: di
     """Makes every check that needs no training. A resumed run has the settings of its checkpoint,
     except those that the command line names. Raises UserError."""
     if saved:
-        # A setting that neither of them has would silently get today's default.
+        # Otherwise a setting that neither the checkpoint nor the flags name would get a default.
         own = {f.name for f in fields(Hyperparameters)}
         given = saved["settings"].keys() | command.named.keys()
         require(own == given, f"--resume: {sorted(own ^ given)} are settings of only the script or "
@@ -1328,7 +1328,7 @@ class RunLog:
 
     def write_loss(self, kind: str, done: int, hp: Hyperparameters, loss: float, seconds: float):
         """Writes a loss. One that is not finite ends the run."""
-        step = done - 1 if kind == "train_loss" else done  # that its schedules belong to
+        step = done - 1 if kind == "train_loss" else done  # whose rate and window it had
         average = f"{1000 * seconds / done:.2f}" if done else "nan"
         self.write(f"step:{done}/{hp.num_iterations} {kind}:{loss:.4f} "
                    f"train_time:{1000 * seconds:.0f}ms step_avg:{average}ms "
