@@ -17,7 +17,6 @@ LOG = "tests/fixtures/record_like.txt"
 SMALL = [flag for flag in TINY if not re.match("--(num_iterations|val_loss_every|epochs)", flag)]
 
 def test_scripts_are_measured_as_they_are(tmp_path, shards):
-    """The losses of train_gpt.py are those of a run of its own."""
     small = [*SMALL, *shards]
     text = SCRIPT.read_text()
     assert text.count("micro_batches=4") == 1

@@ -287,7 +287,6 @@ def test_two_sides_and_what_they_differ_in(tmp_path, capsys):
     ("step:124/", "10.8000 0.00 s 100.00 0/250 0 - -"),
     ("tokens:125000 lr", "10.8000 12.40 s 100.00 124/250 124k - -")])
 def test_the_table_of_runs(tmp_path, capsys, end, row):
-    """Of a whole run, and of one that is alive."""
     whole = log_text((10.8, 4.0, 3.2))
     (tmp_path / "x.log").write_text(whole[:whole.index(end) + len(end)] if end else whole)
     status, out, err = run_main(capsys, tmp_path / "x.log")

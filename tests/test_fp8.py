@@ -48,7 +48,6 @@ def test_casts_saturate_and_stay_finite():
     assert to_e4m3(broken, 1.0).float().isnan().all()  # a broken run must stay visible
 
 def test_scales_fit_the_losses_of_a_training_step():
-    """The casts of the speedrun's head neither saturate nor flush much to zero."""
     hp = PRESETS["speedrun"]
     tokens, V, D = hp.tokens_per_step, 2048, 768
     with torch.device("meta"):

@@ -177,7 +177,6 @@ def test_one_training_step_equals_the_cpus(dtype, near, capsys):
 
 @needs_gpu
 def test_nccl_takes_what_the_script_gives_it(shards, monkeypatch, request):
-    """In a group of one process: how processes connect, and each collective, also in place."""
     for name, value in dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0",
                             WORLD_SIZE="1").items():
         monkeypatch.setenv(name, value)

@@ -24,7 +24,6 @@ def write_lines(path, *lines):
 
 @torch.no_grad()
 def plain_losses(run, items, blocks=0):
-    """The summed losses of the items' endings by GPT.forward, an example at a time."""
     window = train_gpt.window_tokens(run.hp.num_iterations, run.hp) + blocks * BLOCK
     losses = []
     for item in items:

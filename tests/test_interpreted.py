@@ -25,7 +25,6 @@ LISTS = ["kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
          "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"]
 
 def why_not():
-    """The reason why the GPU program cannot be interpreted here, or None."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return "Triton needs Linux, and interpreted.py was tried on x86-64 only"
     if torch.version.cuda or torch.version.hip:

@@ -93,7 +93,6 @@ def test_what_survives():
     assert marked([{"p": 0.024}, {"E": 1.0}]) == [True, False]
 
 def test_the_table(tmp_path, monkeypatch, capsys):
-    """Yours first, in the console's width, and nothing undecided has an E of 100 or more."""
     monkeypatch.setattr(ledger, "ROOT", tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "records" / "2026-11-25_x").mkdir(parents=True)

@@ -67,7 +67,6 @@ def test_agrees_with_the_muon_of_torch(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adam_is_torchs(dtype, monkeypatch):
-    """By the settings' betas and epsilon, and by an optimizer's own."""
     torch.manual_seed(0)
     scales = [1.0, 1.0, 0.5, 0.25]
     monkeypatch.setattr(train_gpt, "lr_factor", lambda step, hp: scales[step])

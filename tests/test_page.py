@@ -21,7 +21,6 @@ def sides(tmp_path):
     return [tmp_path / "ours", tmp_path / "theirs"]
 
 def tables_of(text):
-    """{id: rows of the cells' texts} of all tables, without their headers."""
     found = {}
     for name, body in re.findall(r'(?s)<table id="(.*?)">.*?<tbody>(.*?)</tbody>', text):
         found[name] = [[html.unescape(cell) for cell in re.findall("<td[^>]*>(.*?)</td>", row)]

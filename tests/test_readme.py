@@ -76,7 +76,6 @@ def bash(folder: Path, script: str) -> str:
     return done.stdout
 
 def test_the_first_commands(tmp_path):
-    """The clone has what they start; other tests run the rest."""
     clone, enter, *others = indented(README.split("\n## ")[0]).splitlines()
     clone = clone.replace("this_repository", str(ROOT))
     script = f"{clone}\n{enter}\n./run.sh --help"

@@ -315,7 +315,6 @@ def test_two_machines_with_different_files_are_refused(tmp_path, shards, changed
     assert errors and not list(tmp_path.glob("?/records")), "nothing was begun"
 
 def test_other_numbers_of_ranks_and_an_error_on_one_of_them(tmp_path, shards, whole):
-    """From one rank to two, of which one fails, and back."""
     checkpoint = broken_run(tmp_path, shards, step=5)
     script = planted(tmp_path, "require(step < 7 or world.rank == 0, 'planted error')")
     done = launch(f"--resume={checkpoint}", ranks=2, script=script, check=False)

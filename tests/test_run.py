@@ -178,7 +178,6 @@ def test_a_clone_on_windows_has_the_lines_that_bash_reads(tmp_path):
 
 @pytest.mark.parametrize("has_python", [True, False])
 def test_with_uv_the_environment_is_made_by_it(has_python, bare, tmp_path):
-    """For the GPU's driver or the CPU, as it sees fit."""
     folder, run = bare
     for name in ("python", "python3"):
         program(tmp_path / "bin" / name, "exit 1")

@@ -208,7 +208,6 @@ def test_a_seed_gives_one_text(trained, run_sample):
     assert texts[0] == texts[1] != texts[2]
 
 def test_the_command_itself(trained):
-    """Started in another folder, and with a terminal that knows ASCII only."""
     command = [sys.executable, ROOT / "records" / "tools" / "sample.py", trained.name,
                "--prompt=é", "--tokens=2"]
     done = subprocess.run(command, cwd=trained.parent, capture_output=True, timeout=200, check=True,

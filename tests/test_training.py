@@ -55,7 +55,6 @@ def test_the_warmup_leaves_no_trace(tmp_path, shards, monkeypatch):
 @pytest.mark.method
 @pytest.mark.parametrize("val_tokens", [700, 1024, 1111])
 def test_a_validation_is_the_mean_over_its_targets(shards, runs_here, monkeypatch, val_tokens):
-    """Also of a part of the data, and where ranks have unequally many sequences, or none."""
     sums = []  # of each rank, in place of an exchange
     monkeypatch.setattr(World, "all_reduce", lambda world, whole: (
         sums.append(whole.clone()), train_gpt.Pending(whole))[1])

@@ -7,9 +7,8 @@
 #   tests/torch_versions.sh --envs=FOLDER 2.9.1                    # environments FOLDER/t<VERSION>
 #
 # An environment is made where there is none, by the interpreter in the variable PYTHON (python3),
-# in .torch_versions/. It takes some 5 GB, since torch comes with CUDA. The outputs of the tests and
-# of the demo lie beside it. The table at the end has a line per version. Exit status: 0 if with
-# every version all tests passed and the demo ended in the same losses, 1 if not, 2 for wrong usage.
+# in .torch_versions/, and takes some 5 GB. Exit status: 0 if with every version all tests passed
+# and the demo ended in the same losses, 1 if not, 2 for wrong usage.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 envs=.torch_versions
