@@ -28,7 +28,6 @@ PLUS, POWER, NOTE = ("x + 1\n", "x + 2\n"), ("** 2", "** 3"), ("math\n", "math\n
 TWO = "    y = y + 2  # part: two\n"
 THREE = "    z = 3  # part: three\n    y = y + z  # part: three\n"
 A = ("rate = 0.1", "rate = 1  # part: a"), ("** 2", "** 3  # part: a")
-
 @pytest.mark.parametrize("changes, expected, rest", [
     # Each place is a part, but for comments and empty lines.
     ([PLUS, POWER, NOTE], {"model 6": [POWER, NOTE], "loss 9": [PLUS, NOTE]}, [NOTE]),

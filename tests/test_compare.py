@@ -73,7 +73,6 @@ COUNTED = {  # the files beside four good runs, how many runs count, and the war
     "another script": (resumed(source="x = 1\n"), 4, [f"{RESUMED} (script), left out"]),
     "beginning lost": ({"resumed.log": resumed()["resumed.log"]}, 4,
                        [f"{RESUMED} (a missing log), left out"])}
-
 @pytest.mark.parametrize("name", COUNTED)
 def test_which_runs_count_and_what_is_said_of_the_others(tmp_path, name):
     files, count, warnings = COUNTED[name]
@@ -146,7 +145,6 @@ VERDICTS = {  # losses of A and more, losses of B and more, what is said, and wh
     "one digit": (GOOD, FAST, GOOD, SLOW | {"before": (10.8259,)}, [], ["no effect"]),
     "other seeds": (GOOD, {}, HIGH, {"first_seed": 30}, [
         "A is better", " by Welch's t-test of 4 runs against 4."], ["pairs"])}
-
 @pytest.mark.parametrize("name", VERDICTS)
 def test_the_words_of_a_verdict(tmp_path, name):
     ours, more, theirs, others, words, never = VERDICTS[name]
@@ -226,7 +224,6 @@ def test_the_word_and_the_intervals_agree(tmp_path, level, seed):
 OLD = {"data": "d/t_train_1.bin 30 tokens 11; d/val_0.bin 9 tokens aa"}
 NEW = {"data": "d/t_train_1.bin 30 tokens 11", "val_data": "d/held.bin 9 tokens aa"}
 GLOB = {"val_files": "'d/val_*.bin'"}
-
 @pytest.mark.parametrize("env, hyper, more, words", [
     (OLD, {}, {"env": {"gpus": "8 x NVIDIA H200"}}, "times do not compare, the hardware"),
     (OLD, {}, {"env": {"ranks": 4}}, "times do not compare"),
@@ -359,11 +356,9 @@ FP8 = """2775 79532 2779 79682 2793 80231 2791 79536 2769 79641 2781 79593 2772 
     2783 79814 2775 79629 2806 79539 2816 79656 2773 79740"""
 FP8_BASE = """2821 80694 2802 80720 2758 80659 2769 80818 2775 80747 2768 80795 2780 80763
     2778 80678 2817 80610 2767 80693 2796 80710 2775 80840 2766 80745"""
-
 PUBLISHED = """3.2783692308 0.0014156180 0.0006690604 79.684923 0.182767 79.653 79.532 80.231
     3.2782461538 0.0020164389 0.0042976481 80.728615 0.065165 80.720 80.610 80.840 -1.043692
     -1.292841 1.01309774 +0.0001230769 0.8587465 19.394 4.9e-12"""
-
 def test_the_statistics_of_published_folders(tmp_path, capsys):
     for side, text in (("ours", FP8), ("theirs", FP8_BASE)):
         (tmp_path / side).mkdir()

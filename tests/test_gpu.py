@@ -244,7 +244,6 @@ def test_a_run_of_full_size_and_its_resume_by_a_second_start(tmp_path, capsys):
 
 TESTS = [name for name, test in list(globals().items())
          if name.startswith("test_") and any(m.name == "gpu" for m in test.pytestmark)]
-
 @pytest.mark.full
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.mark.parametrize("names", [TESTS[:2], TESTS[2:-1], TESTS[-1:]],

@@ -94,7 +94,6 @@ IN_A_RUN = {
         ("return self.peak_lr * ", "return 0.99**len(SEEN) * self.peak_lr * ")]),
     "processes that read the same data": ("_loss at step [2-8] is .* on one process and", [
         ("        start += world.rank * count * T\n", "")])}
-
 @pytest.mark.method
 @pytest.mark.parametrize("name", [*IN_A_MODEL, *IN_A_RUN])
 def test_what_is_planted_is_found(name, tmp_path, changed, runs_here):

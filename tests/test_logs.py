@@ -60,7 +60,6 @@ PUBLISHED = {  # file: steps, total, loss, seconds, ms a step, free steps, valid
     "console_only.log": (40, 40, 3.2774, 1.364, 34.1, 0, 3, None, None),
     "stopped_early.txt": (37, 60, 3.4809, 3.807, 141.0, 10, 2, H100, "2.6.0.dev20241105+cu124"),
     "quotes_a_log.txt": (20, 20, 3.2821, 1.2, 60.0, 0, 3, H100, "2.6.0.dev20241105+cu124")}
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_log(name):
     run = logs.read_run(LOGS / name, name)
@@ -144,7 +143,6 @@ hostile_lines = st.lists(st.one_of(
     st.sampled_from([*HOSTILE, "\n".join(PASTED)]),
     st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), max_size=12)), max_size=12)
 losses_of_a_run = st.lists(st.floats(0.1, 20).map(lambda x: round(x, 4)), min_size=2, max_size=5)
-
 @settings(max_examples=80, deadline=None)
 @given(hostile_lines, st.sampled_from(["", "\n", "\n\n"]), losses_of_a_run, st.data())
 def test_whatever_the_source_holds_is_no_result(tmp_path_factory, lines, ending, losses, data):
@@ -207,7 +205,6 @@ ENDS = {  # how a console or an editor writes a log
     "colour": ("\nstep:", "\n\x1b[2K\x1b[32mstep:"), "rank": ("\nstep:", "\n[rank0]:step:"),
     "indent": ("\nstep:", "\n  step:"),
     "one line": ("step:125/250 train_loss:4.0000", "step:125/250 train_loss:4.0 val_loss:4.0")}
-
 @pytest.mark.parametrize("name", ENDS)
 def test_a_log_as_consoles_and_editors_leave_it(tmp_path, name):
     text = log_text((9.0, 4.0, 3.0))
@@ -245,7 +242,6 @@ def at_steps(run):
 
 A_TO_C = {0: 10.8, 125: 4.0, 250: 3.8, 375: 3.2}
 A_TO_D = {0: 10.8, 125: 4.0, 250: 3.7, 375: 3.1}
-
 @pytest.mark.parametrize("names, argument, expected", [
     ("abc", "", {"c": A_TO_C}), ("abc", "c.log", {"c": A_TO_C}),
     ("abc", "b.log", {"b": {0: 10.8, 125: 4.0, 250: 3.8}}),
@@ -283,7 +279,6 @@ def test_a_parent_is_found_where_folders_have_moved_to(tmp_path):
     assert len(read(new)["b"].logs) == 2
 
 HARMLESS = {"name": "'y'", "records": "'z'", "save_every": 9}
-
 @pytest.mark.parametrize("b, c, mixed, changed", [
     ({"source": "import torch as t\n"}, {}, ["script"], []),
     ({"env": {"gpus": "8 x NVIDIA H200", "threads": "2"}}, {}, ["threads", "gpus"], []),

@@ -72,7 +72,6 @@ REFUSED = {
     "a vector that is left NaN": (put("skip_weights", parameter(2)), "skip_weights lacks initial "),
     "a matrix whose row leaves it to its module": (
         put("layers.0.own_mix", nn.Parameter(torch.ones(2, 2))), r"layers\.0\.own_mix lacks init")}
-
 @pytest.mark.parametrize("change, words", REFUSED.values(), ids=REFUSED)
 def test_a_model_that_does_not_fit_the_table_is_refused(change, words):
     model = GPT(HP, torch.float32, flex=False)

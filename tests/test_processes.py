@@ -48,7 +48,6 @@ NCCL_ERROR = """NCCL error in: ProcessGroupNCCL.cpp:94, unhandled system error, 
 ncclSystemError: System call (e.g. socket, malloc) or external library call failed.
 Last error:
 {}"""
-
 @pytest.mark.parametrize("fails", ["init_process_group", "broadcast_object_list"])
 @pytest.mark.parametrize("last, advice", [
     ("Error while creating shared memory segment /dev/shm/nccl-a7 (size 9637888), error: No space "

@@ -63,7 +63,6 @@ print(f"log: {path}", file=log)
 print(f"log: {path}", flush=True)
 '''
 LAUNCHER = "import os, sys\nos.execv(sys.executable, [sys.executable, *sys.argv[1:]])\n"
-
 HONESTY = """import sys
 text = open(sys.argv[1]).read()
 print(f"weights: embed.weight 4x4_{'DRAWS' in text}")
@@ -331,7 +330,6 @@ def test_a_race_that_goes_on_refuses_what_has_changed(place, capsys, monkeypatch
     is_refused("record.sha256 was ", "--muon_lr=1")
 
 ON_ALL_SIDES = "this flag takes effect on all sides or on none"
-
 @pytest.mark.parametrize("flags, words", [
     (["--repeat=0"], "argument --repeat: 0: expected a whole number from 1 on"),
     (["--resume=x.log"], "--resume=x.log: a race starts runs of its own"),

@@ -271,7 +271,6 @@ def test_what_is_no_whole_checkpoint_is_one_line(tmp_path, shards, whole, monkey
     assert_same_run("r", whole)
 
 WEIGHTS = torch.arange(300.0)
-
 @pytest.mark.quick
 @settings(max_examples=150, deadline=None,
           suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -111,7 +111,6 @@ OUT_OF_RANGE = f"""
     --name={'a' * 101} --num_heads=0 --num_iterations=-1 --rope_base=0 --save_every=-1 --seed=-2
     --seed={2**70} --train_seq_len=200 --val_loss_every=-1 --vocab_size=70000 --windows=LSLX
     --window_start=0""".split()
-
 @pytest.mark.method
 @pytest.mark.parametrize("flags, words", [*((flag, flag.split("=")[0]) for flag in OUT_OF_RANGE),
     ("--num_iteration=3", "unrecognized arguments: --num_iteration=3"),
@@ -150,7 +149,6 @@ VALUES = st.one_of(
     st.integers(-2, 600), st.integers(), st.floats(), TEXT,
     st.sampled_from(["true", "inf", "-0", "1e400", "0x10", "1_000", "LSSL", "x", "01.0", "*", "",
                      "LLL", "..10", "xxxx", "9999999999", "1e9", "128", "65536", "-1", "**"]))
-
 @settings(max_examples=int(os.environ.get("STRANGE_SETTINGS", 100)), deadline=None,
           suppress_health_check=list(HealthCheck))
 @given(data=st.data())
