@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 import pytest
 from conftest import ROOT, run_sh
 
