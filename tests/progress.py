@@ -19,7 +19,7 @@ import pytest
 TIMES = Path(__file__).parent / "times.json"
 LEFT_OUT = pytest.StashKey[int]()  # how many tests of full size are left for --all
 USUAL = 0.1  # seconds, of a test that the file does not know
-HANGS = 60 * float(os.environ.get("TEST_HANGS_AFTER", 20))  # seconds; the slowest test takes 1 % of it
+HANGS = 60 * float(os.environ.get("TEST_HANGS_AFTER", 20))  # seconds; the slowest takes 1 % of it
 EVERY = 1 if sys.stdout.isatty() else 15  # seconds between two lines about the time that is left
 
 def idle_cores(watched: float = 0.5) -> int:

@@ -82,7 +82,7 @@ def case_float32():
         print(f"window {window}, documents begin at {borders}: loss {found['loss']:.1e}, most "
               f"{found[name]:.1e} ({name})")
         for name, error in found.items():  # what rounding in float32 explains
-            assert error < (1e-6 if name == "loss" else 2e-5 if is_mix(name) else 1e-5), name
+            assert error < (1e-6 if name == "loss" else 3e-5 if is_mix(name) else 1e-5), name
         torch.compiler.set_stance("fail_on_recompile")
     torch.compiler.set_stance("default")
     assert len(graphs) == 2  # forward, backward
