@@ -5,14 +5,14 @@
 """The NanoGPT speedrun in one file: train a GPT to a validation loss of 3.28 on FineWeb, fast.
 
     torchrun --standalone --local_addr=127.0.0.1 --nproc_per_node=8 train_gpt.py   # the speedrun
-    python train_gpt.py --preset=demo                      # the same in small, on a CPU or one GPU
+    python train_gpt.py --preset=demo                      # a small version, on a CPU or one GPU
     python train_gpt.py --resume=records/<run>/step<n>.pt  # continue from a checkpoint
     python train_gpt.py --help                             # every setting is a flag
 
 To try an idea, copy this file and change the copy. Every run writes a log into the folder records:
 settings, machine, this source, and a line per step. You may kill a run at any time, because
---resume continues from its last checkpoint. Read sections 1 to 9 in their order; section 10 is
-support code. Needs torch 2.9.1 or newer.
+--resume continues from the last checkpoint that it saved. Read sections 1 to 9 in their order;
+section 10 is support code. Needs torch 2.9.1 or newer.
 
 The model has 276 million parameters: 83 million in its layers, and 193 million in four embeddings
 and the output head. A step trains on 393,216 tokens, the whole run on 696 million. Losses are in
@@ -229,7 +229,7 @@ class GPT(nn.Module):
         self.hp = hp
         self.flex = flex
         self.end_of_text = hp.vocab_size - 1
-        # FP8 needs a multiple of 16. A multiple of 64 can be shared equally by up to 64 ranks.
+        # FP8 needs a multiple of 16. A multiple of 64 can be divided by 1, 2, 4, ... 64 ranks.
         vocab = math.ceil(hp.vocab_size / 64) * 64
         self.embed = Embedding(vocab, hp.model_dim, dtype)
         # Layers with the same digit share a value embedding (2024-12-08).
@@ -310,8 +310,8 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.hp = hp
         self.rotary = rotary
-        # Muon orthogonalizes q, k and v one by one, so they form a stack of equal matrices. With 6
-        # heads and 3 kv heads the stack has four: q, q, k, v.
+        # Muon orthogonalizes q, k and v separately, so they are equal matrices in one stack.
+        # With 6 heads and 3 kv heads the stack has four: q, q, k, v.
         parts = hp.num_heads // hp.kv_heads + 2
         self.qkv = parameter(parts, hp.kv_heads * hp.head_dim, hp.model_dim)
         self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim)
