@@ -129,7 +129,7 @@ class Progress:
             self.write(f"FAILED {report.nodeid}{where}", red=True)
         if report.when == "teardown":
             self.tests[report.nodeid] = True
-            if sum(self.tests.values()) >= 20 and time.monotonic() - self.said >= EVERY:
+            if sum(self.tests.values()) >= 2 and time.monotonic() - self.said >= EVERY:
                 self.said = time.monotonic()
                 self.say_what_is_left()
 
