@@ -8,7 +8,7 @@ import sys
 from types import SimpleNamespace
 import pytest
 import torch
-from conftest import ROOT, SCRIPT, TINY, launch, log_of, losses, refused
+from conftest import ROOT, SCRIPT, TINY, launch, log_of, losses, refused, run_sh
 from test_interpreted import why_not
 from records.tools import bench
 
@@ -113,6 +113,11 @@ def test_what_cannot_be_measured_is_one_line(words, error, monkeypatch):
     monkeypatch.chdir(ROOT)
     with refused(error):
         bench.main(words)
+
+def test_run_sh_starts_it():
+    done = run_sh("bench", "none.py")
+    assert done.returncode == 2  # torch may have warned above
+    assert done.stderr.splitlines()[-1].startswith("error: none.py: cannot be read")
 
 def test_a_mistake_in_a_copy_keeps_its_traceback(tmp_path):
     text = SCRIPT.read_text()

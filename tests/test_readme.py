@@ -95,8 +95,10 @@ def test_copy_tweak_and_race(copy):
 def test_a_copy_alone_and_a_sample(copy):
     page = section(README, "More commands")
     alone, sample = re.findall(r"`(\S+ my_record\.py --name=[^`]*|\./run\.sh sample [^`]*)`", page)
-    assert "\ndef " in bash(copy, f"cp train_gpt.py my_record.py\n{alone}\n{sample}")
-    assert list(copy.glob("records/*_mine.log"))
+    tweaked = (copy / "train_gpt.py").read_text().replace("F.relu(self", "F.silu(self")
+    (copy / "my_record.py").write_text(tweaked)
+    assert "\ndef " in bash(copy, f"{alone}\n{sample}")
+    assert "F.silu(self.fc(x_TD))" in next(copy.glob("records/*_mine.log")).read_text()
 
 def test_your_own_text_in_bytes_and_before_a_long_run(copy):
     commands = indented(section(TEXTS["data/README.md"], "Your own text")).splitlines()
@@ -298,8 +300,12 @@ def test_the_table_of_results_is_that_of_the_logs():
 
 @pytest.mark.parametrize("name", LOGS)
 def test_a_committed_log_is_whole_and_of_a_committed_script(name):
-    """Reading it checks the hash of its source. It has a page."""
+    """Reading it checks the hash of its source. It has a page, and the machine of the table."""
+    assert ("The processor was an Intel Xeon in `demo` and `race_gelu`, and an AMD EPYC elsewhere."
+            in TEXTS["records/README.md"])
     assert f"records/{Path(name).parts[0]}/README.md" in TEXTS
     run = logs.read_run(ROOT / "records" / name, name)
     assert run.source and not run.missing
     assert re.fullmatch("[0-9a-f]{40}", run.environment["git"]), "commit the script, then train"
+    cpu = "Intel.* Xeon" if name.startswith(("demo", "race_gelu")) else "AMD EPYC"
+    assert re.match(f"2x {cpu}.* avx512_bf16", run.hardware) and run.torch[:5] == "2.13."
