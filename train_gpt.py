@@ -10,31 +10,30 @@
     python train_gpt.py --help                             # every setting is a flag
 
 To try an idea, copy this file and change the copy. Every run writes a log into the folder records:
-settings, machine, this source, and a line per step. You may kill a run at any time, because
---resume continues from the last checkpoint that it saved. Read sections 1 to 9 in their order;
-section 10 is support code. Needs torch 2.9.1 or newer.
+settings, machine, this source, and a line per step. You can kill a run at any time and continue
+from its last checkpoint with --resume. Read sections 1 to 9 in order; section 10 is support code.
 
 The model has 276 million parameters: 83 million in its layers, and 193 million in four embeddings
 and the output head. A step trains on 393,216 tokens, the whole run on 696 million. Losses are in
-nats per token. The first one is ln 50304 = 10.83, because the head starts at zero and so makes all
-its 50,304 rows equally likely.
+nats per token. The first one is ln 50304 = 10.83, because the head starts at zero and so gives all
+its 50,304 rows equal probability.
 
-    preset     steps  hardware       time     final loss           its standard deviation
+    preset     steps  hardware       time     final loss           standard deviation
     speedrun    1770  8 x H100 (*)   176 s    3.28                 0.0019
     short        250  one GPU        not measured
     demo         720  2 CPU cores    213 s    1.14 nats per byte   0.0047
 
 (*) The figures of the world record of 2025-01-26, which this script reproduces. A date such as
-(2024-11-24) names the record that introduced a part. All records are listed at
+(2024-11-24) names the record that introduced that part. All records are listed at
 https://github.com/KellerJordan/modded-nanogpt#world-record-history, and records/method.md of the
-repository says what each part gained. Model and schedules are the record's. What differs:
+repository says what each part gained. The model and schedules are the record's. What differs:
 
-- Gradients of matrices are rounded to bfloat16 before they are summed over the ranks.
+- Gradients of the layers' matrices are rounded to bfloat16 before they are summed over the ranks.
 - The gradient of the loss is written out (CrossEntropy). Weights are clamped before a cast to FP8.
 - The embeddings are padded to 50,304 rows, as the head is.
-- Rotary positions rotate different pairs of channels, and their angles are computed in float64.
+- Rotary embeddings rotate different pairs of channels, and their angles are computed in float64.
 - Initial weights have the same distributions, but different random numbers.
-- The number of GPUs does not change the batch, and at most 2 % of the tokens stay unread.
+- The number of GPUs does not change the batch, and hardly any tokens stay unread.
 - The ranks share the work of Adam. The clock starts at step 0, not after step 10.
 - The compiler does not search for faster kernels (coordinate descent tuning).
 
@@ -50,10 +49,10 @@ A step, with the shapes of `speedrun`, for each sequence:
 
     loss.backward(), then for all optimizers: begin, update, finish
 
-Names end in the shape of a tensor: x_TD is [T, D]. T counts tokens, D is the model's width, H the
-number of attention heads, K the width of one, V the padded vocabulary, N the number of blocks of
-128 tokens. There is no batch dimension: the model takes one long sequence of many documents at a
-time. Steps count from 0.
+A tensor's name ends in its shape: x_TD is [T, D]. T is the number of tokens, D the model width, H
+the number of attention heads, K the head width, V the padded vocabulary, N the number of 128-token
+blocks. There is no batch dimension: the model takes one long sequence of many documents at a time.
+Steps count from 0.
 """
 
 import argparse
@@ -82,7 +81,7 @@ if __name__ == "__main__" and not (find_spec("torch") and find_spec("numpy")):
     print("error: this Python lacks torch or numpy: install them", file=sys.stderr)
     sys.exit(2)
 
-# Read before torch, whose import takes seconds.
+# The source is read before importing torch, which takes seconds.
 SOURCE = Path(__file__).read_text(encoding="utf-8") if __name__ == "__main__" else None
 
 import numpy as np
@@ -119,11 +118,11 @@ class Hyperparameters:
     seed: int = flag(-1, "seed of the initial weights; -1 draws a seed", low=-1, high=2**63 - 1)
     dtype: str = flag("auto", "bfloat16, float32 or auto", pattern="auto|bfloat16|float32")
     save_every: int = flag(500, "steps between checkpoints; 0 never saves, not even at the end")
-    val_loss_every: int = flag(125, "steps between validations; each save and the end add one")
+    val_loss_every: int = flag(125, "steps between validations; saves and the end also validate")
     # Data. In one step all ranks together train on micro_batches sequences.
     train_files: str = flag("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
     val_files: str = flag("data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
-    vocab_size: int = flag(50257, "vocabulary; its last token begins a document", low=2, high=65536)
+    vocab_size: int = flag(50257, "tokens; the last one begins each document", low=2, high=65536)
     train_seq_len: int = flag(48 * 1024, "tokens per training sequence", low=1, unit=BLOCK)
     val_seq_len: int = flag(256 * 1024, "tokens per validation sequence", low=1, unit=BLOCK)
     val_tokens: int = flag(10485760, "validation tokens; 0 takes all", high=10**12)
@@ -136,28 +135,28 @@ class Hyperparameters:
     # The model
     model_dim: int = flag(768, "width of the residual stream", low=16, high=2**16, unit=16)
     num_heads: int = flag(6, "query heads, independent of model_dim", low=1, high=2**10)
-    num_kv_heads: int = flag(0, "heads of keys and values; 0 means num_heads")
+    num_kv_heads: int = flag(0, "key and value heads; 0 means num_heads")
     head_dim: int = flag(128, "width of an attention head", low=16, high=2**10, unit=16)
     attention_scale: float = flag(0.12, "factor on q @ k; retune it with head_dim", low=0.001)
     rope_base: float = flag(1024.0, "base of the rotary frequencies", low=1)
     lm_head_softcap: float = flag(15.0, "c: logits z become c + c * tanh(z / c)", low=0.1, high=38)
-    use_fp8: bool = flag(True, "train lm_head in FP8, if GPU and dtype bfloat16 allow")
+    use_fp8: bool = flag(True, "train lm_head in FP8, if the GPU and dtype allow it")
     window_start: int = flag(128, "long window at the start, in tokens", low=BLOCK, unit=BLOCK)
     window_end: int = flag(1792, "long window at the end, in tokens", low=BLOCK, unit=BLOCK)
     # Optimization
     num_iterations: int = flag(1770, "training steps", high=10**7)
-    cooldown_frac: float = flag(0.4, "last fraction of the run, in which rates fall", high=1)
+    cooldown_frac: float = flag(0.4, "final part of the run, in which learning rates fall", high=1)
     lr_floor: float = flag(0.1, "learning rates at the end, as a share of their peak", high=1)
     muon_lr: float = flag(0.05, "learning rate of the layers' matrices (Muon)")
     muon_momentum_start: float = flag(0.85, "Muon's momentum at the first step", high=1)
     muon_momentum_end: float = flag(0.95, "Muon's momentum later on", high=1)
-    muon_momentum_steps: int = flag(300, "steps until Muon's momentum reaches its end")
+    muon_momentum_steps: int = flag(300, "steps until Muon's momentum reaches its final value")
     lm_head_lr: float = flag(0.008, "learning rate of the output head (Adam)")
     embed_lr: float = flag(0.6, "learning rate of all embeddings (Adam)")
     scalar_lr: float = flag(0.04, "learning rate of vectors and scalars (Adam)")
     adam_beta1: float = flag(0.8, "decay of Adam's mean gradient", high=1 - 1e-9)
     adam_beta2: float = flag(0.95, "decay of Adam's mean square", high=1 - 1e-9)
-    adam_eps: float = flag(1e-10, "Adam's epsilon; keep it above the noise of rounding", low=1e-18)
+    adam_eps: float = flag(1e-10, "Adam's epsilon; keep it above rounding noise", low=1e-18)
 
     @property
     def kv_heads(self) -> int:
@@ -173,7 +172,7 @@ PRESETS = {
     "short": Hyperparameters(
         name="short", num_iterations=250, muon_momentum_steps=42, save_every=0,
         train_files="data/fineweb10B/fineweb_train_000001.bin"),
-    # A small model of single bytes. Its optimizer settings were tuned for this size and length.
+    # A small byte-level model. Its optimizer settings were tuned for this size and length.
     "demo": Hyperparameters(
         name="demo", save_every=120, val_loss_every=120, train_files="data/demo/demo_train_*.bin",
         val_files="data/demo/demo_val_*.bin", vocab_size=257, train_seq_len=1024, val_seq_len=16384,
@@ -188,7 +187,8 @@ def tokens_seen(done: int, hp: Hyperparameters) -> int:
 def window_tokens(step: int, hp: Hyperparameters) -> int:
     """The long window in tokens. It grows during the run, since short distances are learned first
     and cost less (2024-11-24). At steps 0, 500, 1000 and 1770 it is 128, 512, 1024 and 1792."""
-    # As in the record, the ramp aims half a block below window_end, and rounding up gets there.
+    # As in the record, the ramp aims half a block below window_end, and rounding up reaches
+    # it exactly.
     grown = (hp.window_end - BLOCK / 2) * step / max(1, hp.num_iterations)
     return max(hp.window_start, math.ceil(grown / BLOCK) * BLOCK)
 
@@ -214,12 +214,12 @@ def muon_momentum(step: int, hp: Hyperparameters) -> float:
 
 class GPT(nn.Module):
     """model(tokens_T, targets_T, window) returns the sum of the losses of one sequence, in nats.
-    With flex=True it uses FlexAttention and must be compiled, because FlexAttention ignores the
-    lists of blocks without the compiler.
+    With flex=True it uses FlexAttention and must be compiled, because uncompiled FlexAttention
+    ignores the block lists.
 
     The embeddings and the residual stream x_TD are in `dtype`. All other parameters are float32, so
-    cast a vector or matrix by type_as before you multiply the stream by it. Single numbers need no
-    cast."""
+    cast a vector or matrix with type_as before you multiply the stream by it. Single numbers need
+    no cast."""
 
     # The head works on this many tokens at a time: logits [24576, 50304] in float32 take 4.6 GiB.
     LOGITS_TOKENS = 24576
@@ -229,7 +229,7 @@ class GPT(nn.Module):
         self.hp = hp
         self.flex = flex
         self.end_of_text = hp.vocab_size - 1
-        # FP8 needs a multiple of 16. A multiple of 64 can be divided by 1, 2, 4, ... 64 ranks.
+        # FP8 needs a multiple of 16. A multiple of 64 can be divided among 1, 2, 4, ... 64 ranks.
         vocab = math.ceil(hp.vocab_size / 64) * 64
         self.embed = Embedding(vocab, hp.model_dim, dtype)
         # Layers with the same digit share a value embedding (2024-12-08).
@@ -239,14 +239,12 @@ class GPT(nn.Module):
         rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len), hp.rope_base)
         self.layers = nn.ModuleList(Layer(hp, i, rotary) for i in range(len(hp.windows)))
         self.skip_weights = nn.Parameter(torch.ones(len(self.layers) // 2))
-        # To tie embedding and head, set self.lm_head.weight = self.embed.weight, in this direction,
-        # and remove lm_head from PARAMETERS.
         gradient_scale = TOKEN_GRADIENT_SCALE * hp.tokens_per_step if hp.use_fp8 else None
         self.lm_head = CastedLinear(hp.model_dim, vocab, gradient_scale)
 
     def forward(self, tokens_T: Tensor, targets_T: Tensor, window: Tensor) -> Tensor:
         x_TD = self.features(tokens_T, window)
-        loss = 0  # add terms that are for training only under `if self.training`
+        loss = 0
         for x, target in zip(x_TD.split(self.LOGITS_TOKENS), targets_T.split(self.LOGITS_TOKENS)):
             loss += CrossEntropy.apply(self.logits(x), target)
         return loss
@@ -272,8 +270,8 @@ class GPT(nn.Module):
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """Caps logits smoothly, as Gemma 2 does (arXiv:2408.00118), so that no confident error
-        costs too much (2025-01-04). A logit z becomes c + c tanh(z / c). The constant c changes no
-        probability."""
+        costs too much (2024-11-06). A logit z becomes c + c tanh(z / c). The added constant c
+        changes no probability."""
         c = self.hp.lm_head_softcap
         return 2 * c * torch.sigmoid(self.lm_head(x_TD).float() * (2 / c))
 
@@ -295,23 +293,24 @@ class Layer(nn.Module):
         return add(x_TD, self.mlp(norm(x_TD)))
 
 def add(x_TD: Tensor, y_TD: Tensor) -> Tensor:
-    """x_TD + y_TD, with the same bits. A plain sum would become one addmm with the matmul before
-    it, for which torch 2.13 first copies x_TD, 75 MB. If y_TD lacks a cast, so does the result."""
+    """Bit-identical to x_TD + y_TD. A plain sum would be fused with the preceding matmul into an
+    addmm, and torch 2.13 would first copy x_TD (75 MB). If y_TD was not cast, the result is not
+    cast either."""
     sum_TD = x_TD.float() + y_TD
     return sum_TD.type_as(x_TD) if x_TD.dtype == y_TD.dtype else sum_TD
 
 class CausalSelfAttention(nn.Module):
     """Attention with normed queries and keys, which bounds the scores (arXiv:2010.04245). Values
-    are mixed with the layer's value embedding, a second embedding of the token [T, kv heads * K],
+    are mixed with the layer's value embedding [T, kv heads * K], a second embedding of the token,
     because deep layers lose track of the token (arXiv:2410.17897, 2024-12-04). Several query heads
-    may share a head of keys and values (arXiv:2305.13245)."""
+    may share a key-value head (arXiv:2305.13245)."""
 
     def __init__(self, hp: Hyperparameters, rotary: "Rotary"):
         super().__init__()
         self.hp = hp
         self.rotary = rotary
-        # Muon orthogonalizes q, k and v separately, so they are equal matrices in one stack.
-        # With 6 heads and 3 kv heads the stack has four: q, q, k, v.
+        # Muon orthogonalizes q, k and v separately, so they are matrices of equal shape in one
+        # stack. With 6 heads and 3 kv heads the stack has four: q, q, k, v.
         parts = hp.num_heads // hp.kv_heads + 2
         self.qkv = parameter(parts, hp.kv_heads * hp.head_dim, hp.model_dim)
         self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim)
@@ -351,7 +350,7 @@ class Rotary(nn.Module):
     def __init__(self, head_dim: int, max_seq_len: int, base: float):
         super().__init__()
         frequencies = base ** -torch.linspace(0, 1, head_dim // 4, dtype=torch.float64)
-        # Angles are [T, 1, K/4]. In float32 they would be wrong by 0.005 at position 262143.
+        # Angles are [T, 1, K/4]. In float32 they would be off by 0.005 at position 262143.
         angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float64), frequencies)[:, None]
         c, s = angles.cos().float(), angles.sin().float()
         unrotated = torch.ones_like(c).repeat(1, 1, 2)
@@ -366,7 +365,7 @@ class Rotary(nn.Module):
 
 class Embedding(nn.Module):
     """An embedding in `dtype`. Where a token occurs several times in one sequence, its gradients
-    are summed in float32. Across micro-batches they are summed in `dtype`, like the weight."""
+    are summed in float32. Across micro-batches they are summed in `dtype`, the weight's dtype."""
 
     def __init__(self, num_embeddings: int, width: int, dtype: torch.dtype):
         super().__init__()
@@ -414,7 +413,7 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     document_T = (tokens_T == end_of_text).cumsum(0, dtype=torch.int32)
 
     # If you change this rule, change any_visible_NN and all_visible_NN to match, because
-    # FlexAttention does not call it in full blocks. `./run.sh honest` compares the two.
+    # FlexAttention does not call it in full blocks. `./run.sh honest` compares them with `sees`.
     def sees(batch, head, query, key):
         return (key <= query) & (document_T[query] == document_T[key])
 
@@ -422,15 +421,15 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     distance_NN = block_N[:, None] - block_N  # [query block, key block]
     first_N = document_T[::BLOCK]  # the document of each block's first token
     last_N = document_T[BLOCK - 1::BLOCK]
-    # Document numbers never decrease. So some pair is visible if the key block's last document is
-    # not before the query block's first. All pairs are visible if the key block comes earlier and
-    # its first document is the query block's last.
+    # Document numbers never decrease. So some pair is visible if the key block is not later and its
+    # last document reaches the query block's first. All pairs are visible if the key block comes
+    # earlier and its first document is the query block's last document.
     any_visible_NN = (distance_NN >= 0) & (last_N >= first_N[:, None])
     all_visible_NN = (distance_NN > 0) & (first_N == last_N[:, None])
 
     def ordered(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
         """For each query block: the number of chosen key blocks, and a list of all key blocks, the
-        chosen ones first. With [0, 1, 0, 1] chosen, that is 2 and [1, 3, 0, 2]."""
+        chosen ones first. For the mask [0, 1, 0, 1], that is 2 and [1, 3, 0, 2]."""
         # The place of each block, by counting. A sort would take minutes to compile.
         count_NN = chosen_NN.cumsum(1)
         place_NN = torch.where(chosen_NN, count_NN - 1, count_NN[:, -1:] + block_N - count_NN)
@@ -488,8 +487,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
 #     gradient   e5m2     1 / tokens_per_step                       10.7                57344
 #
 # (e4m3 has 4 bits of exponent and 3 of mantissa, e5m2 5 and 2.) The gradient's scale is the
-# record's, 2^19 for a mean over 48K tokens. If you use FP8 elsewhere, tie the head, or multiply its
-# input, logits or loss by a factor, find other scales. Validation does not clamp.
+# record's, 2^19 for a mean over 48K tokens. Validation does not clamp.
 INPUT_SCALE, WEIGHT_SCALE, TOKEN_GRADIENT_SCALE = 2.0, 2.0**9, 2.0**19 / (48 * 1024)
 
 def to_e4m3(x: Tensor, scale: float) -> Tensor:
@@ -502,7 +500,7 @@ def fp8_matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast: boo
     return torch._scaled_mm(a, b.T, one, inverse, out_dtype=dtype, use_fast_accum=fast)
 
 class FP8Linear(torch.autograd.Function):
-    """Computes x_TD @ w_VD.T, and both gradients, by matmuls in FP8."""
+    """Computes x_TD @ w_VD.T, and both gradients, with FP8 matmuls."""
 
     @staticmethod
     def forward(ctx, x_TD: Tensor, w_VD: Tensor, gradient_scale: float) -> Tensor:
@@ -525,9 +523,8 @@ class CrossEntropy(torch.autograd.Function):
     """The sum of -log softmax(logits_TV)[target] over all tokens. A target of -1 does not count.
     Logits above 76, twice the largest softcap, could overflow.
 
-    The value is that of F.cross_entropy. From the backward pass of that function, the cast to FP8
-    and the transposed copy, the compiler would make one slow kernel, so the gradient is written out
-    here. If you add a term in `forward`, add its derivative in `backward`."""
+    The value is that of F.cross_entropy. The compiler would fuse that function's backward pass, the
+    cast to FP8 and the transposed copy into one slow kernel, so the gradient is written out."""
 
     @staticmethod
     def forward(ctx, logits_TV: Tensor, target_T: Tensor) -> Tensor:
@@ -545,10 +542,11 @@ class CrossEntropy(torch.autograd.Function):
         return grad_TV.mul_(torch.where(target_T < 0, 0.0, grad)[:, None]), None
 
 # ---- 5. Parameters ------------------------------------------------------------------------------
-# The modules above create parameters. The table here says how each starts, and who trains it.
+# The modules above create parameters. The table here says how each starts, and which optimizer
+# trains it.
 
 def parameter(*shape: int, dtype=torch.float32) -> nn.Parameter:
-    """A parameter full of NaN, so that draw_weights cannot forget one unnoticed."""
+    """A parameter full of NaN, so that one missed by draw_weights is noticed."""
     return nn.Parameter(torch.full(shape, torch.nan, dtype=dtype))
 
 def zero(x: Tensor, generator):
@@ -562,14 +560,14 @@ def uniform(x: Tensor, generator):  # the standard deviation is 0.5 / sqrt(numbe
     x.uniform_(-bound, bound, generator=generator)
 
 # Each parameter follows the first rule whose pattern matches its full name. A rule gives the
-# function that draws the initial values, the optimizer (section 6) and its arguments, where a
-# string names a setting. None keeps the values that the module has set; only vectors and scalars
-# may have it. Muon treats a parameter of three dimensions as a stack of matrices.
+# function that draws the initial values, the optimizer (section 6) and its arguments; string
+# arguments name settings. None keeps the values that the module has set; only vectors and scalars
+# may use it. Muon treats a parameter of three dimensions as a stack of matrices.
 PARAMETERS = [
     # names                               initial  optimizer and its options       shape in speedrun
     (r"lm_head\.weight",                  zero,    "Adam", dict(lr="lm_head_lr")),  # [50304, 768]
     (r"(embed|value_tables\.\d)\.weight", normal,  "Adam", dict(lr="embed_lr")),    # [50304, 768]
-    (r"layers\..*\.(qkv|fc\.weight)",     uniform, "Muon", dict(lr="muon_lr")),     # [3, 768, 768]
+    (r"layers\..*\.(qkv|fc\.weight)",     uniform, "Muon", dict(lr="muon_lr")),     # [3072, 768]
     (r"layers\..*\.proj\.weight",         zero,    "Muon", dict(lr="muon_lr")),     # [768, 3072]
     (r"skip_weights|layers\.\d+\..*_mix", None,    "Adam", dict(lr="scalar_lr")),   # [6], [2]
 ]
@@ -582,7 +580,7 @@ def find_rules(model: nn.Module) -> dict[str, int]:
         require(fitting, f"PARAMETERS has no rule for {name} {tuple(p.shape)}")
         rules[name] = fitting[0]
     for i, (pattern, *_) in enumerate(PARAMETERS):
-        require(i in rules.values(), f"PARAMETERS: no parameter belongs to the rule {pattern}")
+        require(i in rules.values(), f"PARAMETERS: no parameter matches the rule {pattern}")
     return rules
 
 @torch.no_grad()
@@ -594,10 +592,10 @@ def draw_weights(model: nn.Module, seed: int):
         p = model.get_parameter(name)
         _, initial, _, _ = PARAMETERS[rule]
         if initial is None:
-            require(p.ndim < 2 and not p.isnan().any(), f"PARAMETERS: {name} lacks initial values")
+            require(p.ndim < 2 and not p.isnan().any(), f"PARAMETERS: {name} needs initial values")
             continue
         require(p.isnan().all(), f"{name} has values, which its rule in PARAMETERS would replace: "
-                "make it by parameter(...), and let the rule say how it starts")
+                "create it with parameter(...), and let the rule say how it starts")
         values = torch.empty(p.shape)  # on the CPU, because other devices draw other numbers
         number = int(sha256(f"{seed} {name}".encode()).hexdigest()[:15], 16)
         initial(values, torch.Generator().manual_seed(number))
@@ -625,8 +623,8 @@ class Pending(NamedTuple):
 @dataclass(frozen=True)
 class World:
     """The ranks that train together, seen from one of them. A tensor of two or more dimensions is
-    sharded along its first one if the ranks can divide it equally: with two ranks, each updates
-    25,152 rows of [50304, 768]. For all other tensors every rank repeats the whole update."""
+    sharded along the first if the ranks can divide it equally: with two ranks, each updates 25,152
+    rows of [50304, 768]. For all other tensors every rank repeats the whole update."""
     rank: int  # this process, from 0
     size: int  # the number of ranks
     device: torch.device
@@ -673,20 +671,19 @@ class Optimizer:
                       sends it              <---->   sends it
         finish(step)  has everything                 has everything
 
-    Only update() sees gradients that are summed over all ranks, and only for the rows of this rank.
-    To clip by a norm, sum its square over the ranks there: world.all_reduce(x).wait(). A norm over
-    all optimizers needs a phase of its own before update().
+    Only update() sees gradients summed over all ranks, and of sharded tensors only this rank's
+    rows.
 
-    `state` is what an optimizer remembers from step to step: {name: a list with one tensor for each
-    parameter, of the same length}. It is saved, resumed, and restored after the warm-up, so keep
-    such things nowhere else. A rank reads and writes only its own rows, world.shard(tensor)."""
+    `state` is what an optimizer remembers from step to step: {name: one tensor per parameter, of
+    the same length, or a padded stack}. It is saved, loaded on resume, and restored after the
+    warm-up, so do not keep state elsewhere. A rank reads and writes only its own rows,
+    world.shard(tensor)."""
 
-    def __init__(self, params: dict, hp: Hyperparameters, world: World, lr, weight_decay=0.0):
+    def __init__(self, params: dict, hp: Hyperparameters, world: World, lr: float):
         self.params = params  # {name: parameter}
         self.hp = hp
         self.world = world
         self.peak_lr = lr
-        self.weight_decay = weight_decay  # each step multiplies the weights by 1 - lr * this
         self.state = {}
 
     def lr(self, step: int) -> float:
@@ -700,13 +697,11 @@ class Optimizer:
 
 class Adam(Optimizer):
     """Adam (arXiv:1412.6980), computed by PyTorch's fused AdamW kernel. Its state has the dtype of
-    the parameter. In bfloat16 a change of less than 1/512 of a number is lost to rounding, so with
-    a beta2 of 0.999 the mean square would never fall."""
+    the parameter. In bfloat16 a change of less than 1/512 of a number is lost to rounding."""
 
-    def __init__(self, params, hp, world, lr, betas=None, eps=None, weight_decay=0.0):
-        super().__init__(params, hp, world, lr, weight_decay)
+    def __init__(self, params, hp, world, lr, betas=None):
+        super().__init__(params, hp, world, lr)
         self.betas = betas or (hp.adam_beta1, hp.adam_beta2)
-        self.eps = hp.adam_eps if eps is None else eps
         self.state["mean"] = [torch.zeros_like(p) for p in params.values()]
         self.state["mean_square"] = [torch.zeros_like(p) for p in params.values()]
 
@@ -724,8 +719,8 @@ class Adam(Optimizer):
         squares = [self.world.shard(square) for square in self.state["mean_square"]]
         count = torch.full((), step + 1.0, device=self.world.device)  # for the bias correction
         torch._fused_adamw_(local, gradients, means, squares, [], [count] * len(local),
-                            lr=self.lr(step), weight_decay=self.weight_decay, beta1=self.betas[0],
-                            beta2=self.betas[1], eps=self.eps, amsgrad=False, maximize=False)
+                            lr=self.lr(step), beta1=self.betas[0], beta2=self.betas[1],
+                            weight_decay=0, eps=self.hp.adam_eps, amsgrad=False, maximize=False)
         self.pending_params = [self.world.all_gather(p.detach()) for p in self.params.values()]
 
     def finish(self, step: int):
@@ -737,20 +732,19 @@ class Muon(Optimizer):
     one square matrix it is this:
 
         momentum = beta * momentum + (1 - beta) * gradient
-        ahead = beta * momentum + (1 - beta) * gradient  # as Nesterov's momentum does
+        ahead = beta * momentum + (1 - beta) * gradient  # as in Nesterov momentum
         weight -= lr * newton_schulz(ahead)
 
     A few directions of a gradient are usually much larger than all others. Muon makes all
     directions of the update about equally large, so that rare ones are learned too. It suits the
-    matrices of the layers, not embeddings, the output head or vectors. For another optimizer of
-    matrices, override `compute_update` in a subclass.
+    matrices of the layers, not embeddings, the output head or vectors.
 
     The parameters of one Muon have the same shape. Their gradients, updates and momentum lie in
-    stacks, padded with zeros so that the ranks divide them equally. With 11 parameters on two ranks
-    the stack has 12: rank 0 computes the updates 0 to 5, rank 1 the others."""
+    stacks, padded with zeros so that the ranks can divide them equally. With 11 parameters on two
+    ranks the stack has 12: rank 0 computes the updates 0 to 5, rank 1 the others."""
 
-    def __init__(self, params, hp, world, lr, weight_decay=0.0):
-        super().__init__(params, hp, world, lr, weight_decay)
+    def __init__(self, params, hp, world, lr):
+        super().__init__(params, hp, world, lr)
         (shape,) = {p.shape for p in params.values()}
         stack = (math.ceil(len(params) / world.size) * world.size, *shape)  # such as [12, 768, 768]
         # Gradients are summed over the ranks in the dtype of the activations.
@@ -775,18 +769,16 @@ class Muon(Optimizer):
 
     def finish(self, step: int):
         for update, p in zip(self.pending_updates.wait(), self.params.values()):
-            if self.weight_decay:
-                p.mul_(1 - self.lr(step) * self.weight_decay)
             p.add_(update, alpha=-self.lr(step))
 
     def compute_update(self, gradients: Tensor, step: int) -> Tensor:
-        """Returns this rank's part of the updates, in the shape of its gradients, which are
+        """Returns this rank's part of the updates, in the shape of `gradients`, which are
         float32."""
         beta = muon_momentum(step, self.hp)
         momentum = self.world.shard(self.state["momentum"]).lerp_(gradients, 1 - beta)
         ahead = gradients.lerp(momentum, beta).to(self.updates.dtype)
-        # All singular values are near 1. A tall matrix has more outputs to share their effect, so
-        # without this factor each of its outputs would change less than a square matrix's.
+        # All singular values are near 1. A tall matrix spreads their effect over more outputs, so
+        # without this factor each output would change less than in a square matrix.
         tall_factor = max(1, ahead.size(-2) / ahead.size(-1)) ** 0.5
         # Every matrix is orthogonalized by itself: qkv [n, 3, 768, 768] becomes [3n, 768, 768].
         return tall_factor * self.orthogonalize(ahead.flatten(0, -3)).view_as(ahead)
@@ -797,11 +789,11 @@ class Muon(Optimizer):
             self.world.all_gather(stack).wait()
 
 def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
-    """Replaces each matrix U S V^T of x [n, rows, columns] by about U V^T, so that all its singular
-    values are near 1. A step multiplies the matrix by a polynomial of x x^T, which leaves U and V
-    as they are and maps each singular value s to a s + b s^3 + c s^5. The slope at zero is steep,
-    so even 0.01 arrives in five steps: 0.03, 0.12, 0.40, 1.09, 0.70. All but tiny values end
-    between 0.7 and 1.2."""
+    """Replaces each matrix U S V^T of x [n, rows, columns] with approximately U V^T, so that all
+    its singular values are near 1. A step multiplies the matrix by a polynomial in x x^T, which
+    leaves U and V as they are and maps each singular value s to a s + b s^3 + c s^5. The slope at
+    zero is large, so even 0.01 gets there in five steps: 0.03, 0.12, 0.40, 1.09, 0.70. All but tiny
+    values end between 0.7 and 1.2."""
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = x.size(1) > x.size(2)
     x = x.mT if tall else x
@@ -813,7 +805,8 @@ def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
     return x.mT if tall else x
 
 def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> list[Optimizer]:
-    """Parameters of one rule and dtype share an optimizer. Those of a Muon also have one shape."""
+    """Parameters of one rule and dtype share an optimizer. Those of a Muon optimizer also share a
+    shape."""
     groups = {}
     for name, rule in find_rules(model).items():
         p = model.get_parameter(name)
@@ -838,16 +831,15 @@ SHARD_HEADER_BYTES = 4 * 256
 class Shard(NamedTuple):
     path: str
     tokens: int
-    fingerprint: str  # a hash of samples from 65 places in the file, to notice other data
+    fingerprint: str  # a hash of samples from 65 places in the file, to detect changed data
 
 def find_shards(pattern: str) -> list[Shard]:
     """The shards that a glob matches, sorted by path."""
     shards = []
     folder, name = os.path.split(os.path.expanduser(pattern))
-    if os.path.isdir(folder):  # whose own name may have brackets
-        folder = glob.escape(folder)
+    folder = glob.escape(folder) if os.path.isdir(folder) else folder  # it may have brackets
     for path in sorted(glob.glob(os.path.join(folder, name), recursive=True)):
-        problem = f"{path} is not a whole token shard: ./run.sh inspect of the repository says why"
+        problem = f"{path} is not a complete shard: in the repository, ./run.sh inspect says why"
         require(os.path.isfile(path) and os.path.getsize(path) > SHARD_HEADER_BYTES, problem)
         data = np.memmap(path, dtype=np.uint8, mode="r")
         magic, version, tokens = data[:12].view("<i4").tolist()
@@ -856,14 +848,13 @@ def find_shards(pattern: str) -> list[Shard]:
         places = [*range(0, len(data), max(4096, len(data) // 64)), max(0, len(data) - 4096)]
         sample = b"".join(data[at:at + 4096].tobytes() for at in places)
         shards.append(Shard(path, tokens, sha256(sample).hexdigest()[:16]))
-    require(shards, f"no file matches {pattern}: in a clone of the repository, ./run.sh demo "
-            "--check makes the data of the demo, ./run.sh fineweb downloads that of the speedrun, "
-            "and ./run.sh tokenize makes shards of your own text; then start this there")
+    require(shards, f"no file matches {pattern}: clone the repository, make shards there with "
+            "./run.sh demo --check, ./run.sh fineweb or ./run.sh tokenize, and run this there")
     return shards
 
 def read_tokens(path: str, start: int, count: int, vocab_size: int) -> Tensor:
-    """Reads tokens [count] in uint16. With a GPU they lie in pinned memory, from which copies to
-    the GPU need no waiting."""
+    """Reads tokens [count] in uint16. With a GPU they lie in pinned memory, so that copies to the
+    GPU are asynchronous."""
     tokens = torch.empty(count, dtype=torch.uint16, pin_memory=torch.cuda.is_available())
     with open(path, "rb") as f:
         f.seek(SHARD_HEADER_BYTES + 2 * start)
@@ -873,12 +864,12 @@ def read_tokens(path: str, start: int, count: int, vocab_size: int) -> Tensor:
             f"--vocab_size={vocab_size}; in the repository, ./run.sh inspect says where")
     return tokens
 
-UNREAD = 0.02  # the largest share of the training tokens that a pass may leave out
+UNREAD = 0.02  # the largest share of a shard's tokens that a pass may leave out
 
 def step_starts(shards: list[Shard], hp: Hyperparameters) -> Iterator[tuple[Shard, int]]:
     """Yields (shard, first token) for each step, the same on every rank and after a resume. Each
-    pass begins one block later than the one before, so that sequences begin at other places of the
-    text. If more than UNREAD of a shard would stay unread, one step more covers its last tokens
+    pass begins one block later than the one before, so that sequences begin at different places in
+    the text. If more than UNREAD of a shard would stay unread, one more step covers its last tokens
     and overlaps the step before."""
     for epoch in range(hp.epochs):
         for shard in shards:
@@ -906,13 +897,13 @@ def train_batches(shards: list[Shard], hp: Hyperparameters, world: World, first_
 
 def load_validation(shards: list[Shard], hp: Hyperparameters, world: World) -> list:
     """The validation sequences of this rank. Together the ranks predict val_tokens tokens, starting
-    with the second. The last sequence is padded with targets of -1, which no loss counts."""
+    with the second. The last sequence is padded with targets of -1, which the loss ignores."""
     stream = torch.empty(0, dtype=torch.int32)
     for shard in shards:
         count = min(shard.tokens, hp.val_tokens + 1 - len(stream))
         stream = torch.cat((stream, read_tokens(shard.path, 0, count, hp.vocab_size).int()))
     require((stream == hp.vocab_size - 1).any(), f"no document in --val_files begins with token "
-            f"{hp.vocab_size - 1}, the last one of --vocab_size={hp.vocab_size}: lower that")
+            f"{hp.vocab_size - 1}, the last of the vocabulary: lower --vocab_size={hp.vocab_size}")
     padding = -hp.val_tokens % hp.val_seq_len
     inputs = F.pad(stream[:-1], (0, padding), value=hp.vocab_size - 1)
     targets = F.pad(stream[1:].long(), (0, padding), value=-1)
@@ -922,7 +913,7 @@ def load_validation(shards: list[Shard], hp: Hyperparameters, world: World) -> l
 # ---- 8. Steps -----------------------------------------------------------------------------------
 
 def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world: World) -> Tensor:
-    """Makes one training step on this rank's micro-batches. Returns the mean loss over all ranks,
+    """Takes one training step on this rank's micro-batches. Returns the mean loss over all ranks,
     as a tensor, so that Python need not wait for the GPU."""
     window = window_tensor(step, hp, world.device)
     mean_loss = torch.zeros((), dtype=torch.float64, device=world.device)
@@ -983,9 +974,9 @@ def load_training_state(saved: dict | None, model: nn.Module, optimizers: list, 
 
 def warm_up(model, optimizers, shards: list[Shard], hp: Hyperparameters, world: World):
     """Runs a validation and a training step on random tokens before the clock starts, and undoes
-    them. This compiles all programs and allocates the memory. On a GPU, compiling anything
-    afterwards raises an error, because it would count as training time. If your method runs
-    different code at some steps, run that code here once too.
+    them. This compiles all code and allocates the memory. On a GPU, compiling anything afterwards
+    raises an error, because it would count as training time. If your method runs different code at
+    some steps, run that code here once too.
 
     Undoing the step also makes the weights of all ranks equal to those of rank 0."""
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
@@ -1006,12 +997,12 @@ def warm_up(model, optimizers, shards: list[Shard], hp: Hyperparameters, world: 
         torch.compiler.set_stance("fail_on_recompile")
         torch.cuda.reset_peak_memory_stats()
         gc.collect()
-        gc.freeze()  # what compiling left need not be searched for garbage during the run
+        gc.freeze()  # so that objects left by compiling are not searched for garbage during the run
 
 # ---- 9. The run ---------------------------------------------------------------------------------
 
 def main(argv: list[str]):
-    # What to do. Rank 0 makes a plan for all ranks, which with --check do not connect.
+    # What to do. Rank 0 makes a plan for all ranks; with --check, they do not connect.
     require(torch.__version__ >= (2, 9, 1), f"torch {torch.__version__}: install 2.9.1 or newer")
     script = SOURCE or Path(__file__).read_text(encoding="utf-8")
     hp, command = parse_flags(argv)
@@ -1045,7 +1036,7 @@ def main(argv: list[str]):
     log = RunLog(plan, world)
     try:
         log.write(f"log: {log.path}")
-        log.write(f"to resume: {sys.argv[0]} --resume=FILE, with the FILE of a `checkpoint:` line")
+        log.write(f"to resume: {sys.argv[0]} --resume=FILE, with FILE from a `checkpoint:` line")
         for line in notices(plan, saved, world):
             log.write(line)
         log.write(f"model: {sum(p.numel() for p in model.parameters())} parameters; "
@@ -1068,7 +1059,7 @@ def main(argv: list[str]):
         save_worked = True
         clock.start()
         for step in range(plan.first_step, hp.num_iterations + 1):
-            last = step == hp.num_iterations  # to stop early, let it be True on all ranks alike
+            last = step == hp.num_iterations
             save_due = step > 0 and hp.save_every > 0 and (last or step % hp.save_every == 0)
             val_due = hp.val_loss_every > 0 and step % hp.val_loss_every == 0
             if last or save_due or val_due:
@@ -1077,7 +1068,7 @@ def main(argv: list[str]):
                     log.write_loss("train_loss", done, hp, value, seconds)
                 val_loss = evaluate(model, val_sequences, step, hp, world)
                 log.write_loss("val_loss", step, hp, val_loss, clock.seconds)
-                # write_loss has raised an error if the weights are not finite.
+                # write_loss has made sure that the loss is finite.
                 if save_due and step > plan.first_step:
                     save_worked = save_checkpoint(step, clock.seconds, model, optimizers, plan, log,
                                                   warn=save_worked or last)
@@ -1089,7 +1080,6 @@ def main(argv: list[str]):
             for done, value, seconds in clock.read_losses(keep=clock.lag):
                 log.write_loss("train_loss", done, hp, value, seconds)
 
-        log.write(f"throughput: {tokens_seen(step, hp) / max(clock.seconds, 1e-9):.0f} tokens/s")
         if cuda:
             log.write(f"peak_memory: {torch.cuda.max_memory_allocated() >> 20} MiB on rank 0")
         log.write(f"final_val_loss: {val_loss:.4f} nats per token, on {hp.val_tokens} tokens")
@@ -1101,20 +1091,20 @@ def main(argv: list[str]):
     if world.size > 1:
         dist.destroy_process_group()
 
-# ---- 10. What a run needs besides the method: skip it to read for the algorithm -----------------
+# ---- 10. What a run needs besides the method: skip it if you only want the algorithm ------------
 
 def world_of_this_process() -> World:
     """Reads what torchrun has set in the environment. Without torchrun this is the only rank."""
     rank, local_rank, size = (int(os.environ.get(name, default)) for name, default in
                               (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
     require("WORLD_SIZE" in os.environ or os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1",
-            "these processes do not know each other: let srun start torchrun, once on each node")
+            "these processes do not know about each other: let srun start torchrun, once a node")
     if not torch.cuda.is_available():
-        # As torchrun does for several ranks. Threads without a core of their own are slow.
+        # One thread, as torchrun sets for several ranks
         torch.set_num_threads(torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1)
         return World(rank, size, torch.device("cpu"))
     require(local_rank < torch.cuda.device_count(), "start at most one process per GPU")
-    # The compiler starts processes, of up to a gigabyte each: all ranks together one for each core.
+    # The compiler starts processes of up to a gigabyte each: at most 32 per rank and one per core.
     share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, min(32, share))))
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF",  # torch 2.9 knows only this name
@@ -1122,10 +1112,10 @@ def world_of_this_process() -> World:
     torch.cuda.set_device(local_rank)
     return World(rank, size, torch.device("cuda", local_rank))
 
-TIMEOUT = timedelta(minutes=10)  # how long a rank waits for another, also while rank 0 saves
+TIMEOUT = timedelta(minutes=10)  # how long a rank waits for another, including while rank 0 saves
 
 def connect(plan: "Plan | None", script: str, world: World) -> "Plan":
-    """Connects the ranks and gives all of them the plan of rank 0, if they have equal scripts and
+    """Connects the ranks and gives all of them rank 0's plan, if they have the same script and
     data."""
     gpu = world.device if world.device.type == "cuda" else None
     try:
@@ -1134,9 +1124,9 @@ def connect(plan: "Plan | None", script: str, world: World) -> "Plan":
         dist.broadcast_object_list(plans, src=0)
     except (RuntimeError, ValueError) as e:
         reason = " ".join(str(e).split())  # NCCL's own reason is on its last lines
-        advice = ("enlarge /dev/shm, in Docker by --shm-size=1g" if "/dev/shm" in reason else
-                  "start them by torchrun, or choose NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME")
-        raise UserError(f"the ranks do not reach each other ({reason}); {advice}") from None
+        advice = ("enlarge /dev/shm, in Docker with --shm-size=1g" if "/dev/shm" in reason else
+                  "start them with torchrun, or set NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME")
+        raise UserError(f"the ranks cannot reach each other ({reason}); {advice}") from None
     here = (script, find_shards(plans[0].hp.train_files), find_shards(plans[0].hp.val_files))
     everywhere = [None] * world.size
     dist.all_gather_object(everywhere, here)
@@ -1154,8 +1144,8 @@ def true_or_false(text: str) -> bool:
     return bool(["false", "true"].index(text.lower()))  # any other word raises ValueError
 
 def parse_flags(argv: list[str]) -> tuple[Hyperparameters, argparse.Namespace]:
-    """Returns the settings that a command line asks for, and the result of argparse, whose .named
-    has those that were typed. Raises UserError."""
+    """Returns the settings that a command line asks for, and argparse's result, whose .named holds
+    the settings that were typed. Raises UserError."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0],
                                      allow_abbrev=False)
     parser.error = lambda message: require(False, f"{message}; --help lists the flags")
@@ -1167,7 +1157,7 @@ def parse_flags(argv: list[str]) -> tuple[Hyperparameters, argparse.Namespace]:
     either.add_argument("--preset", choices=PRESETS, metavar="NAME", default=preset,
                         help=f"{', '.join(PRESETS)}; on this machine the default is {preset}")
     either.add_argument("--resume", metavar="CHECKPOINT", type=lambda text: Path(text).expanduser(),
-                        help="continue from a checkpoint; settings named here replace its own")
+                        help="continue from a checkpoint; other flags replace its settings")
     for f in fields(Hyperparameters):
         kind = true_or_false if f.type is bool else f.type
         values = ", ".join(f"{name}: {getattr(hp, f.name)}" for name, hp in PRESETS.items())
@@ -1184,21 +1174,21 @@ def check_settings(hp: Hyperparameters, world_size: int):
         if isinstance(value, str):
             require(re.fullmatch(pattern, value), f"--{f.name}={value}: use {f.metadata['help']}")
         else:
-            require(low <= value <= high, f"--{f.name}={value} is not from {low} to {high}")
+            require(low <= value <= high, f"--{f.name}={value} is not between {low} and {high}")
             require(unit == 1 or value % unit == 0, f"--{f.name}={value}: use a multiple of {unit}")
     require(len(hp.windows) % 2 == 0, f"--windows={hp.windows}: name an even number of layers")
     for name, marks in (("attention", hp.attention), ("value_embeds", hp.value_embeds)):
-        require(len(marks) == len(hp.windows), f"--{name} and --windows differ in their length")
+        require(len(marks) == len(hp.windows), f"--{name} and --windows differ in length")
     unused = [v for v, a in zip(hp.value_embeds, hp.attention) if v != "." and a == "."]
-    require(not unused, f"--value_embeds={hp.value_embeds} marks a layer without --attention")
+    require(not unused, f"--value_embeds={hp.value_embeds} marks a layer that has no attention")
     require(hp.window_start <= hp.window_end, "--window_start is above --window_end")
     require(hp.num_heads % hp.kv_heads == 0, "--num_kv_heads must divide --num_heads")
     require(hp.micro_batches % world_size == 0, f"{world_size} ranks cannot share "
-            f"{hp.micro_batches} micro-batches equally: start a number of ranks that divides it")
+            f"{hp.micro_batches} micro-batches equally: start a number that divides them")
 
 def resolve(hp: Hyperparameters, device: torch.device) -> Hyperparameters:
     """Decides what `auto` and a seed of -1 stand for, and whether FP8 is possible. A resumed run
-    keeps these decisions."""
+    keeps them, except FP8 on a GPU without it."""
     cuda = device.type == "cuda"
     has_fp8 = cuda and torch.cuda.get_device_capability(device) >= (8, 9)
     fast_bf16 = (torch.cuda.is_bf16_supported(including_emulation=False) if cuda else
@@ -1227,14 +1217,14 @@ class Plan:
         return sha256(f"{starts} {tokens_seen(done, self.hp)}".encode()).hexdigest()
 
 def make_plan(hp: Hyperparameters, command, script: str, world: World, saved: dict | None) -> Plan:
-    """Makes every check that needs no training. A resumed run has the settings of its checkpoint,
-    except those that the command line names. Raises UserError."""
+    """Checks the settings, the checkpoint's settings and the data. A resumed run has the settings
+    of its checkpoint, except those that the command line names. Raises UserError."""
     if saved:
         # Otherwise a setting that neither the checkpoint nor the flags name would get a default.
         own = {f.name for f in fields(Hyperparameters)}
         given = saved["settings"].keys() | command.named.keys()
-        require(own == given, f"--resume: {sorted(own ^ given)} are settings of only the script or "
-                "only the checkpoint: name new ones as flags, or take the script in the run's log")
+        require(own == given, f"--resume: {sorted(own ^ given)} are only in the script or only in "
+                "the checkpoint: pass new ones as flags, or use the script from the run's log")
         hp = Hyperparameters(**(saved["settings"] | command.named))
     check_settings(hp, world.size)
     hp = resolve(hp, world.device)
@@ -1243,9 +1233,8 @@ def make_plan(hp: Hyperparameters, command, script: str, world: World, saved: di
     by_fingerprint = {}
     for shard in train_shards + val_shards:
         first = by_fingerprint.setdefault(shard.fingerprint, shard)
-        require(shard is first, f"{shard.path} has the same tokens as {first.path}: name each "
-                "shard once, to train or to validate")
-    available = sum(shard.tokens for shard in val_shards) - 1  # the first token has no prediction
+        require(shard is first, f"{shard.path} has the same tokens as {first.path}: name only one")
+    available = sum(shard.tokens for shard in val_shards) - 1  # the first token is not predicted
     hp = replace(hp, val_tokens=hp.val_tokens or available)
     require(0 < hp.val_tokens <= available, f"--val_files={hp.val_files} has {available} tokens to "
             f"predict, not {hp.val_tokens}: add shards, or lower --val_tokens (0 takes all)")
@@ -1254,14 +1243,14 @@ def make_plan(hp: Hyperparameters, command, script: str, world: World, saved: di
             f"steps, not {hp.num_iterations}: add shards, raise --epochs or lower --num_iterations")
     small = [s.tokens for s in train_shards if s.tokens <= hp.tokens_per_step]
     require(sum(small) <= UNREAD * sum(s.tokens for s in train_shards), f"{len(small)} training "
-            f"shards have no more tokens than a step's {hp.tokens_per_step}: join them")
+            f"shards have no more than the {hp.tokens_per_step} tokens of a step: join them")
 
     plan = Plan(hp, script, train_shards, val_shards, command.resume)
     if saved:
         plan = replace(plan, first_step=(done := saved["step"]), seconds=saved["seconds"])
-        require(done <= hp.num_iterations, f"the run has done {done} steps already")
-        require(plan.data_read(done) == saved["data_read"], "--resume: keep micro_batches, "
-                "train_seq_len, the shards read (more may follow) and how a script reads them")
+        require(done <= hp.num_iterations, f"the run has already done {done} steps")
+        require(plan.data_read(done) == saved["data_read"], "--resume: do not change "
+                "micro_batches, train_seq_len, the shards already read, or how they are read")
     return plan
 
 def notices(plan: Plan, saved: dict | None, world: World) -> Iterator[str]:
@@ -1283,7 +1272,7 @@ def print_line(text: str):
     """Prints, unless the console is gone."""
     try:
         print(text, flush=True)
-    except (OSError, ValueError):  # closed, full, or unable to show a letter
+    except (OSError, ValueError):  # closed, full, or unable to show a character
         sys.stdout = open(os.devnull, "w")
 
 class RunLog:
@@ -1305,7 +1294,7 @@ class RunLog:
                     self.file = open(self.path, "xb", buffering=0)
                 now += timedelta(seconds=1)
         except OSError as e:
-            raise UserError(f"--records={plan.hp.records} takes no log: {e.strerror}") from None
+            raise UserError(f"--records={plan.hp.records} cannot hold logs: {e.strerror}") from None
         settings = [f"{name} = {value!r}" for name, value in asdict(plan.hp).items()]
         script = plan.script.removesuffix("\n")
         for part in (settings, environment(plan, world), [script]):
@@ -1328,7 +1317,7 @@ class RunLog:
 
     def write_loss(self, kind: str, done: int, hp: Hyperparameters, loss: float, seconds: float):
         """Writes a loss. One that is not finite ends the run."""
-        step = done - 1 if kind == "train_loss" else done  # whose rate and window it had
+        step = done - 1 if kind == "train_loss" else done  # the one whose lr and window apply
         average = f"{1000 * seconds / done:.2f}" if done else "nan"
         self.write(f"step:{done}/{hp.num_iterations} {kind}:{loss:.4f} "
                    f"train_time:{1000 * seconds:.0f}ms step_avg:{average}ms "
@@ -1353,7 +1342,7 @@ def environment(plan: Plan, world: World) -> list[str]:
     once = step_starts(plan.train_shards, replace(plan.hp, epochs=1))
     ends = {shard: start + plan.hp.tokens_per_step + 1 for shard, start in once}
     unread = [(shard.tokens - ends.get(shard, 0), shard.tokens) for shard in plan.train_shards]
-    lines.append("unread: {} of {} training tokens, in a pass".format(*map(sum, zip(*unread))))
+    lines.append("unread: {} of {} training tokens per pass".format(*map(sum, zip(*unread))))
     if world.device.type == "cuda":
         lines.append(f"gpus: {torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
         query = "driver_version,clocks.sm,clocks.max.sm,power.limit,temperature.gpu"
@@ -1366,14 +1355,14 @@ def environment(plan: Plan, world: World) -> list[str]:
     return [" ".join(line.split()) for line in lines]  # a file's name may contain a line break
 
 class StepClock:
-    """Measures training time in seconds. On a GPU it marks times by events in the GPU's queue, so
+    """Measures training time in seconds. On a GPU it marks times with events in the GPU's queue, so
     that the GPU never waits for Python."""
 
     def __init__(self, device: torch.device, seconds: float):
         self.cuda = device.type == "cuda"
         self.seconds = seconds  # at the last stop
         self.pending = []  # (steps done, loss, mark of its end), the oldest first
-        self.lag = 3 if self.cuda else 0  # steps that the host may be ahead, to read data or write
+        self.lag = 3 if self.cuda else 0  # steps that Python may be ahead of the GPU
 
     def mark(self):
         """The time now on a CPU, or an event in the queue of a GPU."""
@@ -1406,15 +1395,13 @@ class StepClock:
             yield done, float(loss), seconds
 
 def time_all_gather(world: World) -> str:
-    """A line of the log: how fast ranks fetch each other's rows. A step of the speedrun on eight
-    GPUs reduces 690 MB and gathers as many, so where this is slow, all steps are."""
+    """A line of the log: how fast ranks fetch each other's rows. If this is slow, every step is."""
     whole = torch.zeros(world.size, 2**26 // world.size, dtype=torch.int8, device=world.device)
-    for _ in range(2):  # at the first time, ranks may wait for one that is still warming up
-        clock = StepClock(world.device, 0.0)
-        clock.start()
-        world.all_gather(whole).wait()
-        clock.stop()
-    return f"all_gather: {1000 * clock.seconds:.2f} ms for {whole.nbytes / 1e6:.0f} MB"
+    for _ in range(2):  # the first time, ranks may wait for one that is still warming up
+        began = time.perf_counter()
+        world.all_gather(whole).wait()[-1, -1].item()  # .item() waits for the GPU
+        seconds = time.perf_counter() - began
+    return f"all_gather: {1000 * seconds:.2f} ms for {whole.nbytes / 1e6:.0f} MB"
 
 # ---- Checkpoints
 
@@ -1428,20 +1415,19 @@ def read_checkpoint(path: Path) -> dict:
     except Exception as e:  # a damaged archive raises many kinds of exception
         reason = str(e).partition("\n")[0]
         raise UserError(f"--resume={path} cannot be used ({reason}): name a checkpoint, "
-                        "step<n>.pt; if it is damaged, the one before it") from None
+                        "step<n>.pt; if it is damaged, use the one before it") from None
 
 def save_checkpoint(done: int, seconds: float, model, optimizers, plan: Plan, log, warn) -> bool:
     """Saves what a run needs to continue, on any number of ranks, and keeps the two newest files. A
     file gets its name when it is complete. Returns whether saving worked."""
-    began = time.perf_counter()
     state = gather_training_state(model, optimizers)
     if log.file is None:  # only rank 0 saves
         return True
     path = log.path.with_suffix("") / f"step{done:08}.pt"
     unfinished = path.with_name("unfinished")
     saved = dict(step=done, seconds=seconds, settings=asdict(plan.hp), state=state,
-                 script=sha256(plan.script.encode()).hexdigest(), data_read=plan.data_read(done),
-                 log=str(log.path))
+                 script=sha256(plan.script.encode()).hexdigest(), log=str(log.path),
+                 data_read=plan.data_read(done))
     file = io.BytesIO()  # so that an OSError below comes from the disk
     torch.save(saved, file)
     try:
@@ -1455,15 +1441,14 @@ def save_checkpoint(done: int, seconds: float, model, optimizers, plan: Plan, lo
             log.write(f"warning: {path} not saved ({e.strerror}); training goes on")
         return False
     log.write(f"checkpoint: {path}")
-    log.write(f"saving: {time.perf_counter() - began:.1f} s, untimed", console=False)
     for old in sorted(path.parent.glob("step????????.pt"))[:-2]:
         with suppress(OSError):
             old.unlink()
     return True
 
 if __name__ == "__main__":
-    # Ctrl+C ends this process at once, even while it waits for a GPU. Process 1, as of a container,
-    # is not ended by a signal that it does not handle.
+    # Ctrl+C ends this process at once, even while it waits for a GPU. Process 1, as in a container,
+    # ignores signals that it does not handle.
     end = signal.SIG_DFL if os.getpid() > 1 else lambda number, frame: os._exit(128 + number)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end)
@@ -1471,7 +1456,7 @@ if __name__ == "__main__":
         main(sys.argv[1:])
     except Exception as e:
         if os.environ.get("RANK", "0") != "0":
-            time.sleep(3)  # rank 0 says the same first, and then torchrun ends this rank
+            time.sleep(3)  # rank 0 reports the same error first, and then torchrun ends this rank
         if not isinstance(e, UserError):
             sys.excepthook(*sys.exc_info())
             os._exit(1)  # an orderly exit could wait for ranks that wait for this one

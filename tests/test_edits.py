@@ -85,7 +85,7 @@ IDEAS = {
     "a gate per head": (HEAD_GATE, r"no rule for layers\.0\.attn\.head_gate\.weight \(2, 32\)",
                         [HEAD_GATE_ROW]),
     "a tied head": ([HEAD + "«→        self.lm_head.weight = self.embed.weight\n»"],
-                    r"no parameter belongs to the rule lm_head\\\.weight", [NO_HEAD_ROW]),
+                    r"no parameter matches the rule lm_head\\\.weight", [NO_HEAD_ROW]),
     "Lion": (LION, None, []), "averaged weights": (AVERAGE, None, []),
     "a growing batch": (GROWING, None, []), "z-loss": (Z_LOSS, None, []),
     "zeros in a constructor": (ZEROED, r"layers\.0\.mlp\.proj\.weight has values", None),

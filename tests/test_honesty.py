@@ -40,6 +40,7 @@ EVALUATE = "    model.eval()\n"
 RELU = "F.relu(self.fc(x_TD)).square()"
 CALL = "total[0] += model(inputs_T, targets_T, window)"
 GLOBAL = "BLOCK = 128"
+UPDATE = "p.add_(update, alpha=-self.lr(step))"
 PROJ = r'(r"layers\..*\.proj\.weight",         zero,    "Muon", dict(lr="muon_lr"))'
 FUTURE = "the loss of token 0 changes by .* it sees the future"
 ENTROPY = r"but the cross-entropy of logits\(features\(\)\) is"
@@ -128,7 +129,7 @@ RIGHT = {
          "        self.embed = "), (EMBED, "before = F.pad(tokens_T[:-1], (1, 0))\n        "
          "x_TD = x0_TD = norm(self.embed(tokens_T) + self.embed2(before))"),
         (r'r"(embed|value', r'r"(embed2?|value'),
-        (PROJ, PROJ.replace("dict(", "dict(weight_decay=0.1, ")), (LOSS, TRAINING + Z_LOSS),
+        (UPDATE, "p.mul_(0.99)\n            " + UPDATE), (LOSS, TRAINING + Z_LOSS),
         ("(window // BLOCK // 2)", "(window // BLOCK // 3)"),
         ("window_end=256, num_it", "window_end=512, num_it")]}
 

@@ -55,7 +55,7 @@ def stream(shards, world_size, epochs, first=0):
 def test_what_is_no_whole_shard_is_refused_by_name(tmp_path, damage):
     write_shard(tmp_path / "s_0.bin", range(300))
     write_shard(tmp_path / "s_1.bin", **dict(tokens=range(300)) | damage)
-    with refused(r"s_1\.bin is not a whole token shard"):
+    with refused(r"s_1\.bin is not a complete shard"):
         find_shards(f"{tmp_path}/s_*.bin")
 
 def test_ranks_and_a_run_that_goes_on_share_one_stream(shards):

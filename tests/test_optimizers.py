@@ -45,11 +45,11 @@ def test_agrees_with_the_muon_of_torch(monkeypatch):
     shapes = (32, 16), (16, 32), (32, 16), (16, 16), (3, 16, 8), (3, 16, 8)
     ours = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     theirs = [nn.Parameter(matrix.detach().clone()) for matrix in matrices(ours)]
-    oracle = torch.optim.Muon(theirs, nesterov=True, weight_decay=0.5, ns_steps=5, eps=1e-7,
+    oracle = torch.optim.Muon(theirs, nesterov=True, weight_decay=0.0, ns_steps=5, eps=1e-7,
                               ns_coefficients=(3.4445, -4.775, 2.0315))
     hp = dataclasses.replace(HP, dtype="bfloat16", muon_momentum_start=0.8, muon_momentum_end=0.9,
                              muon_momentum_steps=4)
-    muons = [Muon({str(i): ours[i] for i in same_shape}, hp, ALONE, 0.05, weight_decay=0.5)
+    muons = [Muon({str(i): ours[i] for i in same_shape}, hp, ALONE, 0.05)
              for same_shape in ((0, 2), (1,), (3,), (4, 5))]
     for step, scale in enumerate(scales):
         oracle.param_groups[0]["lr"] = 0.05 * scale
@@ -73,12 +73,11 @@ def test_adam_is_torchs(dtype, monkeypatch):
     ours = [nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in ((30, 8), (5,), ())]
     theirs = [nn.Parameter(p.detach().clone()) for p in ours]
     hp = dataclasses.replace(HP, adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-7)
-    own = dict(betas=(0.5, 0.9), eps=0.0, weight_decay=0.5)
     adams = [Adam({"0": ours[0]}, hp, ALONE, lr=0.1),
-             Adam({"1": ours[1], "2": ours[2]}, hp, ALONE, lr=0.02, **own)]
-    references = [torch.optim.AdamW(theirs[:1], lr=0.1, betas=(0.8, 0.95), eps=1e-7,
-                                    weight_decay=0.0, fused=True),
-                  torch.optim.AdamW(theirs[1:], lr=0.02, fused=True, **own)]
+             Adam({"1": ours[1], "2": ours[2]}, hp, ALONE, lr=0.02, betas=(0.5, 0.9))]
+    shared = dict(eps=1e-7, weight_decay=0.0, fused=True)
+    references = [torch.optim.AdamW(theirs[:1], lr=0.1, betas=(0.8, 0.95), **shared),
+                  torch.optim.AdamW(theirs[1:], lr=0.02, betas=(0.5, 0.9), **shared)]
     for step, scale in enumerate(scales):
         for p, q in zip(ours, theirs):
             p.grad = torch.randn(p.shape).to(dtype)

@@ -62,16 +62,16 @@ def put(name, value):
 
 REFUSED = {
     "a row without a parameter": (lambda model: setattr(model, "lm_head", model.embed),
-                                  r"no parameter belongs to the rule lm_head"),
+                                  r"no parameter matches the rule lm_head"),
     "a new name": (lambda model: setattr(model, "tokens", model._modules.pop("embed")),
                    r"no rule for tokens\.weight \(320, 32\)"),
     "a bias": (put("layers.0.mlp.fc.bias", nn.Parameter(torch.zeros(128))),
                r"no rule for layers\.0\.mlp\.fc\.bias"),
     "a name that begins like a row's": (put("skip_weights_2", nn.Parameter(torch.ones(2))),
                                         r"no rule for skip_weights_2 \(2,\)"),
-    "a vector that is left NaN": (put("skip_weights", parameter(2)), "skip_weights lacks initial "),
+    "a vector that is left NaN": (put("skip_weights", parameter(2)), "skip_weights needs initial "),
     "a matrix whose row leaves it to its module": (
-        put("layers.0.own_mix", nn.Parameter(torch.ones(2, 2))), r"layers\.0\.own_mix lacks init")}
+        put("layers.0.own_mix", nn.Parameter(torch.ones(2, 2))), r"layers\.0\.own_mix needs init")}
 @pytest.mark.parametrize("change, words", REFUSED.values(), ids=REFUSED)
 def test_a_model_that_does_not_fit_the_table_is_refused(change, words):
     model = GPT(HP, torch.float32, flex=False)
@@ -104,12 +104,14 @@ def test_parameters_of_two_dtypes_do_not_share_an_adam():
 def test_a_row_of_ones_own_with_a_subclass_of_muon(monkeypatch):
     """Its options reach its optimizers, which are one for each shape."""
     class Sign(Muon):
-        pass
-    row = r"layers\..*\.(fc|proj)\.weight", uniform, "Sign", dict(lr="embed_lr", weight_decay=0.5)
+        def __init__(self, *others, decay, **more):
+            super().__init__(*others, **more)
+            self.decay = decay
+    row = r"layers\..*\.(fc|proj)\.weight", uniform, "Sign", dict(lr="embed_lr", decay=0.5)
     monkeypatch.setattr(train_gpt, "Sign", Sign, raising=False)
     monkeypatch.setattr(train_gpt, "PARAMETERS", [row, *PARAMETERS[:3], PARAMETERS[4]])
     model, hp = tiny_model(attention="xxxx", num_kv_heads=2)
     signs = [o for o in build_optimizers(model, hp, ALONE) if type(o) is Sign]
     shapes = {next(iter(o.params.values())).shape: len(o.params) for o in signs}
     assert shapes == {(128, 32): 4, (32, 128): 4, (32, 64): 4}
-    assert all((o.peak_lr, o.weight_decay) == (hp.embed_lr, 0.5) for o in signs)
+    assert all((o.peak_lr, o.decay) == (hp.embed_lr, 0.5) for o in signs)

@@ -281,7 +281,7 @@ def main(argv=None):
             f"--repeat={own.repeat}: takes a number above 0, and neither --seed nor --resume")
     records = Path(hp.records).expanduser()
     there = next(path for path in (records, *records.parents, Path()) if os.path.exists(path))
-    require(there.is_dir() and os.access(there, os.W_OK), f"--records={hp.records} takes no log: "
+    require(there.is_dir() and os.access(there, os.W_OK), f"--records={hp.records} cannot hold logs: "
             f"{there} is no folder that you can write into")
     require(own.text is None or command.preset == "demo" and not own_data,
             f"--text={own.text}: trains the demo, and takes neither --train_files nor --val_files")

@@ -41,8 +41,8 @@ def build(hp, world, seed):
     def of(kind, numbers, *options, **more):
         return kind({f"p{i}": model[f"p{i}"] for i in numbers}, hp, world, *options, **more)
     return model, [
-        of(Muon, range(5), 0.05), of(Muon, (5, 6), 0.03, weight_decay=0.5), of(Muon, (7,), 0.04),
-        of(Adam, (8,), 0.01, betas=(0.7, 0.9), eps=1e-8, weight_decay=0.1),
+        of(Muon, range(5), 0.05), of(Muon, (5, 6), 0.03), of(Muon, (7,), 0.04),
+        of(Adam, (8,), 0.01, betas=(0.7, 0.9)),
         of(Adam, (9, 10, 11), 0.02), of(Whitened, (13, 14, 15), 0.02),
         of(Adam, (12,), 0.01)]  # whose 50 rows cannot be divided among 3
 
