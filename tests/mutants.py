@@ -217,7 +217,8 @@ IN_PROGRAMS = {
         ("a check that failed is honest", '{last_line(output)}" if status« → == 3 »else',
          "a_mistake_shows")],
     ("records/tools/verdict.py", "test_race.py"): [
-        ("a copy that trains on more is kept", "not one.dishonest« and equal→»,", "status_and"),
+        ("a copy that trains on more is kept", "not one.dishonest« and equal→» and", "status_and"),
+        ("a copy that is slower to the loss is kept", "equal« and in_time→»,", "is_kept"),
         ("candidates without runs do not count", "absent = «len(candidates) - len(raced)→0»",
          "many_candidates")],
     ("records/tools/judge.py", "test_judge.py"): [
@@ -230,7 +231,7 @@ IN_PROGRAMS = {
          "several_candidates"),
         ("one equal pair is no effect", "or «any→all»(one != other", "words_of"),
         ("a seed that ran twice is a pair", "if run.seed« and seeds[run.seed] == 1→»}",
-         "ran_twice")],
+         "is_that_of_the_pairs")],
     ("records/tools/logs.py", "test_logs.py"): [
         ("seconds are taken for milliseconds", ' == "train_time"« and known[2].lower() == "ms"→»:',
          "published_log"),

@@ -14,6 +14,7 @@ from records.tools import compare, load, logs, submission
 
 GOOD = [3.2770, 3.2781, 3.2776, 3.2783]
 SAME = [3.2772, 3.2779, 3.2778, 3.2784]
+TENTHS = {"before": (10.8258,) * 9, "every": 25}  # validations, of 250 steps
 
 def write(folder, finals, ms=(100.0,), first_seed=1, before=(10.8258,), then=4.0, **more):
     folder.mkdir(parents=True, exist_ok=True)
@@ -106,11 +107,8 @@ def test_p_value_of_the_verdict_is_that_of_the_pairs_or_of_welchs_test(tmp_path)
     found = compared(a, write(tmp_path / "c", seeds, first_seed=4))
     assert (found["speaks"], found["decision"]) == ("welch", "undecided")
     assert found["paired"]["seeds"] == ["4"] and f", p = {p[1]:.2g}) by Welch" in found["verdict"]
-
-def test_a_seed_that_ran_twice_is_no_pair(tmp_path):
-    a = write(tmp_path / "a", GOOD)
-    (a / "again.log").write_text(log_text((10.8, 4.0, 3.2781)))
-    assert compared(a, write(tmp_path / "b", SAME))["paired"]["seeds"] == ["2", "3", "4"]
+    (a / "again.log").write_text(log_text((10.8, 4.0, 3.2781)))  # a seed that ran twice is no pair
+    assert compared(a, b)["paired"]["seeds"] == ["2", "3", "4"]
 
 MODEL = {"notes": ["model: 1000 parameters; 8 x 1024 tokens a step"]}
 LARGER = {"notes": ["model: 1100 parameters; 8 x 1024 tokens a step"], "before": (10.8, 4.2)}
@@ -209,9 +207,9 @@ def test_the_word_and_the_intervals_agree(tmp_path, level, seed):
     """In nats and in steps: 0 is outside where a side is better or worse, and only there."""
     draw = np.random.default_rng(seed).normal
     base = draw(3.3, 0.05, 12)
-    sides = [side_of(f"A{i}", write(tmp_path / f"{i}", base + draw(mean, 0.01, 12)))
+    sides = [side_of(f"A{i}", write(tmp_path / f"{i}", base + draw(mean, 0.01, 12), **TENTHS))
              for i, mean in enumerate((-0.07, -0.012, 0.0, 0.015))]
-    baseline = side_of("B", write(tmp_path / "b", base, ms=(101.0,)))
+    baseline = side_of("B", write(tmp_path / "b", base, ms=(101.0,), **TENTHS))
     found = compare.compare_all(sides, baseline, 3.28, level)
     for one in found:
         low, high = one["paired"]["loss"]["interval"]
@@ -297,23 +295,30 @@ def test_the_target_is_3_28_where_the_vocabulary_is_gpt_2s(tmp_path, capsys):
     assert ("below 3.28 at p < 0.01 (one-sided t-test): p = 0.16, does not hold; it takes\n"
             "  13 runs of this mean\n") in run_main(capsys, folder, "--target=3.28")[1]
 
-def test_nats_become_steps_by_the_curve_of_the_baseline(tmp_path):
-    """The baseline falls from 4.00 at step 125 to 3.28 at step 250, and both sides change roles."""
-    b = write(tmp_path / "b", [3.28] * 3)
-    slope = 125 / (4.002 - 3.28)  # steps a nat, of the mean curve
+def test_nats_become_steps_and_seconds_by_the_curve_of_the_baseline(tmp_path):
+    """The baseline falls from 4.00 at step 225 to 3.28 at step 250, and both sides change roles."""
+    b = write(tmp_path / "b", [3.28] * 3, **TENTHS)
+    slope = 25 / (4.002 - 3.28)  # steps a nat, of the mean curve
     for name, sign, word in (("a", -1, "more"), ("worse", 1, "fewer")):
-        a = write(tmp_path / name, [3.28 + sign * gain for gain in (0.35, 0.36, 0.37)])
+        a = write(tmp_path / name, [3.28 + sign * gain for gain in (0.35, 0.36, 0.37)], (120,),
+                  **TENTHS)
         found = compared(a, b)
-        steps, loss = found["paired"]["steps"], found["paired"]["loss"]
+        steps, loss, later = (found["paired"][key] for key in ("steps", "loss", "later"))
+        assert later["difference"] == pytest.approx(30 * (1 + sign * 0.36 * slope / 250) - 25)
         assert steps["difference"] == pytest.approx(sign * 0.36 * slope, abs=0.01)
         assert steps["interval"] == pytest.approx(
             tuple(end * slope for end in loss["interval"]), abs=0.01)
-        assert f"need 62.3 {word} steps for the same loss, 25 % of the run (" in found["verdict"]
-    far = write(tmp_path / "far", [3.28 - 8] * 3)  # no such loss stands on the curve
-    longer = write(tmp_path / "longer", [3.27] * 3, every=150)
-    for a in (far, longer):
+        assert f"need 12.5 {word} steps for the same loss, 5 % of the run (" in found["verdict"]
+    ends = {"before": (), "every": 60}
+    far, longer, short, base = (
+        write(tmp_path / name, [loss, loss + 0.001], **more) for name, loss, more in (
+            ("far", 3.28 - 8, TENTHS),  # no such loss stands on the curve
+            ("longer", 3.27, TENTHS | {"every": 30}), ("short", 3.27, ends), ("base", 3.28, ends)))
+    for a, b, known in ((far, b, False), (longer, b, True), (short, base, False)):
         found = compared(a, b)
         assert found["paired"]["steps"]["difference"] is None
+        assert (found["paired"]["later"]["difference"] is not None) == known
+        assert ("How many steps or seconds that is cannot be known" in found["verdict"]) != known
         assert "slope of its curve" not in found["verdict"]
 
 def test_json_is_strict(tmp_path, capsys):

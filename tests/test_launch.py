@@ -14,7 +14,7 @@ from conftest import ROOT, TINY, log_path, losses, refused, run_sh, train
 import train_gpt
 from data import tokenize_text
 from data.common import UserError
-from records.tools import launch
+from records.tools import judge, launch
 
 @pytest.fixture
 def started(monkeypatch):
@@ -74,6 +74,17 @@ def test_the_ranks_compilers_share_the_cores(chosen, cores, ranks, workers, star
     monkeypatch.setattr(os, "environ", environment)
     launch.main(["speedrun", "--check"])
     assert environment["TORCHINDUCTOR_COMPILE_THREADS"] == workers and len(started) == 2
+
+def test_a_race_validates_where_its_verdict_reads_the_curve(started, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(os, "environ", {})
+    for words, spacing in (("", 399), ("--num_iterations=60", 14), ("--val_loss_every=9", 9)):
+        launch.main(f"speedrun --check --curve {words}".split())
+        assert started[-1][-1] == f"--val_loss_every={spacing}"
+    for end in range(1, 2000):
+        steps = [*range(0, end, launch.validation_spacing(end)), end]
+        later = judge.steps_later([(step, 9 - step / end) for step in steps], -0.9)
+        assert later == pytest.approx(-0.9 * end) and len(steps) < 21
 
 @pytest.mark.parametrize("ranks, gpus, words", [
     (8, 8, ""), (1, 0, ""),

@@ -104,6 +104,19 @@ def test_runs_that_cannot_be_told_apart_are_refused(text, words, tmp_path):
     with pytest.raises(logs.BadInput, match=words):
         read_text(tmp_path, text)
 
+@pytest.mark.parametrize("came, said, passed", [  # seconds, step, kind, train_time of each line
+    ("19.037 0 val 0, 19.085 1 train 51, 20.655 30 train 1625, 20.677 30 val 1626, "  # on a CPU
+     "20.726 31 train 1681, 22.241 60 train 3193, 22.265 60 val 3196", 3.192, 3.182),
+    ("5 0 val 0, 5.4 1 train 100, 6 9 train 900, 6 10 train 1000, 9 10 val 1000, "  # as on a GPU,
+     "30 saved, 30.4 11 train 1100, 32 20 train 2000, 50 20 val 2000", 2, 3)])  # three steps late
+def test_a_races_clock_leaves_out_validation_and_saving(tmp_path, came, said, passed):
+    clock = logs.Clock()
+    for at, step, *words in map(str.split, came.split(", ")):
+        clock.note("step:{}/99 {}_loss:1.0 train_time:{}ms step_avg:9.0ms\n".format(step, *words)
+                   if words else "checkpoint: x.pt\n", float(at))
+    clock.save(read_text(tmp_path, log_text()))
+    assert logs.read_run(tmp_path / "x.log", "x").clock == pytest.approx((said, passed))
+
 def test_our_own_log(tmp_path):
     text = log_text(env={"data": "a 1 tokens\ndata: b 2 tokens", "cpu": "2 x AMD EPYC, AVX2"})
     run = read_text(tmp_path, text)
@@ -277,6 +290,9 @@ def test_a_parent_is_found_where_folders_have_moved_to(tmp_path):
     assert len(run.logs) == 2 and run.mixed == []
     (older / "2026_x.v1.log").rename(new / "2026_x.v1.log")
     assert len(read(new)["b"].logs) == 2
+    (new / "2026_x.v1.log").write_text(log_text(CHAIN["a"][0], notes=["log: records/born.log"]))
+    child.write_text(log_text((4.0, 3.8), parent="gone/born", first=125, total=375))  # renamed
+    assert at_steps(read(new)["b"]) == {0: 10.8, 125: 4.0, 250: 3.8}
 
 HARMLESS = {"name": "'y'", "records": "'z'", "save_every": 9}
 @pytest.mark.parametrize("b, c, mixed, changed", [
@@ -300,13 +316,6 @@ def test_a_line_that_a_full_disk_has_cut_is_no_result(tmp_path):
         run = read_text(tmp_path, f"{text[:end]}...\nerror: no space\n")
         assert losses_of(run) == [10.8, 4.0] and not run.finished and run.lines[-1].step == 250
         assert losses_of(read_text(tmp_path, text[:end])) == [10.8, 4.0]  # killed there
-
-def test_a_parent_that_was_renamed_is_found_by_what_it_says(tmp_path):
-    name = "2026-01-01T00-00-00Z_a"
-    (tmp_path / "best.log").write_text(log_text((4.0, 3.9), notes=[f"log: records/{name}.log"]))
-    (tmp_path / "b.log").write_text(log_text((3.9, 3.8), parent=f"gone/{name}", first=125))
-    run = logs.read_run(tmp_path / "b.log", "b")
-    assert not run.missing and losses_of(run) == [4.0, 3.9, 3.8]
 
 @pytest.mark.parametrize("package, program, arguments", [
     ("torch", "hellaswag", []), ("scipy", "race", []),

@@ -1,6 +1,7 @@
 """tools/race.py, with trial.py and verdict.py, on a stand-in for the script that takes no time."""
 
 import errno
+import itertools
 import json
 import os
 import re
@@ -25,15 +26,14 @@ from pathlib import Path
 
 OFFSET = 0.0
 NOISE = 1.0
+MS = 100
 source = Path(__file__).read_text()
 parser = argparse.ArgumentParser(allow_abbrev=False)
 parser.add_argument("preset", nargs="?")
-for name, value in dict(seed=0, num_iterations=5, val_loss_every=1, save_every=0).items():
-    parser.add_argument(f"--{name}", type=int, default=value)
-for name, value in dict(muon_lr=1.0).items():
-    parser.add_argument(f"--{name}", type=float, default=value)
-for name in ("name", "records", "text"):
-    parser.add_argument(f"--{name}")
+parser.add_argument("--curve", action="store_true")
+for name, value in dict(seed=0, num_iterations=5, val_loss_every=1, save_every=0, muon_lr=1.0,
+                        name="", records="", text="").items():
+    parser.add_argument(f"--{name}", type=type(value), default=value)
 args = parser.parse_args()
 with open(os.environ["STARTS"], "a") as file:
     print(*sys.argv[1:], f"NPROC={os.environ.get('NPROC')}", file=file)
@@ -55,10 +55,10 @@ for step in range(N + 1):
     seeds = int(hashlib.sha256(str(args.seed).encode()).hexdigest()[:4], 16) / 65536
     small = int(hashlib.sha256(f"{args.seed} {OFFSET}".encode()).hexdigest()[:4], 16) / 65536
     loss = 5 - step / N + seeds + OFFSET * (1 + NOISE * small / 10)
-    line = (f"step:{step}/{N} val_loss:{loss:.4f} train_time:{100 * step + ns}ms "
-            f"step_avg:{100 if step else float('nan'):.2f}ms tokens:{step} lr:1.000 window:128")
+    line = (f"step:{step}/{N} val_loss:{loss:.4f} train_time:{MS * step + ns}ms "
+            f"step_avg:{MS if step else float('nan'):.2f}ms tokens:{step} lr:1.000 window:128")
     print(line, file=log)
-    print(line, flush=True)
+    print(line.replace("val", "train"), line, sep="\\n", flush=True)
 print(f"log: {path}", file=log)
 print(f"log: {path}", flush=True)
 '''
@@ -86,6 +86,7 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "honesty.py").write_text(HONESTY)
     monkeypatch.setattr(race.trial, "LAUNCH", tmp_path / "launch.py")
     monkeypatch.setattr(race.trial, "HONESTY", tmp_path / "honesty.py")
+    monkeypatch.setattr(race.trial, "monotonic", itertools.count(0, 0.1).__next__)  # as MS says
     monkeypatch.setenv("STARTS", str(tmp_path / "starts"))
     monkeypatch.delenv("NPROC", raising=False)
     return tmp_path
@@ -256,6 +257,27 @@ def test_the_status_and_the_json_of_a_race(place, capsys, old, new, flags, expec
         assert run_race(place, *flags) == status  # the check is not made again
         assert len((place / "honesty.py.asked").read_text().splitlines()) == 2
 
+@pytest.mark.parametrize("ms, tick, words", [
+    (200, 0.1, "So record is slower to that loss, and a race does not keep it."),
+    (100, 0.1, "So record is faster to that loss."),
+    ("400 if '--seed=1' in sys.argv else 105", 0.1, "is not decided, so the loss decides."),
+    (100, 0.3, "record says 0.5 s of training, and 1.5 s passed by the race's clock, ")])
+def test_no_copy_is_kept_that_is_later_at_the_loss(place, monkeypatch, ms, tick, words):
+    """Or whose clock is wrong. Noisy times, and a wrong clock of the baseline, do not decide."""
+    monkeypatch.setattr(race.trial, "monotonic", itertools.count(0, tick).__next__)
+    changed(place, "MS = 100", f"MS = {ms}\nOFFSET = -0.1")
+    assert run_race(place) == 3 * (ms == 200 or tick == 0.3)
+    row = verdicts(place)["record"]
+    assert row["decision"] == "better" and words in row["why"] and row["slower"] == (ms == 200)
+    if tick == 0.1:
+        later = row["seconds"] * (1 + row["steps_later"] / 5) - row["baseline_seconds"]
+        assert row["seconds_later"] == pytest.approx(later, abs=0.02)
+        assert row["seconds_interval"][0] < row["seconds_later"] < row["seconds_interval"][1]
+        return
+    for path in (place / "records" / "race_record" / "record").glob("*.clock"):
+        path.unlink()
+    assert run_race(place) == 0 and "base says 0.5 s" in verdicts(place)["record"]["why"]
+
 def test_two_settings_of_one_script(place):
     flags = [f"--records={place / 'records'}", "--repeat=2", "--seed=7", "--save_every=3"]
     assert run_race(place, "demo", *flags, "--only_ours=--muon_lr=0.5 --val_loss_every=2",
@@ -263,7 +285,7 @@ def test_two_settings_of_one_script(place):
     lines = (place / "starts").read_text().splitlines()[2:]
     assert [seed for _, seed, _ in starts(place)[2:]] == [7, 7, 8, 8]
     for line in lines:
-        assert line.startswith("--save_every=0 demo --save_every=3 ")  # the last one holds
+        assert line.startswith("--save_every=0 --curve demo --save_every=3 ")  # the last one holds
         assert ("--muon_lr=0.5 --val_loss_every=2" in line) == ("--name=base_ours " in line)
     assert (place / "records" / "race_x" / "base_ours").is_dir()
     asked = (place / "honesty.py.asked").read_text().splitlines()

@@ -155,7 +155,7 @@ def sentences_about(a, b, comparison, target):
         return ["Nothing is shown: the sides have no seed in common, and an e-value takes pairs. "
                 "Without --until_decided, all runs are compared."]
     sentences = [about_loss(a, b, comparison), about_steps(a, b, comparison),
-                 about_time(a, b, comparison)]
+                 about_time(a, b, comparison), about_later(a, b, comparison)]
     if comparison["unequal"]:
         sentences.insert(0, f"Unequal: {titles([a, b])[0]} has {', '.join(comparison['unequal'])}.")
     if target is not None:
@@ -206,9 +206,14 @@ def about_loss(a, b, comparison):
 def about_steps(a, b, comparison):
     """What the difference in nats, and its interval, are in steps."""
     found = comparison["paired"]["steps"]
+    nats = comparison["paired"]["loss"]["difference"]
     shown = comparison["speaks"] == "paired" and comparison["decision"] != "no difference"
-    if not (shown and found["difference"]):
+    if not (shown and nats) or len({run.steps for run in a.used + b.used}) > 1:
         return ""
+    if found["difference"] is None:
+        return ("How many steps or seconds that is cannot be known: the curve of "
+                f"{titles([a, b])[1]} has no such loss, or no validation near it (within a tenth "
+                "of the run at its end, within a quarter before).")
     earlier = found["difference"] < 0
     share = (-100 if earlier else 100) / b.used[0].steps
     between = ""
@@ -224,13 +229,38 @@ def about_time(a, b, comparison):
     if not comparable_times(a, b):
         return ("Times do not compare, the hardware, the ranks or the rules of the clock differ, "
                 "or a run was resumed with differences.")
+    wrong = [run for run in a.used + b.used if judge.clock_is_wrong(run)]
+    if wrong:
+        said, passed = wrong[0].clock
+        return (f"Times do not count: the log of {wrong[0].name} says {plain(said)} s of training, "
+                f"and {plain(passed)} s passed by the race's clock, validation and saving apart."
+                + " A race does not keep such a copy." * (wrong[0] in a.used))
     test = test_that_speaks(comparison, "seconds")
     if test["difference"] is None:
         return None
-    share = 100 * test["difference"] / max(b.seconds["mean"], 1e-9)
-    size = f"{plain(test['difference'], 3, '+')} s, {share:+.1f} %"
+    size = f"{plain(test['difference'], 3, '+')} s, {share_of_time(test, b)}"
     text = claim("time", titles([a, b]), test, size, ("faster", "slower"), comparison["level"])
     return f"{text} on {a.used[0].hardware or 'hardware that the logs do not name'}."
+
+def share_of_time(test, b):
+    return f"{100 * test['difference'] / max(b.seconds['mean'], 1e-9):+.1f} %"
+
+def about_later(a, b, comparison):
+    """How much longer A takes to the final loss of B, and whether that is decided."""
+    test = comparison["paired"]["later"]
+    if comparison["decision"] == "no difference" or test["adjusted"] is None:
+        return ""
+    ours, theirs = titles([a, b])
+    longer = test["difference"] > 0
+    size = share_of_time(test, b)
+    if test["interval"]:
+        size += f", {percent(test['level'])} interval {interval(test['interval'], '+.3g')} s"
+    end = "Which of them is faster to that loss is not decided, so the loss decides."
+    if judge.is_sure(test, comparison["level"]):
+        end = f"So {ours} is {'slower' if longer else 'faster'} to that loss"
+        end += ", and a race does not keep it." if longer else "."
+    return (f"To the final loss of {theirs}, {ours} takes {plain(abs(test['difference']))} s "
+            f"{'more' if longer else 'less'} ({size}, {strength(test)}). {end}")
 
 def claim(what, names, test, size, words, level=ALPHA):
     """One sentence about a difference A - B, as strong as its p- or e-value and no stronger."""

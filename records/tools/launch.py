@@ -164,6 +164,11 @@ def prepare_cpu(ranks: int):
         os.environ["OMP_NUM_THREADS"] = str(most)
         say(f"OMP_NUM_THREADS={most} in place of {wanted}: {ranks} rank(s) share {cores()} core(s)")
 
+def validation_spacing(steps: int) -> int:
+    """The steps between validations for a race, which reads the slope of the loss at the end: four
+    on the way, and one in the last tenth. Short runs validate every tenth."""
+    return math.ceil(9 * steps / 40) if steps >= 40 else max(1, steps // 10)
+
 # ---- The data ------------------------------------------------------------------------------------
 
 def make_shards(prefix: str, *words: str) -> bool:
@@ -256,6 +261,7 @@ def main(argv=None):
     parser.add_argument("--repeat", type=int)
     parser.add_argument("--text")
     parser.add_argument("--text_field", default="text")
+    parser.add_argument("--curve", action="store_true")  # of a race, see validation_spacing
     parser.add_argument("-h", "--help", action="store_true")
     own, words = parser.parse_known_args(argv)
     path, flags = split_words(words)
@@ -275,6 +281,8 @@ def main(argv=None):
             script.check_settings(hp, world_size=1)
     except script.UserError as e:
         raise UserError(e) from None
+    if own.curve and "val_loss_every" not in command.named:
+        flags.append(f"--val_loss_every={validation_spacing(hp.num_iterations)}")
     own_data = bool({"train_files", "val_files"} & set(command.named))
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     require(own.repeat is None or own.repeat > 0 and hp.seed < 0 and not command.resume,

@@ -14,6 +14,7 @@ import codecs
 import contextlib
 import copy
 import hashlib
+import json
 import math
 import os
 import re
@@ -212,6 +213,42 @@ def validation_shards(settings, environment):
     pattern = settings.get("val_files", "").strip("'\"")
     return [row for row in rows if fnmatch(shard_in(row)[0], pattern)] or rows
 
+class Clock:
+    """A race's own clock of a run, whose lines it notes as they come. It runs from a validation to
+    the last training step before the next one, so that it leaves out validation and saving."""
+
+    def __init__(self):
+        self.said = self.passed = 0.0  # seconds by the run's train_time, and by this clock
+        self.start = self.last = None  # (seconds by the run, seconds now)
+
+    def note(self, text, now):
+        if text.startswith("checkpoint: ") and self.start:
+            self.start = (self.start[0], now)
+        lines = lines_of(text)
+        if not lines:
+            return
+        here = (lines[-1].seconds, now)
+        if lines[-1].kind != "val":
+            self.last = here
+            return
+        if self.start and self.last:
+            self.said += self.last[0] - self.start[0]
+            self.passed += self.last[1] - self.start[1]
+        self.start = here
+        self.last = None
+
+    def save(self, run):
+        """Beside the run's log, so that whoever reads that finds it too."""
+        run.clock = (round(self.said, 3), round(self.passed, 3))
+        with contextlib.suppress(OSError):  # the disk is full
+            Path(run.path).with_suffix(".clock").write_text(json.dumps(run.clock))
+
+def clock_beside(path):
+    """(seconds by the run, seconds by the race's clock) where a race noted them, else None."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        said, passed = map(float, json.loads(Path(path).with_suffix(".clock").read_text()))
+        return (said, passed) if math.isfinite(said + passed) else None
+
 class Run:
     """One run, as its log tells it; `follow` adds the logs that it continues."""
 
@@ -229,6 +266,7 @@ class Run:
         # What its log was called when it began, with the time; the file may be renamed later.
         born = re.search(r"(?m)^log: (.+)\.log$", sections.steps) if settings else None
         self.born = os.path.basename(born[1]) if born else Path(path).stem
+        self.clock = clock_beside(path)
         self.reached = None  # where it meets the target
         self.hyperparameters = settings
         self.environment = environment

@@ -29,17 +29,24 @@ and a line in records/ideas.csv.
 
 The flags of run.sh go to all sides: a preset (speedrun, short or demo), --text=FILE_OR_FOLDER, and
 all that ./run.sh train --help lists. Those in --only_ours go to the candidates alone, those in one
-word with a script to that one. No checkpoint is saved unless --save_every asks for it.
+word with a script to that one. No checkpoint is saved unless --save_every asks for it. Unless
+--val_loss_every says otherwise, runs validate where the verdict needs it: on the way and near the
+end, since the slope there tells how many steps and seconds a difference in loss is worth.
+
+The time that counts is what a run's log says. The race notes when the lines come, and where clearly
+more time passed between validations, that run's time does not count.
 
 --json prints verdict.json alone, a list with an object for each candidate:
   candidate, script, patch (its SHA-256), honest, pairs, why (in words)
   decision: better, worse, no difference, undecided, broken (it does not run) or dishonest
-  keep: whether it is better, honest, and has the baseline's number of tokens
+  keep: whether it is better, honest, has the baseline's number of tokens, and is not shown to
+    take more seconds to the baseline's final loss or to have a wrong clock
   difference (candidate - baseline, in nats a token), interval (of 1 - level while pairs are added,
     95 % with --repeat), E or p (the other one is null), adjusted (p or 1 / E, by Holm's method for
     the number of candidates)
   steps_later (than the baseline to its loss, by its own curve; below 0 if earlier), steps_interval,
-    baseline_steps
+    baseline_steps; seconds_later and seconds_interval, the same in training time; slower: whether
+    these show it. null where the baseline's validations are too far apart
   seconds, tokens, parameters, and the baseline's: baseline_seconds and so on; null if it never ran
 Exit status: 0 if one is to be kept, else 4 if one is undecided, else 3; 2 if none could be raced.
 """

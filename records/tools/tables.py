@@ -57,7 +57,7 @@ def of_tests(side, baseline, comparison):
         tests = [(f"{pairs} pairs", paired)] * (pairs > 1)
         tests += [("Welch", comparison[key])] * (paired["E"] is None)
         for kind, test in tests:
-            signs = f"{test['lower']} of {pairs}" if "lower" in test else "-"
+            signs = f"{test['lower']} of {pairs}" if test.get("n") else "-"
             between = interval(test["interval"], form)
             between += f" ({percent(test['level'])})" if test["interval"] else ""
             yield [f"{what}, {kind}", number(test["difference"], f"+{form}", unit), between,

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic
 
 from records.tools import logs
 from records.tools.load import ROOT, UserError, child
@@ -62,17 +63,24 @@ def start(program: Path, *words: str, watch=lambda line: None, **variables: str)
             watch(line)
     return process.returncode, output
 
-def run(entry: Entry, seed: int, records: Path, *more: str, **options):
+def run(entry: Entry, seed: int, records: Path, *more: str, watch=lambda line: None,
+        **variables: str):
     """Train with these flags more; (the finished run or None, the output, which ends with what is
     wrong)."""
     script, place = entry.started
-    status, output = start(LAUNCH, script, "--save_every=0", *entry.flags, f"--seed={seed}",
-                           f"--name={entry.name}", f"--records={records}", *more, **place,
-                           **options)
+    clock = logs.Clock()
+    def note(line):
+        clock.note(line, monotonic())
+        watch(line)
+    status, output = start(LAUNCH, script, "--save_every=0", "--curve", *entry.flags,
+                           f"--seed={seed}", f"--name={entry.name}", f"--records={records}", *more,
+                           watch=note, **place, **variables)
     found = {} if status else finished(entry, records, [seed])
     if not status and not found:
         output += (f"{records}: there is no log of a finished run of {entry.script} with seed "
                    f"{seed}; a race needs the seed, and a validation after the last step\n")
+    elif found:
+        clock.save(found[seed])
     return found.get(seed), output
 
 def finished(entry: Entry, records: Path, seeds) -> dict:

@@ -68,8 +68,11 @@ def row_of(one: Entry, pairs: int, baseline: Entry, found: dict, ours: list, the
         for key in ("seconds", "tokens", "parameters"):
             known = [getattr(run, key) for run in runs]
             values[prefix + key] = mean(known) if known and None not in known else None
-    steps = found["paired"]["steps"] if found else {}
-    values |= {"steps_later": steps.get("difference"), "steps_interval": steps.get("interval"),
+    for what, key in (("steps", "steps"), ("seconds", "later")):
+        known = found["paired"][key] if found else {}
+        values |= {f"{what}_later": known.get("difference"),
+                   f"{what}_interval": known.get("interval")}
+    values |= {"slower": found.get("slower", False),
                "baseline_steps": theirs[0].steps if found else None}
     decision, why = found.get("decision", "undecided"), found.get("verdict", "no pair")
     if decision == "undecided" and one.standing:
@@ -78,9 +81,10 @@ def row_of(one: Entry, pairs: int, baseline: Entry, found: dict, ours: list, the
         refused = one.dishonest and one.problem.startswith(one.dishonest)
         decision = "dishonest" if refused else "broken"
     equal = values["tokens"] == values["baseline_tokens"]
+    in_time = not values["slower"] and not any(map(judge.clock_is_wrong, ours))
     patch = patch_of(one, baseline)
     return {"candidate": one.name, "script": one.script, "decision": decision,
-            "keep": decision == "better" and not one.dishonest and equal,
+            "keep": decision == "better" and not one.dishonest and equal and in_time,
             "honest": not one.dishonest, "pairs": pairs,
             "why": logs.printable(one.problem or one.dishonest or why),
             "patch": hashlib.sha256(patch.encode()).hexdigest(), **values}
