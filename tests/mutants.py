@@ -218,7 +218,6 @@ IN_PROGRAMS = {
          "a_mistake_shows")],
     ("records/tools/verdict.py", "test_race.py"): [
         ("a copy that trains on more is kept", "not one.dishonest« and equal→» and", "status_and"),
-        ("a copy that is slower to the loss is kept", "equal« and in_time→»,", "is_kept"),
         ("candidates without runs do not count", "absent = «len(candidates) - len(raced)→0»",
          "many_candidates")],
     ("records/tools/judge.py", "test_judge.py"): [

@@ -247,7 +247,7 @@ def share_of_time(test, b):
 
 def about_later(a, b, comparison):
     """How much longer A takes to the final loss of B, and whether that is decided."""
-    test = comparison["paired"]["later"]
+    test = test_that_speaks(comparison, "later")
     if comparison["decision"] == "no difference" or test["adjusted"] is None:
         return ""
     ours, theirs = titles([a, b])
