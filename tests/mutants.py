@@ -249,8 +249,13 @@ IN_PROGRAMS = {
          "its_units"),
         ("the first steps count", "slice(«UNTIMED, UNTIMED + →»steps)", "its_units")],
     ("records/tools/honesty.py", "test_honesty.py"): [
-        ("a copy that is not honest is status 0", "{seen}\")\n        return «3→0»", "program"),
-        ("no noise on weights that start at zero", "p.add_(«0.1→0.0» * torch", "planted")],
+        ("a copy that is not honest is status 0", "{seen}\")\n        return «3→0»", "program")],
+    ("records/tools/exam.py", "test_exam.py"): [
+        ("the loss of the log is believed", "abs(loss - «self.run.loss→loss»)", "cheating"),
+        ("the first steps are not trained again", "train_again(0, «FIRST→0»)", "cheating"),
+        ("validation may change things", "not torch.equal(«x.cpu()→before[key]», b", "cheating")],
+    ("records/tools/trial.py", "test_exam.py"): [
+        ("a file that was not given may be opened", "if «not known→False»:", "opened")],
     ("records/tools/sample.py", "test_sample.py"): [
         ("the seed draws nothing", "manual_seed(«args.seed→0»)", "a_seed_gives"),
         ("the oldest checkpoint is taken", "return found[«-1→0»]", "chain")],

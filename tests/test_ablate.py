@@ -86,7 +86,8 @@ def test_what_pays_what_harms_and_what_does_nothing(place, run_ablate, capsys): 
     assert "race_parts was begun with other scripts" in capsys.readouterr().err
 
 def test_a_part_whose_trial_was_interrupted_is_tried_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(ablate.race.trial, "one_step", Mock(side_effect=[KeyboardInterrupt, ""]))
+    tries = Mock(side_effect=[KeyboardInterrupt, (0, "")])
+    monkeypatch.setattr(ablate.race.trial, "one_step", tries)
     where = ablate.Part("all", []), STAND_IN, tmp_path, []
     with pytest.raises(KeyboardInterrupt):
         ablate.trains(*where)

@@ -117,7 +117,7 @@ def test_a_driver_in_vain_is_said(tmp_path, monkeypatch):
     ("speedrun", "speedrun takes weeks without a GPU; run demo"),
     ("no_such.py demo", "no_such.py: there is no such script"),
     ("data/common.py demo", "is no copy of train_gpt.py, because it has no GPT, parse_flags, ch"),
-    ("demo --records=README.md/x", "--records=README.md/x cannot hold logs: README.md is no folder"),
+    ("demo --records=README.md/x", "--records=README.md/x cannot hold logs: README.md is no "),
     ("demo --check", "NPROC=0 is not a number above 0"),
     ("demo --check", "srun has started 8 run.sh, which do not know of each other"),
     ("speedrun --text=README.md", "--text=README.md: trains the demo"),

@@ -76,6 +76,14 @@ if "DISHONEST" in text:
     print("not honest: the loss of token 7 changes by 0.5")
     sys.exit(3)
 """
+EXAM = """import json, re, sys
+if "--offer" in sys.argv:
+    print("steps: 5")
+    sys.exit()
+text = open(sys.argv[2]).read()
+cheats = "CHEATS" in open(sys.argv[1]).read()
+print(json.dumps({"own": 1.0, "text": None, "problem": "its log lies" if cheats else None}))
+"""
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
@@ -84,6 +92,8 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "record.py").write_text(STAND_IN.replace("OFFSET = 0.0", "OFFSET = -0.1"))
     (tmp_path / "launch.py").write_text(LAUNCHER)
     (tmp_path / "honesty.py").write_text(HONESTY)
+    (tmp_path / "exam.py").write_text(EXAM)
+    monkeypatch.setattr(race.trial, "EXAM", tmp_path / "exam.py")
     monkeypatch.setattr(race.trial, "LAUNCH", tmp_path / "launch.py")
     monkeypatch.setattr(race.trial, "HONESTY", tmp_path / "honesty.py")
     monkeypatch.setattr(race.trial, "monotonic", itertools.count(0, 0.1).__next__)  # as MS says
@@ -135,8 +145,8 @@ def test_a_race_in_turn_with_the_same_seeds(place, capsys):
     out = capsys.readouterr().out
     folder = place / "records" / "race_record"
     assert sorted(path.name for path in folder.iterdir()) == [
-        ".lock", "base", "base.py", "race.html", "race.json", "race.png", "record", "record.patch",
-        "record.py", "verdict.json", "verdict.txt"]
+        ".lock", "base", "base.py", "exams.json", "race.html", "race.json", "race.png", "record",
+        "record.patch", "record.py", "verdict.json", "verdict.txt"]
     ends = [[logs.read_run(path, "x").loss for path in finished_logs(place, side)]
             for side in ("record", "base")]
     verdict = " ".join((folder / "verdict.txt").read_text().split())
@@ -236,6 +246,8 @@ def test_many_candidates_share_the_baseline_and_drop_out(place, capsys):
      "Unequal: record has 20 % more tokens, 20 % more steps. record is better than base"),
     ("NOISE = 1.0", "NOISE = -22.0\nOFFSET = 0.01", ["--worth=0.2"], (3, "no difference", False),
      "No difference that matters: record - base lies between -0."),
+    ("OFFSET = 0.0", "OFFSET = -0.1  # CHEATS", [], (2, "dishonest", False),
+     "{place}/record.py, seed 1: its log lies"),
     ("OFFSET = 0.0", "OFFSET = -0.1  # DISHONEST", ["--dishonest"], (3, "better", False),
      "{place}/record.py: not honest: the loss of token 7 changes by 0.5"),
     ("for key, value in vars(args)", "for key, value in (vars(args) | {'val_tokens': 9})", [],
@@ -391,6 +403,7 @@ sys.path.insert(0, {root!r})
 from records.tools import race, logs
 race.trial.LAUNCH = race.Path({launcher!r})
 race.trial.HONESTY = race.trial.LAUNCH.with_name("honesty.py")
+race.trial.EXAM = race.trial.LAUNCH.with_name("exam.py")
 sys.exit(race.load.run(race.main, errors=(logs.BadInput,)))
 """
 

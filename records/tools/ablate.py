@@ -98,7 +98,7 @@ def trains(part: Part, text: str, folder: Path, words) -> bool:
     one = race.parse([str(path), *words, f"--records={folder}"])
     output = "interrupted"
     try:
-        output = race.trial.one_step(one.candidates[0], one.options.seed, one.folder / "one_step")
+        _, output = race.trial.one_step(one.candidates[0], one.options.seed, one.folder / "step")
     finally:
         if output:
             path.unlink()

@@ -192,7 +192,8 @@ def speedrun_rule(losses, target):
     return {"p": p, "holds": p < ALPHA, "runs_needed": needed}
 
 KEYS = ("loss", "seconds", "later")  # that are tested; see tested
-RUN_ITSELF = {"seed", "name", "records", "command", "resumed"}  # differ from run to run
+RUN_ITSELF = {  # what differs from run to run
+    "seed", "name", "records", "save_every", "command", "resumed"}
 NOT_GIVEN = "(not given)"
 
 class Side:

@@ -29,7 +29,7 @@ import torch
 from data import tokenize_text
 from data.common import sha256
 from records.tools import sample
-from records.tools.watch import say, train
+from records.tools.watch import RACE, say, train
 
 # The standard library, without its tests and its tables of characters.
 DEMO_TEXT = ("--glob *.py --exclude *-packages --exclude test --exclude tests "
@@ -79,8 +79,8 @@ def find_resumed(path: str | None, flags: list[str]) -> tuple[str, list[str], di
     run = Path(values["--resume"] or values.get("--records", "records")).expanduser()
     checkpoint = sample.find_checkpoint(run)
     writer = writer_of(checkpoint.resolve().parent)
-    require(not writer, f"the log of {checkpoint} is still being written, by process {writer}: wait "
-            "for its end, or end it, before you resume it")
+    require(not writer, f"the log of {checkpoint} is still being written, by process {writer}: "
+            "wait for its end, or end it, before you resume it")
     saved = sample.content_of(checkpoint)  # the script's own check says what is wrong with it
     settings, source = saved.get("settings", {}), saved.get("script")
     scripts = ["train_gpt.py", *sorted(map(str, Path().glob("*.py")))]
@@ -289,8 +289,8 @@ def main(argv=None):
             f"--repeat={own.repeat}: takes a number above 0, and neither --seed nor --resume")
     records = Path(hp.records).expanduser()
     there = next(path for path in (records, *records.parents, Path()) if os.path.exists(path))
-    require(there.is_dir() and os.access(there, os.W_OK), f"--records={hp.records} cannot hold logs: "
-            f"{there} is no folder that you can write into")
+    require(there.is_dir() and os.access(there, os.W_OK), f"--records={hp.records} cannot hold "
+            f"logs: {there} is no folder that you can write into")
     require(own.text is None or command.preset == "demo" and not own_data,
             f"--text={own.text}: trains the demo, and takes neither --train_files nor --val_files")
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
@@ -319,7 +319,8 @@ def main(argv=None):
     runs = [train(path, flags, ranks) for _ in range(own.repeat or 1)]
     if own.repeat:
         start("records/tools/compare.py", *map(str, runs))
-    elif command.preset == "demo" and hp.save_every and hp.num_iterations and not command.resume:
+    elif command.preset == "demo" and hp.save_every and hp.num_iterations and not (
+            command.resume or RACE in os.environ):
         show_sample(path, runs[0], hp, [] if own.text or own_data else ["--prompt=def "])
 
 if __name__ == "__main__":

@@ -12,9 +12,14 @@ all that it does. Words that begin with a dash are for a Python that takes this 
 
 import os
 import sys
+import time
 from types import ModuleType
 
-STARTER = "LEASH_STARTER"  # the process that starts this one, in the environment
+# In the environment: the process that starts this one, and a file for a note of data that a script
+# opens.
+STARTER = "LEASH_STARTER"
+OPENED = "LEASH_OPENED"
+DATA = (".bin", ".pt", ".log", ".npy", ".npz", ".safetensors")
 
 def end_with_starter():
     """SIGTERM for this process when its parent ends. Ends it now if that has happened before."""
@@ -32,6 +37,19 @@ def show_without_leash(kind, error, trace):
         trace = trace.tb_next
     sys.__excepthook__(kind, error.with_traceback(trace), trace)
 
+def note_what_is_opened(file: str):
+    """Appends the time and the path of each file of data that this process opens from now on. What
+    C++ code or a child process opens is not seen."""
+    notes = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    def note(event, values):
+        if event == "open" and isinstance(values[0], (str, bytes, os.PathLike)):
+            path = os.fsdecode(values[0])
+            if path.endswith(DATA):
+                row = f"{time.monotonic()} {os.path.abspath(path)!r}\n"
+                os.write(notes, row.encode("utf-8", "surrogateescape"))
+    sys.addaudithook(note)
+
 def run_script(path: str):
     """As __main__, whose text is read by its own coding line."""
     sys.path[0] = os.path.dirname(os.path.realpath(path))
@@ -46,4 +64,6 @@ if __name__ == "__main__":
     if sys.argv[1].startswith("-"):
         os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
     del sys.argv[0]
+    if OPENED in os.environ:
+        note_what_is_opened(os.environ.pop(OPENED))
     run_script(sys.argv[0])

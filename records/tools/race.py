@@ -21,6 +21,11 @@ next idea meanwhile. Before its first run each script trains one step, which doe
 shows its mistakes, and ./run.sh honest checks that its validation loss is honest. A copy that fails
 is not raced, unless --dishonest says so; the verdict then begins with what the check saw.
 
+A race believes nothing that a script says of itself. The runs get a shortened validation text.
+After each pair, exam.py examines both final checkpoints: their losses on the rest of the text, from
+a place that is drawn then, are what the verdict judges. It also trains some steps again, and the
+losses must be those of the log. exams.json has what it found. A run that fails is not counted.
+
 The race lies in records/race_NAME, a folder of logs for each script; NAME is the first copy's, or
 --name. Interrupted, the same command goes on with it, unless a script or a flag has changed.
 race.html, a page for a browser, is written after every run. The race ends with a verdict
@@ -29,7 +34,7 @@ and a line in records/ideas.csv.
 
 The flags of run.sh go to all sides: a preset (speedrun, short or demo), --text=FILE_OR_FOLDER, and
 all that ./run.sh train --help lists. Those in --only_ours go to the candidates alone, those in one
-word with a script to that one. No checkpoint is saved unless --save_every asks for it. Unless
+word with a script to that one. No checkpoint is kept unless --save_every asks for it. Unless
 --val_loss_every says otherwise, runs validate where the verdict needs it: on the way and near the
 end, since the slope there tells how many steps and seconds a difference in loss is worth.
 
@@ -54,12 +59,14 @@ Exit status: 0 if one is to be kept, else 4 if one is undecided, else 3; 2 if no
 import contextlib
 import json
 import os
+import random
 import re
 import shlex
+import shutil
 import sys
 import time
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -82,6 +89,8 @@ class Race:
     candidates: list[Entry]
     baseline: Entry
     options: Namespace  # of OPTIONS
+    text: dict | None = None  # on which runs are examined, as trial.text_for has it
+    places: dict = field(default_factory=dict)  # {seed: where the exam of its runs begins in it}
 
     @property
     def racers(self):
@@ -174,12 +183,13 @@ def split(text: str) -> list[str]:
 def definition(race: Race) -> dict:
     """What must not change while a race goes on. Scripts that cannot be raced are left out, so that
     they may be mended."""
-    found = {"version": 3, "first_seed": race.options.seed, "repeat": race.options.repeat,
-             "NPROC": os.environ.get("NPROC"), "candidates": [one.name for one in race.candidates]}
+    found = {"version": 4, "text": race.text, "first_seed": race.options.seed,
+             "repeat": race.options.repeat, "NPROC": os.environ.get("NPROC"),
+             "candidates": [one.name for one in race.candidates]}
     for racer in race.racers:
         if not racer.problem:
             found |= {f"{racer.name}.{key}": getattr(racer, key)
-                      for key in ("script", "sha256", "flags", "dishonest", "weights")}
+                      for key in ("script", "sha256", "flags", "dishonest", "weights", "steps")}
     return found
 
 def check(race: Race):
@@ -194,6 +204,8 @@ def check(race: Race):
     for racer in race.racers:
         racer.dishonest = before.get(f"{racer.name}.dishonest", "")
         racer.weights = before.get(f"{racer.name}.weights", {})
+        racer.steps = before.get(f"{racer.name}.steps", 0)
+    race.text = before.get("text")
     changed = dict.fromkeys(
         how_it_changed(key, before[key], value) for key, value in definition(race).items()
         if before.get(key, value) != value)
@@ -208,12 +220,18 @@ def check(race: Race):
     for racer in new:
         if race.racing:  # else the baseline need not be tried
             try_out(race, racer)
+    if new and race.text and not race.text["exam"]:
+        say("the validation text is too short to keep a part for exams: they use the runs' own")
+    if new and race.racing and not race.text["exam"]:
+        say("the validation text is too short to keep a part of it for exams, so the verdict uses "
+            "the runs' own")
     if race.racing:
         write_whole(path, json.dumps(definition(race), indent=1))
     for one in race.racing if new else ():
         say_unequal(one, race.baseline)
     for racer in race.racers:
         racer.runs = trial.finished(racer, race.folder / racer.name, race.seeds)
+    read_exams(race)
     done = sum(len(racer.runs) for racer in race.racers)
     if done:
         say(f"{runs_of(done, 'run')} are done")
@@ -244,7 +262,7 @@ def try_out(race: Race, racer: Entry):
     """One step, and the check of honesty. A candidate that fails does not race."""
     try:
         say(f"checking {racer.script}: one step that does not count, to see whether it runs")
-        output = trial.one_step(racer, race.options.seed, race.folder / "one_step")
+        one, output = trial.one_step(racer, race.options.seed, race.folder / "one_step")
         if output:
             trial.show(output)
         advice = "mend it and start the race again"
@@ -252,6 +270,8 @@ def try_out(race: Race, racer: Entry):
             advice = "flags that only the copies know go into --only_ours"
         require(not output, f"{racer.script} fails in a run of 1 step, whose output is above; "
                 f"{advice}")
+        racer.steps = trial.offered(racer)
+        race.text = race.text or trial.text_for(one, race.folder / "text")
         say(f"checking {racer.script}: a tiny model by its method, to see whether its validation "
             "loss is honest")
         racer.dishonest, racer.weights = trial.dishonesty(racer)
@@ -285,6 +305,9 @@ def run_pair(race: Race, pair: int):
         if race.racing:
             train(race, racer, seed, pair)
             verdict.write_page(outcome_of(race), race.folder, alive=True)
+    for racer in order if race.racing else ():
+        if seed in racer.runs and seed not in racer.exams:
+            examine(race, racer, seed)
     left = race.pairs - pair
     if len(missing) == len(order) and race.racing and left:
         times = [tqdm.format_interval(n * (time.monotonic() - began)) for n in (1, left)]
@@ -294,8 +317,10 @@ def train(race: Race, racer: Entry, seed: int, pair: int):
     what = f"pair {pair} of {race.at_most}{race.pairs}, {racer.name}, seed {seed}"
     say(what)
     folder = race.folder / racer.name
+    more = [] if keeps_checkpoints(racer) else [trial.save_flag(racer.steps)]
     with tqdm(desc=racer.name, unit="step", disable=None, leave=False) as bar:
-        one, output = trial.run(racer, seed, folder, watch=partial(move, bar))
+        one, output = trial.run(racer, seed, folder, *more, *race.text["flags"],
+                                notes=notes_of(race, racer, seed), watch=partial(move, bar))
     if one:
         racer.runs[seed] = one
         say(f"{what}: val loss {one.loss:.4f} after {one.steps} steps, {one.seconds:.1f} s of "
@@ -306,6 +331,55 @@ def train(race: Race, racer: Entry, seed: int, pair: int):
                      "command goes on with this run")
     require(racer is not race.baseline, racer.problem)
     say(racer.problem)
+
+def keeps_checkpoints(racer: Entry) -> bool:
+    return any(flag.startswith("--save_every") for flag in racer.flags)
+
+def notes_of(race: Race, racer: Entry, seed: int) -> Path:
+    """Where a run notes which files it opens."""
+    return race.folder / f"{racer.name}.{seed}.opened"
+
+def examine(race: Race, racer: Entry, seed: int):
+    """The exam of a run. The place in the text is drawn after all runs of the pair have ended."""
+    last = race.text["left"] - race.text["tokens"] if race.text["exam"] else 1
+    place = race.places.setdefault(seed, random.SystemRandom().randrange(last))
+    say(f"the exam of {racer.name}, seed {seed}")
+    run = racer.runs[seed]
+    racer.exams[seed] = trial.examine(racer, run, race.text, place, notes_of(race, racer, seed))
+    write_whole(race.folder / "exams.json", json.dumps(
+        {"places": race.places, "exams": {one.name: one.exams for one in race.racers}}, indent=1))
+    if not keeps_checkpoints(racer):
+        shutil.rmtree(os.path.splitext(run.path)[0], ignore_errors=True)
+    notes_of(race, racer, seed).unlink(missing_ok=True)
+    take_exam(race, racer, seed)
+
+def take_exam(race: Race, racer: Entry, seed: int):
+    """From here on, the loss of a run is what its exam found."""
+    found = racer.exams[seed]
+    if found["problem"]:
+        problem = f"{racer.script}, seed {seed}: {found['problem']}"
+        require(race.options.dishonest or racer is not race.baseline, problem)
+        racer.dishonest = racer.dishonest or problem
+        if not race.options.dishonest:
+            racer.problem = problem
+            say(problem)
+    elif race.text["exam"]:
+        racer.runs[seed].loss = found["text"]
+
+def read_exams(race: Race):
+    """Takes the exams that are done. A run without one whose checkpoints are gone is made again."""
+    path = race.folder / "exams.json"
+    found = json.loads(path.read_text()) if path.exists() else {}
+    race.places = {int(seed): place for seed, place in found.get("places", {}).items()}
+    for racer in race.racers:
+        exams = found.get("exams", {}).get(racer.name, {})
+        racer.exams = {int(seed): exam for seed, exam in exams.items()}
+        for seed, one in [*racer.runs.items()]:
+            if seed in racer.exams:
+                take_exam(race, racer, seed)
+            elif not os.path.isdir(os.path.splitext(one.path)[0]):
+                del racer.runs[seed]
+                os.unlink(one.path)
 
 def move(bar: tqdm, line: str):
     """The progress bar, by a line of a run's output."""
@@ -322,7 +396,7 @@ def pairs_of(race: Race, one: Entry, last: int | None):
     return [pair for pair in runs[:one.decided or last] if all(pair)]
 
 def outcome_of(race: Race, last: int | None = None) -> verdict.Outcome:
-    """What these pairs show."""
+    """What these pairs show, by the losses of their exams."""
     pairs = [pairs_of(race, one, last) for one in race.candidates]
     level = None if race.options.repeat else race.options.level
     return verdict.outcome_of(race.candidates, pairs, race.baseline, race.options.target, level,

@@ -1,21 +1,33 @@
-"""What race.py and ablate.py start: runs of a script, one step that shows its mistakes, and the
-check of its honesty. Each is started as run.sh starts any other."""
+"""What race.py and ablate.py start: runs of a script, one step that shows its mistakes, the check
+of its honesty, and the exam of a run. Each is started as run.sh starts any other."""
 
+import ast
+import glob
 import hashlib
+import json
 import os
+import random
 import re
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 
+import numpy as np
+
+from data.common import check_shard, write_shards
 from records.tools import logs
-from records.tools.load import ROOT, UserError, child
+from records.tools.load import LEASH, ROOT, TORCHRUN, UserError, child
+from records.tools.watch import RACE
 
 LAUNCH = ROOT / "records" / "tools" / "launch.py"
 HONESTY = ROOT / "records" / "tools" / "honesty.py"
+EXAM = ROOT / "records" / "tools" / "exam.py"
+SHORTEST = 32_768  # tokens of a text that an exam needs
+FIRST_STEP = "the end of the first step"  # among the names of files that a run opened
 
 @dataclass
 class Entry:
@@ -28,6 +40,8 @@ class Entry:
     problem: str = ""  # why it cannot be raced
     dishonest: str = ""  # what the check of its honesty saw
     weights: dict = field(default_factory=dict)  # hashes of those that its runs start from
+    steps: int = 0  # of its runs
+    exams: dict = field(default_factory=dict)  # {seed: what the exam of its run found}
     decided: int | None = None  # after how many pairs
     standing: str = ""  # after the last pair, in words
     kept: str = ""  # the file with its text that a race runs, whatever happens to the script
@@ -63,18 +77,29 @@ def start(program: Path, *words: str, watch=lambda line: None, **variables: str)
             watch(line)
     return process.returncode, output
 
-def run(entry: Entry, seed: int, records: Path, *more: str, watch=lambda line: None,
-        **variables: str):
+def run(entry: Entry, seed: int, records: Path, *more: str, notes: Path | None = None,
+        watch=lambda line: None, **variables: str):
     """Train with these flags more; (the finished run or None, the output, which ends with what is
-    wrong)."""
+    wrong). The file `notes` gets the times at which the run opened files and ended its first
+    step."""
     script, place = entry.started
     clock = logs.Clock()
-    def note(line):
+    stepped = False
+    if notes:
+        notes.unlink(missing_ok=True)
+        variables[RACE] = str(notes.absolute())
+
+    def see(line: str):
+        nonlocal stepped
         clock.note(line, monotonic())
+        if notes and not stepped and re.match(r"step:\d+/\d+ train_loss:", line):
+            stepped = True
+            with open(notes, "a", encoding="utf-8") as file:
+                file.write(f"{time.monotonic()} {FIRST_STEP!r}\n")
         watch(line)
     status, output = start(LAUNCH, script, "--save_every=0", "--curve", *entry.flags,
                            f"--seed={seed}", f"--name={entry.name}", f"--records={records}", *more,
-                           watch=note, **place, **variables)
+                           watch=see, **place, **variables)
     found = {} if status else finished(entry, records, [seed])
     if not status and not found:
         output += (f"{records}: there is no log of a finished run of {entry.script} with seed "
@@ -93,13 +118,13 @@ def finished(entry: Entry, records: Path, seeds) -> dict:
             found.setdefault(int(one.seed), one)
     return found
 
-def one_step(entry: Entry, seed: int, records: Path) -> str:
-    """The output of a script that fails in one step, on one process, so that a mistake has one
-    traceback; nothing if it does not fail."""
+def one_step(entry: Entry, seed: int, records: Path):
+    """A run of one step, on one process, so that a mistake has one traceback; (the run, nothing),
+    or if the script fails, (None, its output)."""
     one, output = run(entry, seed, records, "--num_iterations=1", "--val_loss_every=0",
                       "--save_every=0", NPROC="1")
     shutil.rmtree(records, ignore_errors=True)
-    return "" if one else output
+    return one, "" if one else output
 
 def show(output: str):
     print(logs.printable(output[-20_000:]), file=sys.stderr)
@@ -116,3 +141,76 @@ def dishonesty(entry: Entry) -> tuple[str, dict]:
     weights = dict(re.findall(r"(?m)^weights: (\S+ \w+)_(\w+)$", output))
     # 3: it is not honest; another one: it could not be checked
     return f"{entry.script}: {last_line(output)}" if status else "", weights
+
+# ---- The exam ------------------------------------------------------------------------------------
+
+def offered(entry: Entry) -> int:
+    """The steps of its runs, if the exam can examine them."""
+    script, place = entry.started
+    status, output = start(EXAM, script, "--offer", *entry.flags, **place)
+    found = re.findall(r"(?m)^steps: (\d+)$", output)
+    if status or not found:
+        raise UserError(f"{entry.script}: {last_line(output)}")
+    return int(found[-1])
+
+def text_for(one, folder: Path) -> dict:
+    """Divides the validation text of a run into what the runs of a race are given, and what their
+    exams use. `flags` are those of the runs, `exam` is the exam's shard or None."""
+    rows = [logs.shard_in(row)[0] for row in one.val_data if "tokens" in row]
+    settings = one.hyperparameters
+    if not rows:
+        return {"flags": [], "exam": None}
+    tokens = np.concatenate([check_shard(row, int(settings["vocab_size"])) for row in rows])
+    given = int(settings["val_tokens"]) + 1
+    if len(tokens) - given < SHORTEST:
+        given = len(tokens) - len(tokens) // 3
+    if len(tokens) - given < SHORTEST:
+        return {"flags": [], "exam": None}
+    folder.mkdir(exist_ok=True)
+    write_shards([tokens[:given]], folder / "given", 0, given)
+    write_shards([tokens[given:]], folder / "kept", 0, len(tokens))
+    flags = [f"--val_files={glob.escape(str(folder))}/given_*.bin", f"--val_tokens={given - 1}"]
+    left = len(tokens) - given
+    return {"flags": flags, "exam": str(folder / "kept_000000.bin"), "left": left,
+            "tokens": min(given - 1, left * 3 // 4)}
+
+def save_flag(steps: int) -> str:
+    """Has a run save a checkpoint in its second half, from which the exam trains again, and the
+    last one."""
+    last = max(steps // 2 + 1, steps - 8)
+    return f"--save_every={random.SystemRandom().randint(min(last, steps // 2 + 1), last)}"
+
+def examine(entry: Entry, one, text: dict, place: int, notes: Path) -> dict:
+    """What the exam of a run found: its losses, and a problem if there is one."""
+    script, where = entry.started
+    words = []
+    if text["exam"]:
+        words = [f"--text={text['exam']}", f"--place={place}", f"--tokens={text['tokens']}"]
+    status, output = start(EXAM, script, one.path, *words, **where)
+    rows = re.findall(r"(?m)^\{.*\}$", output)
+    if status or not rows:
+        return {"problem": f"it cannot be examined: {last_line(output)}"}
+    found = json.loads(rows[-1])
+    found["problem"] = found["problem"] or opened_wrongly(one, notes)
+    return found
+
+def opened_wrongly(one, notes: Path) -> str:
+    """Which file of data a run has opened that it was not given, or validation data after its first
+    step; nothing if there is none."""
+    lines = []
+    if notes.exists():
+        lines = notes.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    events = sorted((float(time), ast.literal_eval(name)) for time, _, name in
+                    (line.partition(" ") for line in lines))
+    train, val = ([os.path.abspath(logs.shard_in(row)[0]) for row in rows] for rows in
+                  (one.environment.get("data", "").split("; "), one.val_data))
+    own = os.path.abspath(os.path.splitext(one.path)[0])
+    stepped = False
+    for _, name in events:
+        stepped = stepped or name == FIRST_STEP
+        if name in val and stepped and name not in train:
+            return f"its run opened the validation text {name} after the first step"
+        known = name in [*train, *val, f"{own}.log", FIRST_STEP] or name.startswith(f"{own}/")
+        if not known:
+            return f"its run opened {name}, which it was not given"
+    return ""

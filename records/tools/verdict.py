@@ -1,5 +1,6 @@
 """What a race found: the rows of verdict.json, verdict.txt, picture, page and patches."""
 
+import ast
 import contextlib
 import difflib
 import hashlib
@@ -13,6 +14,9 @@ from statistics import mean
 from records.tools import compare, judge, logs, page, plot
 from records.tools.tables import plain, runs_of
 from records.tools.trial import Entry
+
+REPORTS = ["evaluate", "load_validation", "read_tokens", "train_batches", "StepClock", "RunLog",
+           "main"]
 
 def in_words(pairs, decision: str | None, E: float, asked: float, most: int) -> str:
     """How a candidate stands after these pairs, in one wording for the way and the end. `asked` is
@@ -58,6 +62,9 @@ def outcome_of(candidates: list[Entry], pairs: list[list], baseline: Entry, targ
     rows = [row_of(one, len(own), baseline, *known.get(one.name, ({}, [], [])))
             for one, own in zip(candidates, pairs)]
     notes = [logs.printable(one.problem or one.dishonest) for one in [*candidates, baseline]]
+    for one in candidates:
+        if names := touched(one.text, baseline.text):
+            notes.append(f"{one.name} changes {', '.join(names)}: look there first")
     return Outcome(rows, sides, found, target, level, [*filter(None, notes)])
 
 def row_of(one: Entry, pairs: int, baseline: Entry, found: dict, ours: list, theirs: list) -> dict:
@@ -96,6 +103,17 @@ def patch_of(entry: Entry, baseline: Entry) -> str:
     own = [flag for flag in entry.flags if flag not in baseline.flags]
     text = "".join([f"flags: {shlex.join(own)}\n" * bool(own), *diff])
     return text.encode("utf-8", "backslashreplace").decode()  # a file's name need not be UTF-8
+
+def touched(text: str, other: str) -> list[str]:
+    """Which of the functions that read, time or report differ between two scripts. Whoever reads a
+    patch should look there first."""
+    def parts(script: str) -> dict:
+        with contextlib.suppress(SyntaxError):
+            return {node.name: ast.dump(node) for node in ast.parse(script).body
+                    if getattr(node, "name", "") in REPORTS}
+        return {}
+    ours, theirs = parts(text), parts(other)
+    return [name for name in REPORTS if ours.get(name) != theirs.get(name)]
 
 def write_page(found: Outcome, folder: Path, alive: bool):
     """race.html, from the first pair on. A fixed number of pairs has no p-value before its end."""

@@ -14,8 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from records.tools import logs, sample
+from records.tools.leash import OPENED
 from records.tools.load import LEASH, TORCHRUN, UserError, child, require
 
+RACE = "RACE_OPENED"  # in the environment of a race's run: where its ranks note what they open
 STEP_LINES = 2.0  # seconds from one line of a training step to the next, on a terminal
 
 def say(text: str, file=None):
@@ -59,6 +61,9 @@ def train(path: str, flags: list[str], ranks: int) -> Path:
     ends with its status."""
     torchrun = [*TORCHRUN, f"--nproc_per_node={ranks}"] if ranks > 1 else []
     say(shlex.join(["python", *torchrun, path, *flags]))
+    noted = {"PYTHONIOENCODING": "utf-8:surrogateescape"}
+    if RACE in os.environ:
+        noted[OPENED] = os.environ[RACE]
     leashed = [*torchrun, *[LEASH] * (ranks > 1), path, *flags]
     log = None
     ended = {}
@@ -66,7 +71,7 @@ def train(path: str, flags: list[str], ranks: int) -> Path:
         # Whatever the console can show, the paths that a run prints arrive here as they are.
         with child(*leashed, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8",
                    errors="surrogateescape",
-                   env=os.environ | {"PYTHONIOENCODING": "utf-8:surrogateescape"}) as program:
+                   env=os.environ | noted) as program:
             errors = threading.Thread(target=pass_errors, args=(program.stderr, ended), daemon=True)
             errors.start()
             for line in thinned(program.stdout):
