@@ -118,22 +118,13 @@ def test_a_races_clock_leaves_out_validation_and_saving(tmp_path, came, said, pa
     assert logs.read_run(tmp_path / "x.log", "x").clock == pytest.approx((said, passed))
 
 def test_our_own_log(tmp_path):
-    text = log_text(env={"data": "a 1 tokens\ndata: b 2 tokens", "cpu": "2 x AMD EPYC, AVX2"})
+    text = log_text(env={"data": "a 1 tokens\ndata: b 2 tokens", "cpu": "2 x AMD EPYC, AVX2",
+                         "val_data": "b/c.bin 7 tokens 2f\nval_data: b/my d.bin 8 tokens 3f"})
     run = read_text(tmp_path, text)
     assert (run.total, run.tokens, run.ranks, run.hardware) == (250, 250e3, "8", "8x H100")
     assert run.environment["data"] == "a 1 tokens; b 2 tokens" and "script" not in run.environment
+    assert run.validated_on == (None, "50257", "7 tokens 2f", "8 tokens 3f")
     assert read_text(tmp_path, text.replace("gpus: ", "other: ")).hardware == "2x AMD EPYC, AVX2"
-
-@pytest.mark.parametrize("setting, more, contents", [
-    ("'a/h*.bin'", {}, ["5 tokens 0f"]), ("'gone/*.bin'", {}, ["5 tokens 0f", "6 tokens 1f"]),
-    (None, {}, ["5 tokens 0f", "6 tokens 1f"]),
-    ("'a/h*.bin'", {"val_data": "b/c.bin 7 tokens 2f\nval_data: b/my d.bin 8 tokens 3f"},
-     ["7 tokens 2f", "8 tokens 3f"])])
-def test_the_validation_shards_of_new_and_former_logs(tmp_path, setting, more, contents):
-    """Which a log says by itself; former ones by the setting, not by a word in a path."""
-    env = {"data": "a/held.bin 5 tokens 0f\ndata: a/interval.bin 6 tokens 1f"} | more
-    run = read_text(tmp_path, log_text(env=env, hyper={"val_files": setting} if setting else {}))
-    assert run.validated_on == (None, "50257", *contents)
 
 def test_the_gpus_limits_count_and_their_temperatures_do_not(tmp_path):
     rows = ("driver_version, clocks.current.sm [MHz], power.limit [W], temperature.gpu\n"

@@ -256,13 +256,8 @@ def losses_by_step(runs):
 
 def one_validation(runs):
     """Whether the losses of runs compare: by the number of tokens and the fingerprints of their
-    shards. Fingerprints were computed in another way until November 2026, and are left out where
-    logs of both times meet."""
-    if len({run.new_fingerprints for run in runs if run.val_data}) < 2:
-        return len({run.validated_on for run in runs}) < 2
-    counts = {tuple(value and value.partition(" tokens")[0] for value in run.validated_on)
-              for run in runs}
-    return len(counts) < 2
+    shards."""
+    return len({run.validated_on for run in runs}) < 2
 
 # ---- Two sides -----------------------------------------------------------------------------------
 
@@ -283,10 +278,6 @@ def clock_is_wrong(run):
     factor, seconds = CLOCK_BOUND
     return passed > factor * said + seconds
 
-def seconds_of(run):
-    """The training time that counts: what the run's log says, or None if its clock is wrong."""
-    return None if clock_is_wrong(run) else run.seconds
-
 def tested(a, b, speaks, key):
     """The values of A and of B that a test takes: losses, seconds, or with the key "later" the
     seconds to B's final loss, which pairs tell. None where these do not compare."""
@@ -296,7 +287,9 @@ def tested(a, b, speaks, key):
         by_pairs = speaks == "paired" and comparable_times(a, b)
         return to_final_loss(pairs_of(a, b) if by_pairs else [])
     runs = list(zip(*pairs_of(a, b))) or [(), ()] if speaks == "paired" else (a.used, b.used)
-    values = [[run.loss if key == "loss" else seconds_of(run) for run in side] for side in runs]
+    if key == "seconds" and any(map(clock_is_wrong, chain(*runs))):
+        return [], []
+    values = [[getattr(run, key) for run in side] for side in runs]
     return ([], []) if None in chain(*values) else values
 
 def to_final_loss(pairs):
@@ -310,8 +303,8 @@ def to_final_loss(pairs):
     if later is None or any(map(clock_is_wrong, chain(*pairs))):
         return [], []
     share = later / curve[-1][0] / gap  # of the run
-    return ([seconds_of(ours) * (1 + share * gap) for (ours, _), gap in zip(pairs, gaps)],
-            [seconds_of(theirs) for _, theirs in pairs])
+    return ([ours.seconds * (1 + share * gap) for (ours, _), gap in zip(pairs, gaps)],
+            [theirs.seconds for _, theirs in pairs])
 
 def differences(a, b, kind):
     """Rows of key, values in B, values in A for what tells the sides apart."""

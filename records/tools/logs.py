@@ -19,7 +19,6 @@ import math
 import os
 import re
 from collections import namedtuple
-from fnmatch import fnmatch
 from pathlib import Path
 
 from data.common import walk
@@ -204,15 +203,6 @@ def shard_in(row):
     """(path, number of tokens and fingerprint) of a shard in a log."""
     return re.fullmatch(r"(.*?) ?((?:\d+ tokens.*)?)", row).groups()
 
-def validation_shards(settings, environment):
-    """`path tokens fingerprint` of each shard that a run validates on. Until November 2026 logs had
-    one key for all shards: those that the setting val_files matches, or if it matches none, all."""
-    if "val_data" in environment:
-        return environment["val_data"].split("; ")
-    rows = environment["data"].split("; ") if "data" in environment else []
-    pattern = settings.get("val_files", "").strip("'\"")
-    return [row for row in rows if fnmatch(shard_in(row)[0], pattern)] or rows
-
 class Clock:
     """A race's own clock of a run, whose lines it notes as they come. It runs from a validation to
     the last training step before the next one, so that it leaves out validation and saving."""
@@ -281,8 +271,8 @@ class Run:
         gpus = [value for key, value in environment.items() if key.startswith("gpu ")]
         threads = environment.get("threads")
         self.timed_on = (self.hardware, self.ranks, threads, self.free_steps(), *gpus)
-        self.val_data = validation_shards(settings, environment)
-        self.new_fingerprints = "val_data" in environment
+        # `path tokens fingerprint` of each shard that it validates on
+        self.val_data = environment["val_data"].split("; ") if "val_data" in environment else []
         contents = [shard_in(row)[1] for row in self.val_data]  # not the paths
         self.validated_on = (settings.get("val_tokens"), settings.get("vocab_size"), *contents)
 
