@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# ./run.sh [train] [SCRIPT.py] [speedrun|short|demo] [--repeat=N] [--text=FILE_OR_FOLDER] [settings]
+# ./run.sh [train] [my_record.py] [speedrun|short|demo] [--repeat=N] [--text=PATH] [settings]
 #     trains, with a log in records/: the speedrun where there is a CUDA GPU, else the demo.
-#     SCRIPT.py is a copy of train_gpt.py, --repeat=N trains N times, each with a seed of its own,
-#     and compares the runs, and --text trains the demo on a text of your own.
+#     --repeat=N compares runs of N seeds, and --text trains the demo on a text of your own.
 # ./run.sh --resume[=RUN]           continues the newest run, or that of a log, folder or checkpoint
 # ./run.sh race my_record.py [more.py ...] [--vs=train_gpt.py]    are copies better?
 # ./run.sh ablate my_record.py [--vs=train_gpt.py]                what is each part of a copy worth?
 # ./run.sh bench [my_record.py ...] [--vs=train_gpt.py|LOG]      what does a step cost here?
 # ./run.sh honest my_record.py      is a copy's validation loss honest?
+# ./run.sh verify records/race_X    do the logs in a race's folder give its verdict?
 # ./run.sh ideas                    what has been raced so far?
 # ./run.sh compare A [--vs B]       which of two folders of logs is better, and how surely?
 # ./run.sh sample RUN               continues a prompt by a run's model
@@ -30,7 +30,7 @@ unset RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_USE_AGENT_
   OMP_PROC_BIND OMP_PLACES GOMP_CPU_AFFINITY KMP_AFFINITY PYTHONOPTIMIZE
 export MPLBACKEND=agg
 verbs="train demo short speedrun race ablate bench honest ideas compare sample hellaswag tokenize"
-verbs+=" inspect fineweb test help"
+verbs+=" inspect fineweb verify test help"
 die() { echo "error: $*" >&2; exit 2; }
 note() { echo "run.sh: $*" >&2; }
 # sbatch runs a copy of this file in a folder of its own.
@@ -50,7 +50,7 @@ case "${1-train}" in
   help | -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' run.sh; exit ;;
   demo | short | speedrun | -* | *.py) program=launch; set -- train "$@" ;;
   train) program=launch ;;
-  race | ablate) program=$1; needed+=" scipy matplotlib plotly" ;;
+  race | ablate | verify) program=$1; needed+=" scipy matplotlib plotly" ;;
   honest) program=honesty ;;
   sample | bench | hellaswag) program=$1 ;;
   compare) program=compare; needed="numpy scipy" ;;

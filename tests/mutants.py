@@ -70,8 +70,7 @@ IN_THE_SCRIPT = {
          "«repeat_interleave(→repeat(1, »q.size(1) // x.size(1), «dim=1→1, 1»)")],
     (4, "test_fp8.py"): [
         ("the product keeps the weight's scale", "«INPUT_SCALE * WEIGHT_SCALE→INPUT_SCALE», x_"),
-        ("the input's gradient by its own scale",
-         "w8_DV, ctx.scale * «WEIGHT_SCALE→INPUT_SCALE»"),
+        ("the input's gradient by its own scale", "w8_DV, ctx.scale * «WEIGHT_SCALE→INPUT_SCALE»"),
         ("a cast that saturates too early", ".clamp(-«448, 448→240, 240»)"),
         ("gradients in e4m3, whose range is small", ".to(torch.«float8_e5m2→float8_e4m3fn»)"),
         ("a gradient where the target is -1",
@@ -126,8 +125,7 @@ IN_THE_SCRIPT = {
     (8, "test_training.py"): [
         ("training goes on in evaluation's mode", "«model.train()→pass»", "mean_over"),
         ("targets of -1 are counted", "«(targets_T >= 0).sum()→len(targets_T)»", "mean_over"),
-        ("each rank has a loss of its own",
-         "«world.all_reduce(total).wait()→total»", "mean_over"),
+        ("each rank has a loss of its own", "«world.all_reduce(total).wait()→total»", "mean_over"),
         ("the warmup keeps no copy to restore", 'x.to("cpu"«, copy=True→»)', "no_trace")],
     (9, "test_reliability.py"): [
         ("a resumed run reads the data from the start",
@@ -220,6 +218,11 @@ IN_PROGRAMS = {
         ("a copy that trains on more is kept", "not one.dishonest« and equal→» and", "status_and"),
         ("candidates without runs do not count", "absent = «len(candidates) - len(raced)→0»",
          "many_candidates")],
+    ("records/tools/verify.py", "test_verify.py"): [
+        ("a value that most runs have is expected", "«expected or →»max(", "what_is_changed"),
+        ("a run on another machine is no matter", "keys.union(«*[MACHINE & run.environment.keys() "
+         "for run in pair]→»)", "what_is_changed"),
+        ("figures agree in two digits", "{float(x):«.9g→.2g»}", "changed_field")],
     ("records/tools/judge.py", "test_judge.py"): [
         ("the larger E decides", "np.«minimum→maximum»(e_value"),
         ("one end within what matters is enough", "«max→min»(map(abs"),
@@ -331,8 +334,7 @@ def main():
             survivors += [mutant.mistake] * (not test)
             place = f"{mutant.program} {mutant.section or ''}".rstrip()
             print(f"| {place} | {mutant.mistake} | `{test}` |", flush=True)
-    sys.exit("\n".join(f"error: no test finds the mistake '{name}'" for name in survivors)
-             or 0)
+    sys.exit("\n".join(f"error: no test finds the mistake '{name}'" for name in survivors) or 0)
 
 if __name__ == "__main__":
     main()

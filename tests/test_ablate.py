@@ -66,7 +66,7 @@ def test_what_pays_what_harms_and_what_does_nothing(place, run_ablate, capsys): 
     folder = place / "records" / "ablate_record"
     rows = [line.split(" | ") for line in (folder / "table.md").read_text().splitlines()[2:]]
     assert [(row[0], row[-1]) for row in rows] == [
-        ("| line 2", "makes no difference |"), ("| line 5", "pays |"), ("| line 35", "harms |")]
+        ("| line 2", "makes no difference |"), ("| line 5", "pays |"), ("| line 37", "harms |")]
     assert (folder / "table.md").read_text() in out
     verdict = json.loads((folder / "race_parts" / "verdict.json").read_text())
     worse = next(row for row in verdict if row["decision"] == "worse")
@@ -78,7 +78,7 @@ def test_what_pays_what_harms_and_what_does_nothing(place, run_ablate, capsys): 
     (place / "patched.py").write_text(STAND_IN)
     subprocess.run(["patch", "-s", place / "patched.py", folder / "record.patch"], check=True)
     assert (place / "patched.py").read_text() == shortest
-    assert "it leaves out: line 2, line 35\n" in out
+    assert "it leaves out: line 2, line 37\n" in out
     assert all("--muon_lr=2" in line for line in (place / "starts").read_text().splitlines())
     before = starts(place)  # the same command starts nothing more
     assert run_ablate(record, *flags) == 0 and starts(place) == before
@@ -102,7 +102,7 @@ def test_what_cannot_be_left_out_alone_is_joined(place, run_ablate, capsys):  # 
     assert run_ablate(changed(scale, kept), "--most=2", base=old) == 0
     out = capsys.readouterr().out
     assert "ablate: without_line_7 does not train, see above" in out
-    assert "ablate: line 7, line 37 are joined to one part, the rest\n" in out
+    assert "ablate: line 7, line 39 are joined to one part, the rest\n" in out
     table = (place / "records" / "ablate_record" / "table.md").read_text()
     assert "| the rest | +0.0000 | 2 |" in table and "| line 2 | " in table
     before = len(starts(place))

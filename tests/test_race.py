@@ -17,7 +17,7 @@ from scipy import stats
 from test_data_common import status_of
 from test_logs import log_text
 from data import common
-from records.tools import judge, ledger, logs, race, tables
+from records.tools import judge, ledger, logs, race, tables, verify
 
 LEAST = next(n for n in range(2, 20) if judge.e_of_pairs([1.0] * n) >= 100)  # pairs
 STAND_IN = '''
@@ -43,8 +43,10 @@ log = open(path, "w", buffering=1)
 head = [f"{key} = {value!r}" for key, value in vars(args).items()]
 sha256 = hashlib.sha256(source.encode()).hexdigest()
 separator = "=" * 100
-print(*head, separator, "ranks: 1", f"script: sha256 {sha256} {source.count(chr(10))} lines",
-      separator, source.removesuffix("\\n"), separator, sep="\\n", file=log)
+print(*head, separator, f"command: {' '.join(sys.argv)}", "cpu: 2 x EPYC", "torch: 2.13.0, Python 3",
+      "ranks: 1", "threads: 1 a rank", "data: a.bin 90 tokens 0f", "val_data: b.bin 9 tokens 1f",
+      f"script: sha256 {sha256} {source.count(chr(10))} lines", separator,
+      source.removesuffix("\\n"), separator, sep="\\n", file=log)
 N = args.num_iterations
 ns = Path(os.environ["STARTS"]).read_text().count("\\n")  # no two runs take the same time
 hold = Path(os.environ["STARTS"] + ".hold")  # while it is there, the second pair does not end
@@ -85,21 +87,25 @@ cheats = "CHEATS" in open(sys.argv[1]).read()
 print(json.dumps({"own": 1.0, "text": None, "problem": "its log lies" if cheats else None}))
 """
 
+def prepared(place, patch):
+    """A folder with the script, a copy that is better by about 0.1, and a launcher of them."""
+    (place / "base.py").write_text(STAND_IN)
+    (place / "record.py").write_text(STAND_IN.replace("OFFSET = 0.0", "OFFSET = -0.1"))
+    (place / "launch.py").write_text(LAUNCHER)
+    (place / "honesty.py").write_text(HONESTY)
+    (place / "exam.py").write_text(EXAM)
+    patch.setattr(race.trial, "EXAM", place / "exam.py")
+    patch.setattr(race.trial, "text_for", lambda *_: {"flags": [], "exam": None})
+    patch.setattr(race.trial, "LAUNCH", place / "launch.py")
+    patch.setattr(race.trial, "HONESTY", place / "honesty.py")
+    patch.setattr(race.trial, "monotonic", itertools.count(0, 0.1).__next__)  # as MS says
+    patch.setenv("STARTS", str(place / "starts"))
+    patch.delenv("NPROC", raising=False)
+    return place
+
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A folder with the script, a copy that is better by about 0.1, and a launcher of them."""
-    (tmp_path / "base.py").write_text(STAND_IN)
-    (tmp_path / "record.py").write_text(STAND_IN.replace("OFFSET = 0.0", "OFFSET = -0.1"))
-    (tmp_path / "launch.py").write_text(LAUNCHER)
-    (tmp_path / "honesty.py").write_text(HONESTY)
-    (tmp_path / "exam.py").write_text(EXAM)
-    monkeypatch.setattr(race.trial, "EXAM", tmp_path / "exam.py")
-    monkeypatch.setattr(race.trial, "LAUNCH", tmp_path / "launch.py")
-    monkeypatch.setattr(race.trial, "HONESTY", tmp_path / "honesty.py")
-    monkeypatch.setattr(race.trial, "monotonic", itertools.count(0, 0.1).__next__)  # as MS says
-    monkeypatch.setenv("STARTS", str(tmp_path / "starts"))
-    monkeypatch.delenv("NPROC", raising=False)
-    return tmp_path
+    return prepared(tmp_path, monkeypatch)
 
 def run_race(place, *flags, script="record.py"):
     argv = [str(place / script), f"--vs={place / 'base.py'}", f"--records={place / 'records'}",
@@ -227,6 +233,7 @@ def test_many_candidates_share_the_baseline_and_drop_out(place, capsys):
     assert made == {**{name: row["pairs"] for name, row in rows.items() if row["pairs"]},
                     "base": max(best["pairs"], rows["worse"]["pairs"])}
     assert len({row["patch"] for row in rows.values()} - {rows["same"]["patch"]}) == 5
+    assert verify.main([str(place / "records" / "race_record")]) == 0
     out, err = capsys.readouterr()
     assert "NameError: name 'missing' is not defined" in err and " of 600, about " in out
     patch = place / "records" / "race_record" / "base_muon_lr_3.patch"
@@ -404,6 +411,7 @@ from records.tools import race, logs
 race.trial.LAUNCH = race.Path({launcher!r})
 race.trial.HONESTY = race.trial.LAUNCH.with_name("honesty.py")
 race.trial.EXAM = race.trial.LAUNCH.with_name("exam.py")
+race.trial.text_for = lambda *_: {{"flags": [], "exam": None}}
 sys.exit(race.load.run(race.main, errors=(logs.BadInput,)))
 """
 
@@ -454,6 +462,8 @@ def test_interrupted_it_goes_on_and_no_run_is_lost_or_counted_twice(number, grou
         found = [logs.read_run(path, "x") for path in finished_logs(place, side)]
         assert len(found) == logged
         assert sorted(run.seed for run in found if run.finished) == ["1", "2"]
+    assert verify.main([str(place / "records" / "race_record")]) == 3
+    assert "base: 2 logs have seed 2, expected 1\n" in capsys.readouterr().out
     assert "2 pairs" in (place / "records" / "race_record" / "verdict.txt").read_text()
 
 @pytest.mark.parametrize("word, script, own", [
@@ -484,5 +494,5 @@ def test_which_runs_count(place, more, resumed, counts):
     for name in ("a.log", "z_copy.log"):  # of a seed that is there
         (place / name).write_text(log_text(**usual | more))
     entry = race.Entry("record", "record.py", [], usual["source"])
-    found = race.trial.finished(entry, place, range(1, 3))
+    found = race.trial.finished(entry, logs.read([place])[0], range(1, 3))
     assert [(seed, Path(run.path).stem) for seed, run in found.items()] == [(1, "a")] * counts

@@ -195,7 +195,7 @@ def test_with_uv_the_environment_is_made_by_it(has_python, bare, tmp_path):
 def test_help_needs_no_python():
     done = run_sh("help", PYTHON="/no/such")
     assert done.returncode == 0 and done.stderr == ""
-    assert done.stdout.startswith("./run.sh [train] [SCRIPT.py] [speedrun|short|demo] [--repeat=N]")
+    assert done.stdout.startswith("./run.sh [train] [my_record.py] [speedrun|short|demo] [")
     assert done.stdout.endswith("or per core).\n")
     assert done.stdout == run_sh("--help", PYTHON="/no/such").stdout
 
@@ -206,7 +206,7 @@ def test_an_unknown_verb_names_all(word):
     assert f"{word} is no verb; there are: train" in done.stderr
 
 @pytest.mark.parametrize("verb", ["race", "ablate", "honest", "compare", "sample", "hellaswag",
-                                  "tokenize", "inspect", "fineweb", "ideas", "bench"])
+                                  "tokenize", "inspect", "fineweb", "ideas", "bench", "verify"])
 def test_each_verb_explains_itself(verb, quick):
     done = run_sh(verb, "--help", PYTHON=quick)
     assert done.returncode == 0 and f"./run.sh {verb}" in done.stdout and done.stderr == ""

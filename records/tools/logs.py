@@ -276,6 +276,10 @@ class Run:
         contents = [shard_in(row)[1] for row in self.val_data]  # not the paths
         self.validated_on = (settings.get("val_tokens"), settings.get("vocab_size"), *contents)
 
+    def trained_on(self):
+        """The training shards by content, not by path."""
+        return [shard_in(row)[1] for row in self.environment.get("data", "").split("; ")]
+
     def resumed(self):
         """(checkpoint, step) from which this log continues another one, else None."""
         match = RESUMED.fullmatch(self.environment.get("resumed", ""))

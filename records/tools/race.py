@@ -66,6 +66,7 @@ import shutil
 import sys
 import time
 from argparse import Namespace
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -78,7 +79,7 @@ from records.tools.trial import Entry, script_text
 
 from tqdm import tqdm
 
-from data.common import write_whole
+from data.common import sha256, write_whole
 
 STEP = re.compile(r"step:(\d+)/(\d+) ")
 VALIDATION = {"--val_files", "--val_tokens", "--val_seq_len", "--vocab_size", "--text"}
@@ -230,8 +231,13 @@ def check(race: Race):
     for one in race.racing if new else ():
         say_unequal(one, race.baseline)
     for racer in race.racers:
-        racer.runs = trial.finished(racer, race.folder / racer.name, race.seeds)
+        racer.runs = trial.finished(racer, logs.read([race.folder / racer.name])[0], race.seeds)
     read_exams(race)
+    for racer in race.racers:
+        for seed, one in [*racer.runs.items()]:
+            if seed not in racer.exams and not os.path.isdir(os.path.splitext(one.path)[0]):
+                del racer.runs[seed]  # whose checkpoints are gone is made again
+                os.unlink(one.path)
     done = sum(len(racer.runs) for racer in race.racers)
     if done:
         say(f"{runs_of(done, 'run')} are done")
@@ -367,19 +373,15 @@ def take_exam(race: Race, racer: Entry, seed: int):
         racer.runs[seed].loss = found["text"]
 
 def read_exams(race: Race):
-    """Takes the exams that are done. A run without one whose checkpoints are gone is made again."""
+    """Takes the exams that are done."""
     path = race.folder / "exams.json"
     found = json.loads(path.read_text()) if path.exists() else {}
     race.places = {int(seed): place for seed, place in found.get("places", {}).items()}
     for racer in race.racers:
         exams = found.get("exams", {}).get(racer.name, {})
         racer.exams = {int(seed): exam for seed, exam in exams.items()}
-        for seed, one in [*racer.runs.items()]:
-            if seed in racer.exams:
-                take_exam(race, racer, seed)
-            elif not os.path.isdir(os.path.splitext(one.path)[0]):
-                del racer.runs[seed]
-                os.unlink(one.path)
+        for seed in racer.runs.keys() & racer.exams.keys():
+            take_exam(race, racer, seed)
 
 def move(bar: tqdm, line: str):
     """The progress bar, by a line of a run's output."""
@@ -419,18 +421,66 @@ def look(race: Race, pair: int):
         one.decided = None if decision in (None, "undecided") else pair
         say(f"{one.name}: {one.standing}")
 
+# ---- Judge again ---------------------------------------------------------------------------------
+
+JUDGED_BY = ("most", "level", "worth", "target", "dishonest")  # which may change on the way
+
+def sums(folder: Path) -> dict:
+    """The SHA-256 of each log, of what the race's own clock says beside it, and of the exams."""
+    paths = [path for name in ("*/*.log", "*/*.clock", "exams.json") for path in folder.glob(name)]
+    return {path.relative_to(folder).as_posix(): sha256(path) for path in sorted(paths)}
+
+def note_end(race: Race):
+    """Adds to race.json what it takes to judge the race again."""
+    path = race.folder / "race.json"
+    options = {name: getattr(race.options, name) for name in JUDGED_BY}
+    told = json.loads(path.read_text()) | {"options": options, "logs": sums(race.folder)}
+    write_whole(path, json.dumps(told, indent=1))
+
+def ended(folder: Path) -> tuple[Race, dict, dict, dict]:
+    """The race that ended in this folder, judged by its logs anew; race.json; the rows of
+    verdict.json, of which the race only takes who broke; what logs.read finds for each side."""
+    told, rows = (json.loads((folder / name).read_text(encoding="utf-8"))
+                  for name in ("race.json", "verdict.json"))
+    rows = {row["candidate"]: row for row, _ in zip(rows, told["candidates"], strict=True)}
+    base, = {key[:-7] for key in told if key.endswith(".sha256")} - {*told["candidates"]}
+    sides = {name: logs.read([folder / name]) for name in (*rows, base)}
+    rows[base] = {"pairs": max(row["pairs"] for row in rows.values())}
+    options = Namespace(seed=told["first_seed"], repeat=told["repeat"], **told["options"])
+    *candidates, baseline = [
+        Entry(name, told.get(f"{name}.script", ""), told.get(f"{name}.flags", []),
+              Counter([run.source for run in runs] or [""]).most_common(1)[0][0],
+              dishonest=told.get(f"{name}.dishonest", "")) for name, (runs, _) in sides.items()]
+    for one in candidates:
+        if rows[one.name]["decision"] in ("broken", "dishonest"):
+            one.problem = rows[one.name]["why"]
+    race = Race(folder, candidates, baseline, options, told.get("text"))
+    for racer in race.racers:
+        racer.runs = trial.finished(racer, sides[racer.name][0], race.seeds)
+    read_exams(race)
+    finished = [racer.runs for racer in race.racers]
+    for pair, seed in enumerate(race.seeds, 1):
+        for racer, runs in zip(race.racers, finished):
+            racer.runs = {known: run for known, run in runs.items() if known <= seed}
+        if race.racing and all(seed in one.runs for one in (*race.racing, baseline)):
+            look(race, pair)
+    return race, told, rows, sides
+
 # ---- Conclude ------------------------------------------------------------------------------------
 
 def conclude(race: Race, interrupted: bool = False) -> int:
     """Write the verdict, the pictures and the changes; returns the exit status."""
     found = outcome_of(race)
-    write_whole(race.folder / "verdict.json", json.dumps(found.rows, indent=1))
+    texts = verdict.texts_of(found, race.candidates, race.baseline)
+    if interrupted:
+        texts.pop("verdict.txt", None)
+    for name, text in texts.items():
+        write_whole(race.folder / name, text)
     verdict.write_page(found, race.folder, alive=False)
-    for one in race.candidates:
-        patch = verdict.patch_of(one, race.baseline)
-        (race.folder / f"{one.name}.patch").write_text(patch, encoding="utf-8")
-    if found.sides and not interrupted:
-        verdict.write_text(found, race.folder)
+    if found.sides:
+        note_end(race)
+    if "verdict.txt" in texts:
+        verdict.show(found, texts["verdict.txt"], race.folder)
         say(f"the logs, verdict.txt, race.html and race.png are in {race.folder}")
         for one in race.racing:
             say(f"{one.name}: {one.standing}")

@@ -54,8 +54,11 @@ class Entry:
 
     @property
     def sha256(self) -> str:
-        """As a log names the script."""
-        return hashlib.sha256(self.text.encode()).hexdigest()
+        return hash_of(self.text)
+
+def hash_of(text: str) -> str:
+    """As a log names a script."""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 def script_text(script: str) -> str:
     try:
@@ -100,7 +103,7 @@ def run(entry: Entry, seed: int, records: Path, *more: str, notes: Path | None =
     status, output = start(LAUNCH, script, "--save_every=0", "--curve", *entry.flags,
                            f"--seed={seed}", f"--name={entry.name}", f"--records={records}", *more,
                            watch=see, **place, **variables)
-    found = {} if status else finished(entry, records, [seed])
+    found = {} if status else finished(entry, logs.read([records])[0], [seed])
     if not status and not found:
         output += (f"{records}: there is no log of a finished run of {entry.script} with seed "
                    f"{seed}; a race needs the seed, and a validation after the last step\n")
@@ -108,11 +111,11 @@ def run(entry: Entry, seed: int, records: Path, *more: str, notes: Path | None =
         clock.save(found[seed])
     return found.get(seed), output
 
-def finished(entry: Entry, records: Path, seeds) -> dict:
+def finished(entry: Entry, runs: list, seeds) -> dict:
     """{seed: run} of the finished runs of this script: the first of each seed."""
     found = {}
-    for one in logs.read([records])[0]:
-        same = hashlib.sha256(one.source.encode()).hexdigest() == entry.sha256
+    for one in runs:
+        same = one.source == entry.text
         whole = one.finished and not (one.diverged or one.changed or one.mixed)
         if same and whole and one.seed in map(str, seeds):
             found.setdefault(int(one.seed), one)

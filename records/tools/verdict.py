@@ -5,6 +5,7 @@ import contextlib
 import difflib
 import hashlib
 import io
+import json
 import math
 import shlex
 from dataclasses import dataclass
@@ -122,12 +123,17 @@ def write_page(found: Outcome, folder: Path, alive: bool):
         page.save(folder / "race.html", found.sides, shown, found.target, notes=found.notes,
                   alive=alive)
 
-def write_text(found: Outcome, folder: Path):
-    """The verdict in words, printed too, and the picture."""
-    *sides, baseline = found.sides
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        compare.report(sides, [baseline], found.comparisons, found.target)
-    text = "".join(f"{note}\n" for note in found.notes) + out.getvalue()
+def texts_of(found: Outcome, candidates: list[Entry], baseline: Entry) -> dict[str, str]:
+    """The files of the verdict, {name: text}."""
+    texts = {"verdict.json": json.dumps(found.rows, indent=1)}
+    texts |= {f"{one.name}.patch": patch_of(one, baseline) for one in candidates}
+    if found.sides:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            compare.report(found.sides[:-1], found.sides[-1:], found.comparisons, found.target)
+        texts["verdict.txt"] = "".join(f"{note}\n" for note in found.notes) + out.getvalue()
+    return texts
+
+def show(found: Outcome, text: str, folder: Path):
+    """Print the verdict in words, and draw the picture."""
     print(f"\n{text}", end="", flush=True)
-    (folder / "verdict.txt").write_text(text, encoding="utf-8")
     plot.save(folder / "race.png", found.sides, found.comparisons, found.target)
