@@ -8,7 +8,7 @@ import sys
 from types import SimpleNamespace
 import pytest
 import torch
-from conftest import ROOT, SCRIPT, TINY, launch, log_of, losses, refused, run_sh
+from conftest import ROOT, SCRIPT, TINY, launch, log_of, losses, refused
 from test_interpreted import why_not
 from records.tools import bench
 
@@ -107,17 +107,13 @@ def test_scripts_do_not_share_a_gpu_in_exclusive_mode(second, at_once, order, mo
 
 @pytest.mark.parametrize("words, error", [
     (["--steps=0"], "0: expected a whole number"), (["--num_iterations=9"], "leave it out"),
+    (["none.py"], "none.py: cannot be read; name a script"),
     (["demo", "--no_such_flag=1"], "train_gpt.py: unrecognized arguments: --no_such_flag=1"),
     (["--vs=LICENSE", "demo", *SMALL], "LICENSE: is neither a copy")])
 def test_what_cannot_be_measured_is_one_line(words, error, monkeypatch):
     monkeypatch.chdir(ROOT)
     with refused(error):
         bench.main(words)
-
-def test_run_sh_starts_it():
-    done = run_sh("bench", "none.py")
-    assert done.returncode == 2  # torch may have warned above
-    assert done.stderr.splitlines()[-1].startswith("error: none.py: cannot be read")
 
 def test_a_mistake_in_a_copy_keeps_its_traceback(tmp_path):
     text = SCRIPT.read_text()

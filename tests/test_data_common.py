@@ -1,6 +1,5 @@
 """data/common.py: the format, errors of one line, and files that are published when whole."""
 
-import errno
 import multiprocessing
 import signal
 import numpy as np
@@ -90,13 +89,3 @@ def test_a_folder_is_of_one_run_at_a_time(tmp_path):
     with staging(folder):
         assert [path.name for path in folder.iterdir()] == ["lock"]
     assert not folder.exists()
-
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks_will_do(tmp_path, monkeypatch, number):
-    def no_locks(*_):
-        raise OSError(number, "")
-    monkeypatch.setattr(common.fcntl, "flock", no_locks)
-    with staging(tmp_path / "unfinished") as folder:
-        (folder / "a").write_text("text")
-        common.publish([folder / "a"], tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]

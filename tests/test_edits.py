@@ -150,14 +150,6 @@ def test_ideas_do_the_same_on_four_ranks(tmp_path, shards):
     weights = [load_checkpoint(tmp_path / ranks)["state"]["model"] for ranks in "14"]
     torch.testing.assert_close(*weights, rtol=0, atol=0.02)
 
-def test_an_optimizer_that_forgets_its_shard_is_an_error_on_two_ranks(tmp_path):
-    script = loaded(tmp_path, *LION, "«self.world.shard(mean)→mean»\n")
-    lion = script.Lion({"own": torch.nn.Parameter(torch.zeros(4, 4))}, script.PRESETS["demo"],
-                       script.World(0, 2, torch.device("cpu")), lr=0.1)
-    lion.pending_sums = [script.Pending(torch.ones(2, 4))]
-    with pytest.raises(RuntimeError, match="The size of tensor"):
-        lion.update(0)
-
 OWN = [HEAD + "«→        self.own = parameter(2, 3)\n»",
        TABLE.format("('own', normal, 'Muon', dict(lr=0.1))")]
 

@@ -55,15 +55,13 @@ CHEATS = {
     "sees the next token": ("it sees the future", [
         "norm(self.embed(tokens_T)«→ + self.embed(tokens_T.roll(-1))»)"])}
 UNUSUAL = {
-    "GELU": ["self.proj(«F.relu(self.fc(x_TD)).square()→F.gelu(self.fc(x_TD))»)"],
     "a growing batch": GROWING,
     "weights that are averaged in the end": [
         "    model.zero_grad(set_to_none=True)\n«→    if step + 1 == hp.num_iterations:\n"
         "        for p in model.parameters():\n            p.data.mul_(0.999)\n»"],
     "a head with a bias": [
         "gradient_scale)\n«→        self.bias = nn.Parameter(torch.zeros(vocab))\n»\n    def for",
-        "(self.lm_head(x_TD).float()«→ + self.bias»", 'r"«→bias|»skip_weights|'],
-    "no document masks": ["(key <= query)« & (document_T[query] == document_T[key])→»"]}
+        "(self.lm_head(x_TD).float()«→ + self.bias»", 'r"«→bias|»skip_weights|']}
 
 @pytest.fixture
 def examined(tmp_path, shards, capsys):

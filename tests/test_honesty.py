@@ -41,45 +41,29 @@ RELU = "F.relu(self.fc(x_TD)).square()"
 CALL = "total[0] += model(inputs_T, targets_T, window)"
 GLOBAL = "BLOCK = 128"
 UPDATE = "p.add_(update, alpha=-self.lr(step))"
-PROJ = r'(r"layers\..*\.proj\.weight",         zero,    "Muon", dict(lr="muon_lr"))'
 FUTURE = r"what the model says before token \d+ changes by .* it sees the future"
 ENTROPY = "its log has a validation loss of .* its checkpoint has"
 RESUMED = "resumed at step 12, and validates at other steps, ends with other numbers"
-IN_A_MODEL = {
+PLANTED = {  # test_exam.py has more of what the exam finds
     "the targets are the inputs": (ENTROPY, [
         ("x_TD = self.features(tokens_T, window)",
          "x_TD = self.features(targets_T.clamp(min=0).int(), window)")]),
-    "the validation's inputs are its targets": (ENTROPY, [
-        ("inputs = F.pad(stream[:-1]", "inputs = F.pad(stream[1:]")]),
-    "the embedding of the next token is added": (FUTURE, [
-        (EMBED, "x_TD = x0_TD = norm(self.embed(tokens_T) + self.embed(tokens_T.roll(-1)))")]),
     "the number of documents that follow": (FUTURE, [
         (EMBED, "ends = (tokens_T.flip(0) == self.end_of_text).cumsum(0).flip(0)[:, None]\n"
          "        x_TD = x0_TD = norm(self.embed(tokens_T)) * (1 + 0.1 * ends.sin())")]),
-    "a z-loss that validation counts too": (ENTROPY, [
-        (LOSS, f"{LOSS}            loss += {Z_LOSS}")]),
-    "the last sequence is left out": (ENTROPY, [
-        (f"in sequences:\n        {CALL}", f"in sequences[:2]:\n        {CALL}")]),
     "hard targets are left out": (ENTROPY, [
         (CALL, CALL.replace("targets_T", "targets_T.where(targets_T != 10, -1)"))]),
-    "the padding counts as targets": (ENTROPY, [
-        ("total[1] += (targets_T >= 0).sum()", "total[1] += len(targets_T)")]),
     "dropout on in validation": (RESUMED, [
         (RELU, f"F.dropout({RELU}, 0.1)")]),
     "an average overwrites the weights": (RESUMED, [
         (GLOBAL, "AVERAGE = {}\n" + GLOBAL),
         (EVALUATE, EVALUATE + "    for p in model.parameters():\n"
          "        p.copy_(AVERAGE.setdefault(p, p.clone()).lerp_(p, 0.5))\n")]),
-    "validation trains an optimizer's state": (
-        RESUMED, [
-            (GLOBAL, "STATE = []\n" + GLOBAL), (EVALUATE, EVALUATE + "    STATE[0].add_(1.0)\n"),
-            ("        self.orthogonalize = newton_schulz\n",
-             "        STATE.insert(0, self.state['momentum'])\n"
-             "        self.orthogonalize = newton_schulz\n")]),
-    "a step reads more than is said": ("step 0 trains on other tokens than the 1024 from 0 on", [
-        ("        yield list(zip(inputs, targets))\n",
-         "        yield [*zip(inputs, targets), (inputs[0].roll(1), targets[0].roll(1))]\n")])}
-IN_A_RUN = {
+    "validation trains an optimizer's state": (RESUMED, [
+        (GLOBAL, "STATE = []\n" + GLOBAL), (EVALUATE, EVALUATE + "    STATE[0].add_(1.0)\n"),
+        ("        self.orthogonalize = newton_schulz\n",
+         "        STATE.insert(0, self.state['momentum'])\n"
+         "        self.orthogonalize = newton_schulz\n")]),
     "momentum outside the state": (RESUMED, [
         ('self.state["momentum"] = torch', "self.momentum = torch"),
         ('self.state["momentum"]', "self.momentum")]),
@@ -91,9 +75,9 @@ IN_A_RUN = {
     "processes that read the same data": ("_loss at step [2-8] is .* on one process and", [
         ("        start += world.rank * count * T\n", "")])}
 @pytest.mark.method
-@pytest.mark.parametrize("name", [*IN_A_MODEL, *IN_A_RUN])
+@pytest.mark.parametrize("name", PLANTED)
 def test_what_is_planted_is_found(name, tmp_path, changed, runs_here):
-    words, changes = (IN_A_MODEL | IN_A_RUN)[name]
+    words, changes = PLANTED[name]
     trial = honesty.Trial(changed(*changes), [], tmp_path)
     check = honesty.check_processes if "processes" in name else honesty.check_run
     with pytest.raises(honesty.Seen, match=words) as seen:

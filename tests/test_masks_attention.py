@@ -34,7 +34,9 @@ def as_dense(mask, T):
         assert {(i, j) for j, i in blocks_of(mask, kind)} == blocks, "backward lists differ"
         for i, j in blocks:
             tile = slice(i * BLOCK, (i + 1) * BLOCK), slice(j * BLOCK, (j + 1) * BLOCK)
-            seen[tile] = (kind == "full_q") | inside[tile]
+            # The rule is asked about partial blocks only, and must allow all of a full one.
+            assert kind == "q" or inside[tile].all()
+            seen[tile] = inside[tile]
     return seen, (partial, full)
 
 def plain_as_dense(mask):
