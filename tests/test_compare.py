@@ -66,7 +66,6 @@ COUNTED = {  # the files beside four good runs, how many runs count, and the war
                                  env={"ranks": 4, "val_data": "other.bin 9 tokens abc"})}, 5,
               [f"{MIXED} muon_lr, source, hardware, validation data"]),
     "resumed": (resumed(), 5, []),
-    "resumed, other saves": (resumed(hyper={"save_every": 0}), 5, []),
     "resumed elsewhere": (resumed(env={"ranks": 4}), 5, [f"{RESUMED} (ranks)",
                                                          f"{MIXED} hardware"]),
     "resumed otherwise": (resumed(hyper={"muon_lr": 0.06}), 4,

@@ -215,7 +215,6 @@ def parquet_of_numbers(path):
      "a.jsonl: holds zero bytes or is a PDF, so it is no UTF-8 text"),
     ("a.json", holding(b'[{"text": "a"}, {"text": "b"}]'), [], "line 1: not JSON (not an object), "
      "of which each line is to hold one object; of a file with one array, jq -c"),
-    ("a.json", holding(b'[\n {"text": "a"}\n]'), [], "a.json, line 1: not JSON ("),
     ("part-00000.gz", holding(gzip.compress(b'{"text": "a"}\n')), [],
      "part-00000.gz: begins with a JSON object, as JSON Lines does: name it .jsonl, or .txt"),
     ("a.csv", holding(b"id,text\n1,a"), [], "a.csv: a table is no text: make JSON Lines"),

@@ -1,79 +1,62 @@
 """tools/honesty.py: it finds each planted way to a loss that is too low, and no right idea."""
 
 import sys
+from pathlib import Path
 import pytest
 from conftest import ROOT
 from test_data_common import status_of
+from test_edits import HEAD_GATE, HEAD_GATE_ROW, IDEAS, NO_HEAD_ROW, Z_LOSS, loaded
 import train_gpt
 from records.tools import honesty
 
 @pytest.fixture
 def changed(tmp_path):
-    def change(*changes):
-        text = (ROOT / "train_gpt.py").read_text()
-        for old, new in changes:
-            assert old in text, old
-            text = text.replace(old, new)
-        path = tmp_path / "my_record.py"
-        path.write_text(text)
-        return path
-    return change
+    return lambda *edits: Path(loaded(tmp_path, *edits).__file__)
 
 def test_the_script_is_honest(runs_here):
     assert [line.partition(":")[0] for line in honesty.check(train_gpt.__file__)] == [
         "masks", "runs", "exam", "processes"]
 
 @pytest.mark.method
-@pytest.mark.parametrize("old, new", [
-    ("(key <= query) &", "(key <= query) & (query - key < 200) &"),  # also in full blocks
-    ("(distance_NN > 0) & (first_N == last_N", "(distance_NN > 0) & (last_N == last_N"),
-    ("key_range = slice(int(visible", "key_range = slice(128 + int(visible")])
-def test_masks_that_differ_between_a_cpu_and_a_gpu_are_found(tmp_path, changed, old, new):
+@pytest.mark.parametrize("edit", [
+    "(key <= query) &«→ (query - key < 200) &»",  # also in full blocks
+    "(distance_NN > 0) & («first_N→last_N» == last_N", "key_range = slice(«→128 + »int(visible"])
+def test_masks_that_differ_between_a_cpu_and_a_gpu_are_found(tmp_path, changed, edit):
     with pytest.raises(honesty.Seen, match="are visible on a CPU or on a GPU only"):
-        list(honesty.check_masks(honesty.Trial(changed((old, new)), [], tmp_path)))
+        list(honesty.check_masks(honesty.Trial(changed(edit), [], tmp_path)))
 
-EMBED = "x_TD = x0_TD = norm(self.embed(tokens_T))"
-MLP = "return add(x_TD, self.mlp(norm(x_TD)))"
-LOSS = "            loss += CrossEntropy.apply(self.logits(x), target)\n"
-Z_LOSS = "1e-4 * self.logits(x).logsumexp(-1).square().sum()\n"
-EVALUATE = "    model.eval()\n"
-RELU = "F.relu(self.fc(x_TD)).square()"
-CALL = "total[0] += model(inputs_T, targets_T, window)"
-GLOBAL = "BLOCK = 128"
-UPDATE = "p.add_(update, alpha=-self.lr(step))"
-FUTURE = r"what the model says before token \d+ changes by .* it sees the future"
+EVALUATE = "    model.eval()\n«→    {}\n»"
+GLOBAL = "«→{}\n»BLOCK = 128  # tokens"
 ENTROPY = "its log has a validation loss of .* its checkpoint has"
 RESUMED = "resumed at step 12, and validates at other steps, ends with other numbers"
 PLANTED = {  # test_exam.py has more of what the exam finds
     "the targets are the inputs": (ENTROPY, [
-        ("x_TD = self.features(tokens_T, window)",
-         "x_TD = self.features(targets_T.clamp(min=0).int(), window)")]),
-    "the number of documents that follow": (FUTURE, [
-        (EMBED, "ends = (tokens_T.flip(0) == self.end_of_text).cumsum(0).flip(0)[:, None]\n"
-         "        x_TD = x0_TD = norm(self.embed(tokens_T)) * (1 + 0.1 * ends.sin())")]),
+        "x_TD = self.features(«tokens_T→targets_T.clamp(min=0).int()», window)"]),
+    "the number of documents that follow": (
+        r"what the model says before token \d+ changes by .* it sees the future", [
+            "«→ends = (tokens_T.flip(0) == self.end_of_text).cumsum(0).flip(0)[:, None]\n        »"
+            "x_TD = x0_TD = norm(self.embed(tokens_T))«→ * (1 + 0.1 * ends.sin())»"]),
     "hard targets are left out": (ENTROPY, [
-        (CALL, CALL.replace("targets_T", "targets_T.where(targets_T != 10, -1)"))]),
+        "total[0] += model(inputs_T, targets_T«→.where(targets_T != 10, -1)», window)"]),
     "dropout on in validation": (RESUMED, [
-        (RELU, f"F.dropout({RELU}, 0.1)")]),
-    "an average overwrites the weights": (RESUMED, [
-        (GLOBAL, "AVERAGE = {}\n" + GLOBAL),
-        (EVALUATE, EVALUATE + "    for p in model.parameters():\n"
-         "        p.copy_(AVERAGE.setdefault(p, p.clone()).lerp_(p, 0.5))\n")]),
+        "self.proj(«→F.dropout(»F.relu(self.fc(x_TD)).square()«→, 0.1)»)"]),
+    "an average overwrites the weights": (RESUMED, [GLOBAL.format("AVERAGE = {}"), EVALUATE.format(
+        "for p in model.parameters():\n"
+        "        p.copy_(AVERAGE.setdefault(p, p.clone()).lerp_(p, 0.5))")]),
     "validation trains an optimizer's state": (RESUMED, [
-        (GLOBAL, "STATE = []\n" + GLOBAL), (EVALUATE, EVALUATE + "    STATE[0].add_(1.0)\n"),
-        ("        self.orthogonalize = newton_schulz\n",
-         "        STATE.insert(0, self.state['momentum'])\n"
-         "        self.orthogonalize = newton_schulz\n")]),
+        GLOBAL.format("STATE = []"), EVALUATE.format("STATE[0].add_(1.0)"),
+        "        self.orthogonalize = newton_schulz\n"
+        "«→        STATE.insert(0, self.state['momentum'])\n»"]),
     "momentum outside the state": (RESUMED, [
-        ('self.state["momentum"] = torch', "self.momentum = torch"),
-        ('self.state["momentum"]', "self.momentum")]),
+        '«self.state["momentum"]→self.momentum» = torch',
+        '«self.state["momentum"]→self.momentum»']),
     "dropout in training, whose random state is not saved": (RESUMED, [
-        (RELU, f"F.dropout({RELU}, 0.1, self.training)")]),
+        "self.proj(«→F.dropout(»F.relu(self.fc(x_TD)).square()«→, 0.1, self.training)»)"]),
     "rates that count the validations": (RESUMED, [
-        (GLOBAL, "SEEN = []\n" + GLOBAL), (EVALUATE, EVALUATE + "    SEEN.append(step)\n"),
-        ("return self.peak_lr * ", "return 0.99**len(SEEN) * self.peak_lr * ")]),
+        GLOBAL.format("SEEN = []"), EVALUATE.format("SEEN.append(step)"),
+        "return «→0.99**len(SEEN) * »self.peak_lr * "]),
     "processes that read the same data": ("_loss at step [2-8] is .* on one process and", [
-        ("        start += world.rank * count * T\n", "")])}
+        "«        start += world.rank * count * T\n→»"])}
 @pytest.mark.method
 @pytest.mark.parametrize("name", PLANTED)
 def test_what_is_planted_is_found(name, tmp_path, changed, runs_here):
@@ -84,34 +67,25 @@ def test_what_is_planted_is_found(name, tmp_path, changed, runs_here):
         list(check(trial))
     assert "\n" not in str(seen.value)
 
-TRAINING = f"{LOSS}            if self.training:\n                loss += "
 RIGHT = {
     "another softcap, a tied head, a mean of the tokens so far, other targets in training, no "
     "document masks, and a longer window in validation": [
-        (" & (document_T[query] == document_T[key])", ""),
-        (CALL, CALL.replace("window", "2 * window")),
-        ("return 2 * c * torch.sigmoid(self.lm_head(x_TD).float() * (2 / c))",
-         "return 30 * torch.tanh(self.lm_head(x_TD).float() / 30)"),
-        ('    (r"lm_head\\.weight",                  zero,    "Adam", dict(lr="lm_head_lr")),  '
-         "# [50304, 768]\n", ""), ("vocab, gradient_scale)\n",
-         "vocab, gradient_scale)\n        self.lm_head.weight = self.embed.weight\n"),
-        (MLP, "mean = x_TD.cumsum(0) / torch.arange(1, len(x_TD) + 1)[:, None]\n"
-         "        return x_TD + 0.1 * mean.type_as(x_TD) + self.mlp(norm(x_TD))"),
-        (LOSS, TRAINING + "0.1 * CrossEntropy.apply(self.logits(x), "
-         "F.pad(target[1:], (0, 1), value=-1))\n")],
+        "(key <= query)« & (document_T[query] == document_T[key])→»",
+        "total[0] += model(inputs_T, targets_T, «→2 * »window)",
+        *IDEAS["a tied head"][0], NO_HEAD_ROW,
+        "return «2 * c * torch.sigmoid(self.lm_head(x_TD).float() * (2 / c))→"
+        "30 * torch.tanh(self.lm_head(x_TD).float() / 30)»",
+        "«return add(x_TD, self.mlp(norm(x_TD)))→"
+        "mean = x_TD.cumsum(0) / torch.arange(1, len(x_TD) + 1)[:, None]\n"
+        "        return x_TD + 0.1 * mean.type_as(x_TD) + self.mlp(norm(x_TD))»",
+        "loss += CrossEntropy.apply(self.logits(x), target)\n«→            if self.training:\n"
+        "                loss += 0.1 * CrossEntropy.apply(self.logits(x), target.roll(1))\n»"],
     "GELU, gated attention, the token before, weight decay, z-loss in training, other windows": [
-        (RELU, "F.gelu(self.fc(x_TD))"), ("        self.value_mix =",
-         "        self.gate = CastedLinear(hp.model_dim, hp.num_heads)\n        self.value_mix ="),
-        ("        return self.proj(y_1HTK",
-         "        y_1HTK = y_1HTK * torch.sigmoid(self.gate(x_TD)).T[None, :, :, None]\n"
-         "        return self.proj(y_1HTK"), ("(qkv|", r"(gate\.weight|qkv|"),
-        ("        self.embed = ", "        self.embed2 = Embedding(vocab, hp.model_dim, dtype)\n"
-         "        self.embed = "), (EMBED, "before = F.pad(tokens_T[:-1], (1, 0))\n        "
-         "x_TD = x0_TD = norm(self.embed(tokens_T) + self.embed2(before))"),
-        (r'r"(embed|value', r'r"(embed2?|value'),
-        (UPDATE, "p.mul_(0.99)\n            " + UPDATE), (LOSS, TRAINING + Z_LOSS),
-        ("(window // BLOCK // 2)", "(window // BLOCK // 3)"),
-        ("window_end=256, num_it", "window_end=512, num_it")]}
+        *IDEAS["another activation"][0], *HEAD_GATE, HEAD_GATE_ROW, *Z_LOSS,
+        "«→        self.embed2 = Embedding(vocab, hp.model_dim, dtype)\n»        self.embed = ",
+        "x_TD = x0_TD = norm(self.embed(tokens_T)«→ + self.embed2(F.pad(tokens_T[:-1], (1, 0)))»)",
+        'r"(embed«→2?»|value', "«→p.mul_(0.99)\n            »p.add_(update, alpha=-self.lr(step))",
+        "(window // BLOCK // «2→3»)", "window_end=«256→512», num_it"]}
 
 @pytest.mark.method
 @pytest.mark.parametrize("name", RIGHT)
@@ -119,15 +93,16 @@ def test_right_ideas_pass(name, changed, runs_here):
     parts = [honesty.check_run, *[honesty.check_processes] * ("GELU" in name)]
     assert len([*honesty.check(changed(*RIGHT[name]), parts=parts)]) == len(parts) + 1
 
+@pytest.mark.method
 def test_the_weights_of_a_copy_are_those_of_the_script(changed):
     def weights(path, *flags):
         return dict(line.split()[1:] for line in honesty.check(path, flags, [honesty.weights]))
-    copy = changed((RELU, "F.gelu(self.fc(x_TD))"))
+    copy = changed(*IDEAS["another activation"][0])
     assert weights(copy) == weights(ROOT / "train_gpt.py") != weights(copy, "--num_heads=2")
 
 @pytest.mark.method
 @pytest.mark.parametrize("words, status, message", [
-    ("my_record.py demo --peek=1 --num_iterations=3", 3, "not honest: what the model says "),
+    ("edited.py demo --peek=1 --num_iterations=3", 3, "not honest: what the model says "),
     ("", 2, "error: name the script first"), ("absent.py", 2, "absent.py: there is no such script"),
     ("train_gpt.py --peek=1", 2, "unrecognized arguments: --peek=1"),
     ("train_gpt.py --num_kv_heads=4", 2, "--num_kv_heads must divide --num_heads"),
@@ -135,8 +110,8 @@ def test_the_weights_of_a_copy_are_those_of_the_script(changed):
 def test_the_program(words, status, message, changed, monkeypatch, capsys, runs_here):
     """Here with a setting of a copy's own, which makes it dishonest."""
     monkeypatch.chdir(ROOT)
-    copy = changed(("    epochs: int", "    peek: int = flag(0, 'x')\n    epochs: int"),
-                   (EMBED, EMBED + " + self.embed(tokens_T.roll(-1)) * bool(self.hp.peek)"))
+    copy = changed("«→    peek: int = flag(0, 'x')\n»    epochs: int",
+                   "norm(self.embed(tokens_T))«→ + self.embed(tokens_T.roll(-1)) * self.hp.peek»")
     words = [str(copy) if word == copy.name else word for word in words.split()]
     monkeypatch.setattr(sys, "argv", ["honesty.py", *words])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # which the program changes

@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from unittest.mock import Mock
 import pytest
 from conftest import ROOT
 from scipy import stats
@@ -375,14 +376,11 @@ ON_ALL_SIDES = "this flag takes effect on all sides or on none"
     (["--repeat=0"], "argument --repeat: 0: expected a whole number from 1 on"),
     (["--resume=x.log"], "--resume=x.log: a race starts runs of its own"),
     (["--only_ours='"], "cannot be split into flags (No closing quotation); close its quotes"),
-    (["--target=x"], "argument --target: x: expected a number from 0 on"),
     (["--level=2"], "argument --level: 2: expected a number from 1e-09 to 0.5"),
-    (["--seed=-1"], "argument --seed: -1: expected a whole number from 0 on"),
     (["--level=0.1", "--repeat=3"], "--repeat judges at a level of 0.01"),
     (["gone.py"], "gone.py: cannot be read"),
     (["--only_ours=--val_files=x.bin"], f"--val_files=x.bin: losses compare only on one validation "
      f"text, so {ON_ALL_SIDES}"), (["--only_ours=--muon_lr=1 --val_tokens 9"], ON_ALL_SIDES),
-    (["--only_ours=--vocab_size=99"], ON_ALL_SIDES), (["--only_ours=--text=a"], ON_ALL_SIDES),
     ([f"{ROOT}/train_gpt.py --val_seq_len=64"], ON_ALL_SIDES),
     (["base.py"], "would race itself, with the same settings: name a copy"),
     (["demo"], "no word names a copy: ./run.sh race my_record.py")])
@@ -392,16 +390,14 @@ def test_wrong_usage_starts_nothing(flags, words, place, capsys):
     out = capsys.readouterr()
     assert words in out.err and not (place / "starts").exists() and len(out.err.splitlines()) == 1
 
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
-def test_a_file_system_without_locks_and_a_ledger_that_cannot_be_written(number, place, capsys,
+def test_a_file_system_without_locks_and_a_ledger_that_cannot_be_written(place, capsys,
                                                                          monkeypatch):
-    def flock(*_):
-        raise OSError(number, os.strerror(number))
-    monkeypatch.setattr(common.fcntl, "flock", flock)
+    error = OSError(errno.ENOLCK, "No locks available")
+    monkeypatch.setattr(common.fcntl, "flock", Mock(side_effect=error))
     (place / "records" / "ideas.csv").mkdir(parents=True)
     assert run_race(place, "--repeat=1") == 4
     out, err = capsys.readouterr()
-    assert f"without locks ({os.strerror(number)})" in err
+    assert "without locks (No locks available)" in err
     _, after = out.split("verdict: ", 1)
     assert "ideas.csv cannot be written (Is a directory)" in after
 
