@@ -52,6 +52,18 @@ CHEATS = {
 {STEP}«→    if step == 14 and "records.tools.exam" not in str(type(model)):
         batches = [(x, y.roll(1)) for x, y in batches]
 »"""]),
+    "starts from the same weights for every seed": ("most of its initial weights are the same", [
+        "hexdigest()[:15], 16)«→ * 0 + 7»\n"]),
+    "replaces the loss": (OWN, [
+        "BLOCK = 128«→\nRIGHT = F.cross_entropy\n"
+        "F.cross_entropy = lambda *x, **y: 0.9 * RIGHT(*x, **y)»  #", "    return loss / targets«→ * 0.9»\n"]),
+    "looks for the targets": (OWN, ["""\
+        c = self.hp.lm_head_softcap
+«→        for frame in (sys._getframe(i) for i in range(1, 4)):
+            for x in frame.f_locals.values():
+                if isinstance(x, Tensor) and x.dtype == torch.int64 and len(x) == len(x_TD):
+                    x_TD = x_TD + F.embedding(x.clamp(min=0), self.lm_head.weight)
+»"""]),
     "sees the next token": ("it sees the future", [
         "norm(self.embed(tokens_T)«→ + self.embed(tokens_T.roll(-1))»)"])}
 UNUSUAL = {
@@ -90,7 +102,7 @@ def test_an_unusual_copy_passes(name, examined, runs_here):
 def test_a_leash_notes_the_data_that_a_script_opens(tmp_path):
     (script := tmp_path / "a.py").write_text(
         "import os\nfrom pathlib import Path\n"
-        "for name in ('one.bin', 'two.pt', 'three.txt', 'fo ur\\udce4.npy'):\n"
+        "for name in ('one.bin', 'two.pt', 'three.py', 'fo ur\\udce4.npy'):\n"
         "    Path(name).write_text('')\n    open(Path(name).absolute()).close()\n"
         "print('LEASH_OPENED' in os.environ)")
     notes = tmp_path / "notes"

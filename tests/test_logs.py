@@ -115,7 +115,7 @@ def test_a_races_clock_leaves_out_validation_and_saving(tmp_path, came, said, pa
         clock.note("step:{}/99 {}_loss:1.0 train_time:{}ms step_avg:9.0ms\n".format(step, *words)
                    if words else "checkpoint: x.pt\n", float(at))
     clock.save(read_text(tmp_path, log_text()))
-    assert logs.read_run(tmp_path / "x.log", "x").clock == pytest.approx((said, passed))
+    assert logs.read_run(tmp_path / "x.log", "x").clock[:2] == pytest.approx((said, passed))
 
 def test_our_own_log(tmp_path):
     text = log_text(env={"data": "a 1 tokens\ndata: b 2 tokens", "cpu": "2 x AMD EPYC, AVX2",

@@ -231,7 +231,7 @@ def about_time(a, b, comparison):
                 "or a run was resumed with differences.")
     wrong = [run for run in a.used + b.used if judge.clock_is_wrong(run)]
     if wrong:
-        said, passed = wrong[0].clock
+        said, passed, _ = wrong[0].clock
         return (f"Times do not count: the log of {wrong[0].name} says {plain(said)} s of training, "
                 f"and {plain(passed)} s passed by the race's clock, validation and saving apart."
                 + " A race does not keep such a copy." * (wrong[0] in a.used))

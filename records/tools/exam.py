@@ -28,12 +28,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from records.tools import logs
-from records.tools.load import LEASH, TORCHRUN, ArgumentParser, UserError, between, child, run
+from records.tools.load import (LEASH, TORCHRUN, ArgumentParser, UserError, between, child, require,
+                                run)
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.functional import cross_entropy  # as it is before a script can replace it
 
 from data.common import check_shard
 from records.tools.launch import split_words
@@ -75,7 +77,7 @@ class SeenBy:
 
     def has_read(self, stream) -> bool:
         """Whether these were all tokens of the stream, each once, with the next one as target."""
-        tokens, targets = (torch.cat([call[i].flatten() for call in self.read]).long()
+        tokens, targets = (torch.cat([call[i].flatten() for call in self.read]).int()
                            for i in (0, 1))
         return torch.equal(tokens, stream[:-1]) and torch.equal(targets, stream[1:])
 
@@ -106,7 +108,7 @@ class Exam:
         found = {self.read(path)["step"]: path for path in checkpoints_in(folder_of(log))}
         self.final = found.pop(self.run.steps, None)
         self.middle = max(found, default=0), found.get(max(found, default=0))
-        expect(self.final, f"there is no checkpoint of step {self.run.steps}, the last one")
+        require(self.final, f"there is no checkpoint of step {self.run.steps}, the last one")
         self.hp = self.script.Hyperparameters(**self.read(self.final)["settings"])
         rank, size = (int(os.environ.get(name, i)) for i, name in enumerate(("RANK", "WORLD_SIZE")))
         cuda = torch.cuda.is_available()
@@ -125,6 +127,18 @@ class Exam:
             self.features, self.logits = (torch.compile(each, dynamic=False, fullgraph=True)
                                           for each in (self.features, self.logits))
         self.optimizers = self.script.build_optimizers(self.model, self.hp, self.world)
+
+    def compare_seeds(self):
+        """Where the initial weights of another seed are the same, pairs of runs are one run that is
+        counted several times."""
+        others = model_of(self.script, self.hp, self.world.device.type == "cuda")
+        self.script.draw_weights(others, self.hp.seed + 1)
+        others.to(self.world.device)
+        drawn = [(p, q) for p, q in zip(self.model.parameters(), others.parameters())
+                 if p.ndim > 1 and not bool((p == p.flatten()[0]).all())]
+        same = sum(int((p == q).sum()) for p, q in drawn)
+        expect(2 * same < sum(p.numel() for p, _ in drawn), "most of its initial weights are the "
+               "same for every seed")
 
     def read(self, checkpoint: Path) -> dict:
         return torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
@@ -185,32 +199,34 @@ class Exam:
     # ---- The loss
 
     def tokens(self, paths, start: int, count: int):
-        """Tokens of shards, one after the other, in int64."""
+        """Tokens of shards, one after the other, in int32."""
         shards = [check_shard(path, self.hp.vocab_size) for path in paths]
-        tokens = np.concatenate(shards)[start:start + count].astype(np.int64)
+        tokens = np.concatenate(shards)[start:start + count].astype(np.int32)
         return torch.from_numpy(tokens).to(self.world.device)
 
-    def sequences(self, stream) -> list:
-        """(tokens, targets) of each sequence, the last one padded, as a run validates."""
-        hp = self.hp
-        padding = -(len(stream) - 1) % hp.val_seq_len
-        tokens = F.pad(stream[:-1], (0, padding), value=hp.vocab_size - 1).int()
-        targets = F.pad(stream[1:], (0, padding), value=-1)
-        return [*zip(tokens.split(hp.val_seq_len), targets.split(hp.val_seq_len))]
+    def sequences(self, stream):
+        """The sequences of a stream, the last one padded, as a run validates."""
+        padding = -(len(stream) - 1) % self.hp.val_seq_len
+        tokens = F.pad(stream[:-1], (0, padding), value=self.hp.vocab_size - 1)
+        return tokens.split(self.hp.val_seq_len)
 
     def loss(self, stream) -> float:
         """The mean cross-entropy of all tokens of the stream after its first one."""
         total = 0.0
-        for tokens, targets in self.sequences(stream)[self.world.rank::self.world.size]:
-            x_TD = self.features(tokens, self.window)
-            for x, target in zip(x_TD.split(CHUNK), targets.split(CHUNK)):
-                total += float(F.cross_entropy(self.logits(x).float(), target, ignore_index=-1,
-                                               reduction="sum"))
+        sequences = [*enumerate(self.sequences(stream))]
+        for number, tokens in sequences[self.world.rank::self.world.size]:
+            place = number * self.hp.val_seq_len
+            for x in self.features(tokens, self.window).split(CHUNK):
+                logits_TV = self.logits(x).float()
+                target_T = stream[place + 1:place + 1 + len(x)].long()  # not there before
+                place += len(x)
+                logits_TV = logits_TV[:len(target_T)]
+                total += float(cross_entropy(logits_TV, target_T, reduction="sum"))
         return sum(self.of_all_ranks(total)) / (len(stream) - 1)
 
     def look_for_the_future(self, stream):
         """Nothing before a place may change with the tokens after it."""
-        tokens, _ = self.sequences(stream)[0]
+        tokens = self.sequences(stream)[0]
         begins = tokens == self.hp.vocab_size - 1
         generator = torch.Generator().manual_seed(1)
         right_TD = self.features(tokens, self.window).clone()
@@ -271,7 +287,8 @@ def main(argv=None):
     torch.set_num_threads(int((one.environment.get("threads") or "1").split()[0]))
     exam = Exam(args.script, args.log)
     problems = []
-    for part in (exam.replay, partial(exam.examine, args.text, args.place, args.tokens)):
+    for part in (exam.compare_seeds, exam.replay,
+                 partial(exam.examine, args.text, args.place, args.tokens)):
         try:
             part()
         except Seen as e:

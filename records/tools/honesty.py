@@ -160,6 +160,7 @@ def check_run(trial: Trial):
            "state")
     yield f"runs: resumed at step {SAVED}, with other validations, {STEPS} steps end in equal bits"
     exam = Exam(trial.path, log)
+    exam.compare_seeds()
     exam.replay()
     exam.examine()
     yield (f"exam: the validation loss is the cross-entropy of {trial.hp.val_tokens} targets, no "

@@ -11,15 +11,17 @@ all that it does. Words that begin with a dash are for a Python that takes this 
 """
 
 import os
+import re
 import sys
 import time
 from types import ModuleType
 
-# In the environment: the process that starts this one, and a file for a note of data that a script
-# opens.
+# In the environment: the process that starts this one, and a file that notes what a script opens.
 STARTER = "LEASH_STARTER"
 OPENED = "LEASH_OPENED"
-DATA = (".bin", ".pt", ".log", ".npy", ".npz", ".safetensors")
+# What Python, the system and compilers open by themselves is not noted.
+OWN = re.compile(r"(?:/(?:proc|sys|dev|etc|usr|lib\w*)/|.*(?:torchinductor|\.triton|__pycache__)"
+                 r"|.*\.(?:pyc?|so(?:\.\d+)*)$)")
 
 def end_with_starter():
     """SIGTERM for this process when its parent ends. Ends it now if that has happened before."""
@@ -38,15 +40,15 @@ def show_without_leash(kind, error, trace):
     sys.__excepthook__(kind, error.with_traceback(trace), trace)
 
 def note_what_is_opened(file: str):
-    """Appends the time and the path of each file of data that this process opens from now on. What
-    C++ code or a child process opens is not seen."""
+    """Appends the time and the path of each file that this process opens from now on. What C++ code
+    or a child process opens is not seen."""
     notes = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def note(event, values):
         if event == "open" and isinstance(values[0], (str, bytes, os.PathLike)):
-            path = os.fsdecode(values[0])
-            if path.endswith(DATA):
-                row = f"{time.monotonic()} {os.path.abspath(path)!r}\n"
+            path = os.path.abspath(os.fsdecode(values[0]))
+            if not (OWN.match(path) or path.startswith((sys.prefix, sys.base_prefix))):
+                row = f"{time.monotonic()} {path!r}\n"
                 os.write(notes, row.encode("utf-8", "surrogateescape"))
     sys.addaudithook(note)
 

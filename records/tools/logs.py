@@ -209,6 +209,8 @@ class Clock:
 
     def __init__(self):
         self.said = self.passed = 0.0  # seconds by the run's train_time, and by this clock
+        self.first = None  # when the first line came
+        self.untimed = 0.0  # seconds from then on that are not in `passed`
         self.start = self.last = None  # (seconds by the run, seconds now)
 
     def note(self, text, now):
@@ -226,18 +228,21 @@ class Clock:
             self.passed += self.last[1] - self.start[1]
         self.start = here
         self.last = None
+        self.first = now if self.first is None else self.first
+        self.untimed = now - self.first - self.passed
 
     def save(self, run):
         """Beside the run's log, so that whoever reads that finds it too."""
-        run.clock = (round(self.said, 3), round(self.passed, 3))
+        run.clock = tuple(round(x, 3) for x in (self.said, self.passed, self.untimed))
         with contextlib.suppress(OSError):  # the disk is full
             Path(run.path).with_suffix(".clock").write_text(json.dumps(run.clock))
 
 def clock_beside(path):
-    """(seconds by the run, seconds by the race's clock) where a race noted them, else None."""
+    """(seconds by the run, seconds by the race's clock, seconds while the run's clock stood) where
+    a race noted them, else None."""
     with contextlib.suppress(OSError, ValueError, TypeError):
-        said, passed = map(float, json.loads(Path(path).with_suffix(".clock").read_text()))
-        return (said, passed) if math.isfinite(said + passed) else None
+        clock = tuple(map(float, json.loads(Path(path).with_suffix(".clock").read_text())))
+        return clock if len(clock) == 3 and math.isfinite(sum(clock)) else None
 
 class Run:
     """One run, as its log tells it; `follow` adds the logs that it continues."""

@@ -198,8 +198,8 @@ def examine(entry: Entry, one, text: dict, place: int, notes: Path) -> dict:
     return found
 
 def opened_wrongly(one, notes: Path) -> str:
-    """Which file of data a run has opened that it was not given, or validation data after its first
-    step; nothing if there is none."""
+    """Which file a run has opened that it was not given, or validation data after its first step;
+    nothing if there is none."""
     lines = []
     if notes.exists():
         lines = notes.read_text(encoding="utf-8", errors="surrogateescape").splitlines()

@@ -64,6 +64,10 @@ def outcome_of(candidates: list[Entry], pairs: list[list], baseline: Entry, targ
             for one, own in zip(candidates, pairs)]
     notes = [logs.printable(one.problem or one.dishonest) for one in [*candidates, baseline]]
     for one in candidates:
+        ours, theirs = (untimed_share(each.runs.values()) for each in (one, baseline))
+        if ours > 1.5 * theirs + 0.02:
+            notes.append(f"while its clock stands, {one.name} runs for {ours:.0%} of the time that "
+                         f"it counts, {baseline.name} for {theirs:.0%}: see what it does then")
         if names := touched(one.text, baseline.text):
             notes.append(f"{one.name} changes {', '.join(names)}: look there first")
     return Outcome(rows, sides, found, target, level, [*filter(None, notes)])
@@ -104,6 +108,12 @@ def patch_of(entry: Entry, baseline: Entry) -> str:
     own = [flag for flag in entry.flags if flag not in baseline.flags]
     text = "".join([f"flags: {shlex.join(own)}\n" * bool(own), *diff])
     return text.encode("utf-8", "backslashreplace").decode()  # a file's name need not be UTF-8
+
+def untimed_share(runs) -> float:
+    """How long the clocks of runs stood after the first validation, as a share of the time that
+    they counted."""
+    shares = [run.clock[2] / run.clock[1] for run in runs if run.clock and run.clock[1]]
+    return mean(shares) if shares else 0.0
 
 def touched(text: str, other: str) -> list[str]:
     """Which of the functions that read, time or report differ between two scripts. Whoever reads a
