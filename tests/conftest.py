@@ -172,6 +172,16 @@ def run_helper(name: str, *arguments, ranks=None, **env) -> str:
     print(done.stdout)
     return done.stdout
 
+def edited(path: Path, *edits: str, script=None) -> Path:
+    """A copy of the script with edits, each a text that it has once, with «old→new» in it."""
+    text = Path(script or SCRIPT).read_text()
+    for edit in edits:
+        old, new = (re.sub("(?s)«(.*?)→(.*?)»", side, edit) for side in (r"\1", r"\2"))
+        assert text.count(old) == 1, f"the script has no single {old!r} any more"
+        text = text.replace(old, new)
+    path.write_text(text)
+    return path
+
 def planted(folder: Path, code: str, script=None) -> Path:
     """A copy of the script that runs this code, which may use `world` and `step`, before each
     training step. (The warmup makes one of step 0.)"""

@@ -8,7 +8,7 @@ import sys
 from types import SimpleNamespace
 import pytest
 import torch
-from conftest import ROOT, SCRIPT, TINY, launch, log_of, losses, refused
+from conftest import ROOT, SCRIPT, TINY, edited, launch, log_of, losses, refused
 from test_interpreted import why_not
 from records.tools import bench
 
@@ -18,10 +18,7 @@ SMALL = [flag for flag in TINY if not re.match("--(num_iterations|val_loss_every
 
 def test_scripts_are_measured_as_they_are(tmp_path, shards):
     small = [*SMALL, *shards]
-    text = SCRIPT.read_text()
-    assert text.count("micro_batches=4") == 1
-    copy = tmp_path / "half.py"
-    copy.write_text(text.replace("micro_batches=4", "micro_batches=2"))
+    copy = edited(tmp_path / "half.py", "micro_batches=«4→2»")
     done = launch(copy, SCRIPT, f"--vs={LOG}", "--steps=6", "--json", *small, script=PROGRAM)
     result = json.loads(done.stdout)
     half, ours, published = result["scripts"]
@@ -116,12 +113,10 @@ def test_what_cannot_be_measured_is_one_line(words, error, monkeypatch):
         bench.main(words)
 
 def test_a_mistake_in_a_copy_keeps_its_traceback(tmp_path):
-    text = SCRIPT.read_text()
-    (tmp_path / "wrong.py").write_text(text.replace(
-        "window = window_tensor(", "window = no_such_function(", 1))
-    done = launch(tmp_path / "wrong.py", *SMALL, script=PROGRAM, check=False)
+    copy = edited(tmp_path / "wrong.py", "mean_loss = torch.«zeros→no_such_function»(")
+    done = launch(copy, *SMALL, script=PROGRAM, check=False)
     assert "wrong.py: Traceback (most recent call last)" in done.stderr
-    assert done.stderr.endswith("NameError: name 'no_such_function' is not defined\n\n")
+    assert done.stderr.endswith("has no attribute 'no_such_function'\n\n")
 
 @pytest.mark.parametrize("name, part", [
     ("triton_tem_fused__to_copy_add_flex_attention_mul_select_sort_split_10", "attention"),

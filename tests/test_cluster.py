@@ -8,8 +8,8 @@ import shlex
 import subprocess
 import sys
 import pytest
-from conftest import (ENVIRONMENT, ROOT, SCRIPT, TINY, launch, log_of, losses, newest_checkpoint,
-                      planted)
+from conftest import (ENVIRONMENT, ROOT, SCRIPT, TINY, edited, launch, log_of, losses,
+                      newest_checkpoint, planted)
 from test_reliability import assert_same_state
 
 RUN = [*TINY, "--num_iterations=9", "--val_loss_every=3", "--save_every=3", "--micro_batches=2"]
@@ -71,12 +71,8 @@ def test_a_host_that_dies_ends_the_other_and_one_resumes(tmp_path, shards, names
     gives up after the script's timeout, which this copy has shorter."""
     records, resumed, one_host = (tmp_path / name for name in ("records", "resumed", "one_host"))
     launch(*RUN, *shards, f"--records={one_host}", ranks=2)
-    text = SCRIPT.read_text()
-    long, short = "TIMEOUT = timedelta(minutes=10)", "TIMEOUT = timedelta(seconds=6)"
-    assert text.count(long) == 1
-    (tmp_path / "short.py").write_text(text.replace(long, short))
-    script = planted(tmp_path, "if step == 7 and world.rank == 1: time.sleep(1000)",
-                     tmp_path / "short.py")
+    short = edited(tmp_path / "short.py", "TIMEOUT = timedelta(«minutes=10→seconds=6»)")
+    script = planted(tmp_path, "if step == 7 and world.rank == 1: time.sleep(1000)", short)
     job = start_job(tmp_path, script, *RUN, *shards, f"--records={records}")
     lines = []
     for line in job.stdout:

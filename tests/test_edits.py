@@ -3,10 +3,10 @@ the same losses, or is refused by a line that names what is missing."""
 
 import math
 import re
-from pathlib import Path
 import pytest
 import torch
-from conftest import TINY, launch, load_checkpoint, load_script, log_of, losses, refused, train
+from conftest import (TINY, edited, launch, load_checkpoint, load_script, log_of, losses, refused,
+                      train)
 import train_gpt
 
 FC = "        self.fc = CastedLinear(dim, 4 * dim)\n"
@@ -15,7 +15,7 @@ MIX = "        self.value_mix = nn.Parameter("
 ATTENTION = "        y_1HTK = attend(q, k, v, mask, self.hp.attention_scale)\n"
 TABLE = "PARAMETERS = [\n«→    {},\n»"
 
-# Edits, each a text that the script has once, with «old→new» in it.
+# Edits, as conftest.edited takes them.
 SWIGLU = [FC + "«→        self.gate = CastedLinear(dim, 4 * dim)\n»",
           "self.proj(«F.relu(self.fc(x_TD)).square()→F.silu(self.gate(x_TD)) * self.fc(x_TD)»)"]
 SWIGLU_ROW = TABLE.format(r"(r'layers\..*\.gate\.weight', uniform, 'Muon', dict(lr='muon_lr'))")
@@ -72,7 +72,6 @@ Z_LOSS = ["""\
 «→            if self.training:
                 loss += 1e-3 * self.logits(x).logsumexp(-1).square().sum()
 »"""]
-ZEROED = ["CastedLinear(4 * dim, dim)\n«→        self.proj.weight.detach().zero_()\n»"]
 TORCHS_LINEAR = ["self.fc = «CastedLinear(dim, 4 * dim→nn.Linear(dim, 4 * dim, bias=False»)"]
 LAMBDAS = ["self.«residual_mix→lambdas» = ",
            "self.«residual_mix→lambdas»[0] * x_TD + self.«residual_mix→lambdas»[1] * x0_TD"]
@@ -88,19 +87,13 @@ IDEAS = {
                     r"no parameter matches the rule lm_head\\\.weight", [NO_HEAD_ROW]),
     "Lion": (LION, None, []), "averaged weights": (AVERAGE, None, []),
     "a growing batch": (GROWING, None, []), "z-loss": (Z_LOSS, None, []),
-    "zeros in a constructor": (ZEROED, r"layers\.0\.mlp\.proj\.weight has values", None),
     "torch's linear layer": (TORCHS_LINEAR, r"layers\.0\.mlp\.fc\.weight has values", None),
     "lambdas": (LAMBDAS, r"no rule for layers\.0\.lambdas \(2,\)",
                 [r"layers\.\d+\..*«_mix→(_mix|lambdas)»"])}
 
 def loaded(folder, *edits):
-    text = Path(train_gpt.__file__).read_text()
-    for edit in edits:
-        old, new = (re.sub("(?s)«(.*?)→(.*?)»", side, edit) for side in (r"\1", r"\2"))
-        assert text.count(old) == 1, f"the script has no single {old!r} any more"
-        text = text.replace(old, new)
-    (folder / "edited.py").write_text(text)
-    return load_script(folder / "edited.py", "edited")
+    path = edited(folder / "edited.py", *edits, script=train_gpt.__file__)
+    return load_script(path, "edited")
 
 @pytest.mark.parametrize("edits, words, mended", IDEAS.values(), ids=IDEAS)
 def test_an_idea_is_refused_by_name_or_trains_and_resumes(edits, words, mended, tmp_path, shards):

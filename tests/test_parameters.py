@@ -63,10 +63,6 @@ def put(name, value):
 REFUSED = {
     "a row without a parameter": (lambda model: setattr(model, "lm_head", model.embed),
                                   r"no parameter matches the rule lm_head"),
-    "a new name": (lambda model: setattr(model, "tokens", model._modules.pop("embed")),
-                   r"no rule for tokens\.weight \(320, 32\)"),
-    "a bias": (put("layers.0.mlp.fc.bias", nn.Parameter(torch.zeros(128))),
-               r"no rule for layers\.0\.mlp\.fc\.bias"),
     "a name that begins like a row's": (put("skip_weights_2", nn.Parameter(torch.ones(2))),
                                         r"no rule for skip_weights_2 \(2,\)"),
     "a vector that is left NaN": (put("skip_weights", parameter(2)), "skip_weights needs initial "),

@@ -9,7 +9,7 @@ import statistics
 import subprocess
 from pathlib import Path
 import pytest
-from conftest import ROOT, RUN_SH, byte_documents, write_shard
+from conftest import ROOT, RUN_SH, byte_documents, edited, write_shard
 import train_gpt
 from data.common import sha256
 from records.tools import ablate, honesty, launch, logs, race
@@ -109,14 +109,9 @@ def test_a_new_optimizer(copy, runs_here):
     """The page's optimizer, put where the page says, trains and is honest, so that it may race."""
     page = section(HOWTO, "A new optimizer")
     optimizer, rows = re.findall(r"(?s)```python\n(.*?)```", page)
-    script = (copy / "train_gpt.py").read_text()
-    place = "def newton_schulz("
-    edits = [(place, f"{optimizer}\n{place}"),
-             *[(row.replace("SignMomentum", "Muon"), row) for row in rows.splitlines()]]
-    for old, new in edits:
-        assert script.count(old) == 1
-        script = script.replace(old, new)
-    (copy / "my_optimizer.py").write_text(script)
+    edits = [f"«{row.replace('SignMomentum', 'Muon')}→{row}»" for row in rows.splitlines()]
+    edited(copy / "my_optimizer.py", f"«→{optimizer}\n»def newton_schulz(", *edits,
+           script=copy / "train_gpt.py")
     rates, last = indented(page).splitlines()
     bash(copy, re.sub(r"0\.0003 .* 0\.01;", "0.01;", rates))
     assert "\nSignMomentum, lr 0.01" in next(copy.glob("records/*_lr0.*.log")).read_text()

@@ -12,7 +12,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, TINY, launch, load_checkpoint, log_of, log_path, losses, planted, train
+from conftest import (ROOT, TINY, edited, launch, load_checkpoint, log_of, log_path, losses,
+                      planted, train)
 from test_model import ALONE, tiny_model
 import train_gpt
 from train_gpt import World
@@ -77,18 +78,10 @@ def test_a_validation_is_the_mean_over_its_targets(shards, runs_here, monkeypatc
         loss, targets = sum(sums).tolist()
         assert targets == val_tokens and loss == pytest.approx(float(wanted), rel=1e-6)
 
-def test_only_rank_0_copies_what_the_warmup_undoes(shards, monkeypatch):
-    model, hp = tiny_model(val_seq_len=256)
-    files = train_gpt.find_shards(shards[0].removeprefix("--train_files="))
-    copies = []
-    monkeypatch.setattr(train_gpt, "load_training_state", lambda saved, *rest: copies.append(saved))
-    for rank in (0, 1):
-        train_gpt.warm_up(model, [], files, hp, World(rank, 1, torch.device("cpu")))
-    assert copies[0].keys() == {"model"} and copies[1] is None
-
 def test_the_warmup_is_like_a_step_on_random_tokens(shards, monkeypatch):
     """Its gradients are of a mean: those of the sum would overflow in FP8. It reads a batch as
-    training does, so that nothing is done for the first time within the clock."""
+    training does, so that nothing is done for the first time within the clock. Only rank 0 copies
+    what it undoes."""
     model, hp = tiny_model(val_seq_len=256)
     files = train_gpt.find_shards(shards[0].removeprefix("--train_files="))
     first, _ = next(train_gpt.train_batches(files, hp, ALONE, 0))[0]
@@ -108,6 +101,11 @@ def test_the_warmup_is_like_a_step_on_random_tokens(shards, monkeypatch):
     for tokens in inputs:
         assert tokens.shape == first.shape and tokens.dtype == first.dtype
         assert (tokens == first).float().mean() < 0.1, "it would train on the text"
+    copies = []
+    monkeypatch.setattr(train_gpt, "load_training_state", lambda saved, *rest: copies.append(saved))
+    for rank in (0, 1):
+        train_gpt.warm_up(model, [], files, hp, World(rank, 1, torch.device("cpu")))
+    assert copies[0].keys() == {"model"} and copies[1] is None
 
 @pytest.mark.method
 @pytest.mark.parametrize("sizes", [
@@ -255,18 +253,15 @@ def test_a_copy_elsewhere_under_another_name_runs_and_an_error_in_it_keeps_its_t
     assert last.startswith("error: ") and last.endswith(message)
 
 def test_the_log_has_the_source_that_started_and_an_old_torch_is_refused(tmp_path, shards):
-    copy = tmp_path / "edited.py"
-    text = Path(train_gpt.__file__).read_text()
-    edit = "\nimport numpy as np\n"
-    assert text.count(edit) == 1
-    text = text.replace(edit, f"{edit}open(__file__, 'a').write('# later' * 2)\n")
-    copy.write_text(text)
+    copy = edited(tmp_path / "edited.py", "\nimport numpy as np\n«→open(__file__, 'a')"
+                  ".write('# later' * 2)\n»")
+    text = copy.read_text()
     launch(*TINY, *shards, "--num_iterations=0", f"--records={tmp_path}", script=copy)
     log = log_of(tmp_path)
     assert hashlib.sha256(text.encode()).hexdigest() in log and "# later# later" not in log
     assert losses(log) == pytest.approx([math.log(320)], abs=1e-4), "0 steps are a validation"
-    old = "\nimport torch\ntorch.__version__ = torch.torch_version.TorchVersion('2.8.0')\n"
-    copy.write_text(text.replace("\nimport torch\n", old, 1))
+    edited(copy, "\nimport torch\n«→torch.__version__ = torch.torch_version.TorchVersion('2.8.0')"
+           "\n»")
     done = launch(script=copy, check=False)
     assert done.returncode == 2
     assert done.stderr == "error: torch 2.8.0: install 2.9.1 or newer\n"
