@@ -11,6 +11,7 @@ import pytest
 from conftest import (ENVIRONMENT, ROOT, SCRIPT, TINY, edited, launch, log_of, losses,
                       newest_checkpoint, planted)
 from test_reliability import assert_same_state
+from test_run import program
 
 RUN = [*TINY, "--num_iterations=9", "--val_loss_every=3", "--save_every=3", "--micro_batches=2"]
 OTHER_HOSTS = {name: value for name, value in ENVIRONMENT.items() if name != "GLOO_SOCKET_IFNAME"}
@@ -57,10 +58,8 @@ def start_job(folder, script, *flags) -> subprocess.Popen:
     (folder / "job.sh").write_text(job)
     (folder / "hosts").write_text("127.0.0.1 localhost\n10.77.0.1 one\n10.77.0.2 two\n")
     programs = folder / ".venv" / "bin"
-    programs.mkdir(parents=True, exist_ok=True)
     for name, text in PROGRAMS.items():
-        (programs / name).write_text(f"#!/bin/sh\n{text}\n")
-        (programs / name).chmod(0o755)
+        program(programs / name, text)
     return subprocess.Popen([*ENTER, "bash", "-euc", TWO_HOSTS], cwd=folder, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=OTHER_HOSTS | {
                                 "PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "7",

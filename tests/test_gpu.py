@@ -209,22 +209,21 @@ def test_a_run_of_full_size_and_its_resume_by_a_second_start(tmp_path, capsys):
     """On made-up documents, where the script makes a recompile an error. The second start finds
     every program on the disk, and trains on as the first one did."""
     steps, first_loss, small = 20, 10.8258, []
-    program = [ROOT / "tests" / "cached_run.py"]
+    program = ["first_start.py"]
     if FAKED:
         steps, first_loss = 4, 5.7683
         small = ["--model_dim=32", "--num_heads=2", "--head_dim=16", "--train_seq_len=128",
                  "--val_seq_len=256", "--vocab_size=257", "--micro_batches=2", "--windows=SL",
                  "--attention=x.", "--value_embeds=.."]
-        program.insert(0, ROOT / "tests" / "helpers" / "on_fake_gpu.py")
+        program = ["on_fake_gpu.py", ROOT / "tests" / "helpers" / "first_start.py"]
     hp, _ = parse_flags(["--preset=speedrun", *small])
     train_tokens = (steps + 2) // 3 * hp.micro_batches * hp.train_seq_len + 1
     for number in (1, 2, 3):  # of other lengths, so that their tokens differ
         write_documents(tmp_path / f"r_train_{number:06}.bin", train_tokens + number, hp.vocab_size)
     write_documents(tmp_path / "r_val_000000.bin", 2 * hp.val_seq_len + 1, hp.vocab_size)
     def start(*flags):
-        done = launch(*program[1:], *flags, script=program[0],
-                      CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
-        return done.stdout.splitlines()[-1]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+        return run_helper(*program, *flags, CUDA_VISIBLE_DEVICES=visible).splitlines()[-1]
     middle = steps // 2
     start("--preset=speedrun", *small, f"--train_files={tmp_path}/r_train_*.bin",
           f"--val_files={tmp_path}/r_val_*.bin", "--val_tokens=0", f"--num_iterations={steps}",

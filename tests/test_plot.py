@@ -64,8 +64,6 @@ def test_the_difference_is_drawn_by_step_in_pairs(tmp_path):
     at_end = [y for x, y in band.get_paths()[0].vertices if x == 1125]
     assert min(at_end) == pytest.approx(-0.2 - half) and max(at_end) == pytest.approx(-0.2 + half)
     assert panel.get_ylim()[0] < -0.3 and panel.get_ylim()[1] > 0
-    longer = long_side("B", tmp_path / "c", [3.3, 3.5, 3.4], every=150)
-    assert len(drawn(a, longer)) == 2  # other schedules are no pairs by step
 
 def test_a_run_that_is_alive_and_one_without_tokens(tmp_path):
     (tmp_path / "x.log").write_text(log_text((10.8, 4.0, 3.5), total=1000))
