@@ -68,17 +68,9 @@ class Trial:
         files = [f"--{name}_files={glob.escape(str(folder))}/{name}_*.bin"
                  for name in ("train", "val")]
         self.flags = ["--preset=demo", *flags, *sizes, *files]
-        self.world = self.script.World(0, 1, torch.device("cpu"))
         hp, _ = self.script.parse_flags(self.flags)
         self.script.check_settings(hp, 2)
-        self.hp = self.script.resolve(hp, self.world.device)
-
-    def drawn(self):
-        """The model with its initial weights."""
-        torch.manual_seed(self.hp.seed)
-        model = self.script.GPT(self.hp, torch.float32, flex=False)
-        self.script.draw_weights(model, self.hp.seed)
-        return model
+        self.hp = self.script.resolve(hp, torch.device("cpu"))
 
     def run(self, name: str, *flags, processes=1) -> tuple[Path, dict, list]:
         """Of a run of the copy its log, {(step, kind): loss} in it, and its checkpoints."""
@@ -193,7 +185,10 @@ def check(path, flags=(), parts=PARTS):
 
 def weights(trial: Trial):
     """Lines with the name of each parameter, its shape and a hash of its initial values."""
-    for name, p in trial.drawn().named_parameters():
+    torch.manual_seed(trial.hp.seed)
+    model = trial.script.GPT(trial.hp, torch.float32, flex=False)
+    trial.script.draw_weights(model, trial.hp.seed)
+    for name, p in model.named_parameters():
         digest = hashlib.sha256(p.detach().numpy().tobytes()).hexdigest()[:16]
         yield f"weights: {name} {'x'.join(map(str, p.shape))}_{digest}"
 

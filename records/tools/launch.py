@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from records.tools import logs
-from records.tools.load import ArgumentParser, UserError, child, load_script, locked, require, run
+from records.tools.load import ArgumentParser, UserError, child, locked, require, run
 
 import torch
 
@@ -129,12 +129,6 @@ def number_of_ranks(micro_batches: int, gpus: int) -> int:
         return int(wanted)
     return max(n for n in range(1, (gpus or cores()) + 1) if micro_batches % n == 0)
 
-def prepare_compilers(ranks: int):
-    """Shares the cores among the ranks' compilers. On its own, each rank would start a process for
-    every core, up to 32, and each process may take a gigabyte of memory."""
-    share = max(1, min(32, cores() // ranks))
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(share))
-
 def idle_gpus(ranks: int, gpus: int, tokens: int, micro_batches: int) -> str:
     """Says that GPUs are left over, and which flags would use all of them for a step of as many
     tokens, in sequences of whole blocks of 128."""
@@ -174,25 +168,22 @@ def validation_spacing(steps: int) -> int:
 def make_shards(prefix: str, *words: str) -> bool:
     """Makes shards of shuffled bytes by these words for data/tokenize_text.py, unless there are
     some that are still as their sidecar says, which is written last. Says whether it made any."""
-    with locked(Path(prefix).with_name(f".{Path(prefix).name}.lock")):
-        return remake_shards(Path(f"{prefix}.json"), *words)
-
-def remake_shards(sidecar: Path, *words: str) -> bool:
-    old = [*sidecar.parent.glob(f"{sidecar.stem}_*.bin"), *sidecar.parent.glob(sidecar.name)]
-    with suppress(OSError, ValueError, LookupError, TypeError):
-        sides = json.loads(sidecar.read_text())
-        sums = sides["train"]["shards"] | sides["val"]["shards"]  # {file: SHA-256}
-        found = {path.name: sha256(path) for path in old if path != sidecar}
-        if found == sums and sides["shuffle"] == PIECE:
-            return False
-    if old:
-        say(f"{sidecar.with_suffix('')}*: files are missing, damaged or of an older kind; all are "
-            "made again")
-    for path in old:
-        path.unlink()
-    start("data/tokenize_text.py", *words, f"--out={sidecar.parent}", f"--name={sidecar.stem}",
-          "--tokenizer=bytes", f"--shuffle={PIECE}")
-    return True
+    sidecar = Path(f"{prefix}.json")
+    with locked(sidecar.with_name(f".{sidecar.stem}.lock")):
+        old = [*sidecar.parent.glob(f"{sidecar.stem}_*.bin"), *sidecar.parent.glob(sidecar.name)]
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            sides = json.loads(sidecar.read_text())
+            sums = sides["train"]["shards"] | sides["val"]["shards"]  # {file: SHA-256}
+            found = {path.name: sha256(path) for path in old if path != sidecar}
+            if found == sums and sides["shuffle"] == PIECE:
+                return False
+        if old:
+            say(f"{prefix}*: files are missing, damaged or of an older kind; all are made again")
+        for path in old:
+            path.unlink()
+        start("data/tokenize_text.py", *words, f"--out={sidecar.parent}", f"--name={sidecar.stem}",
+              "--tokenizer=bytes", f"--shuffle={PIECE}")
+        return True
 
 def make_preset_data(script, hp):
     """Makes the demo's data, or fetches as much of FineWeb as the settings need."""
@@ -298,7 +289,9 @@ def main(argv=None):
             "it start torchrun, once on each node, as records/cluster.md shows")
     ranks = number_of_ranks(hp.micro_batches, gpus)
     if gpus:
-        prepare_compilers(ranks)
+        # The script knows of no quotas when it shares the cores among the ranks' compilers.
+        share = max(1, min(32, cores() // ranks))
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(share))
     else:
         prepare_cpu(ranks)
     require(gpus or command.preset not in ("speedrun", "short") or command.check

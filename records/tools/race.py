@@ -203,9 +203,8 @@ def check(race: Race):
         raise UserError(f"{path}: cannot be read ({error}); remove {race.folder} to begin "
                         "anew") from None
     for racer in race.racers:
-        racer.dishonest = before.get(f"{racer.name}.dishonest", "")
-        racer.weights = before.get(f"{racer.name}.weights", {})
-        racer.steps = before.get(f"{racer.name}.steps", 0)
+        for key in ("dishonest", "weights", "steps"):
+            setattr(racer, key, before.get(f"{racer.name}.{key}", getattr(racer, key)))
     race.text = before.get("text")
     changed = dict.fromkeys(
         how_it_changed(key, before[key], value) for key, value in definition(race).items()
@@ -221,8 +220,6 @@ def check(race: Race):
     for racer in new:
         if race.racing:  # else the baseline need not be tried
             try_out(race, racer)
-    if new and race.text and not race.text["exam"]:
-        say("the validation text is too short to keep a part for exams: they use the runs' own")
     if new and race.racing and not race.text["exam"]:
         say("the validation text is too short to keep a part of it for exams, so the verdict uses "
             "the runs' own")

@@ -19,7 +19,8 @@ MARK = "Written by `./run.sh compare --statistics`."
 def section(side, target):
     """One side."""
     losses, times = ([getattr(one, key) for one in side.used] for key in ("loss", "seconds"))
-    facts = [counted(side.used, what) for what in ("steps", "hardware", "torch")]
+    facts = [" | ".join(sorted({str(getattr(one, what) or "unknown") for one in side.used}))
+             for what in ("steps", "hardware", "torch")]
     lines = [f"## {side.name}", "",
              "{} runs, {} steps, on {}, torch {}.".format(len(side.used), *facts), "",
              "| run | seed | val_loss | train_time |", "|---|---|---|---|"]
@@ -44,9 +45,6 @@ def until_decided(sides):
             if json.loads(path.read_text()).get("repeat") is None:
                 return True
     return False
-
-def counted(runs, what):
-    return " | ".join(sorted({str(getattr(one, what) or "unknown") for one in runs}))
 
 def section_of_two(a, b, comparison):
     """Differences by Welch's tests, whatever the verdict was tested by."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from data.common import check_shard, write_shards
 from records.tools import logs
-from records.tools.load import LEASH, ROOT, TORCHRUN, UserError, child
+from records.tools.load import ROOT, UserError, child
 from records.tools.watch import RACE
 
 LAUNCH = ROOT / "records" / "tools" / "launch.py"
@@ -47,12 +47,6 @@ class Entry:
     kept: str = ""  # the file with its text that a race runs, whatever happens to the script
 
     @property
-    def started(self) -> tuple[str, dict]:
-        """The file that runs, and what lets it import what lies beside the script."""
-        paths = [os.path.dirname(os.path.abspath(self.script)), os.environ.get("PYTHONPATH")]
-        return self.kept or self.script, {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-
-    @property
     def sha256(self) -> str:
         return hash_of(self.text)
 
@@ -67,14 +61,17 @@ def script_text(script: str) -> str:
         raise UserError(f"{script}: cannot be read ({error}); name a script in or below "
                         f"{ROOT}") from None
 
-def start(program: Path, *words: str, watch=lambda line: None, **variables: str):
-    """A program of records/tools; (its status, its output with stderr, which is UTF-8 whatever the
-    console shows). Each line of the output goes to watch() as it comes."""
-    env = os.environ | {"PYTHONIOENCODING": "utf-8:backslashreplace"} | variables
+def start(program: Path, entry: Entry, *words: str, watch=lambda line: None, **variables: str):
+    """A program of records/tools for a script, which may import what lies beside it; (its status,
+    its output with stderr, which is UTF-8 whatever the console shows). Each line of the output goes
+    to watch() as it comes."""
+    paths = [os.path.dirname(os.path.abspath(entry.script)), os.environ.get("PYTHONPATH")]
+    env = os.environ | {"PYTHONIOENCODING": "utf-8:backslashreplace",
+                        "PYTHONPATH": os.pathsep.join(filter(None, paths))} | variables
     output = ""
-    with child("-W", "ignore", str(program), *words, env=env, stdin=subprocess.DEVNULL,
-               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8",
-               errors="replace") as process:
+    with child("-W", "ignore", str(program), entry.kept or entry.script, *words, env=env,
+               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+               encoding="utf-8", errors="replace") as process:
         for line in process.stdout:
             output += line
             watch(line)
@@ -85,7 +82,6 @@ def run(entry: Entry, seed: int, records: Path, *more: str, notes: Path | None =
     """Train with these flags more; (the finished run or None, the output, which ends with what is
     wrong). The file `notes` gets the times at which the run opened files and ended its first
     step."""
-    script, place = entry.started
     clock = logs.Clock()
     stepped = False
     if notes:
@@ -100,9 +96,9 @@ def run(entry: Entry, seed: int, records: Path, *more: str, notes: Path | None =
             with open(notes, "a", encoding="utf-8") as file:
                 file.write(f"{time.monotonic()} {FIRST_STEP!r}\n")
         watch(line)
-    status, output = start(LAUNCH, script, "--save_every=0", "--curve", *entry.flags,
+    status, output = start(LAUNCH, entry, "--save_every=0", "--curve", *entry.flags,
                            f"--seed={seed}", f"--name={entry.name}", f"--records={records}", *more,
-                           watch=see, **place, **variables)
+                           watch=see, **variables)
     found = {} if status else finished(entry, logs.read([records])[0], [seed])
     if not status and not found:
         output += (f"{records}: there is no log of a finished run of {entry.script} with seed "
@@ -139,8 +135,7 @@ def dishonesty(entry: Entry) -> tuple[str, dict]:
     """What the check of its validation loss saw, nothing if it is honest; and of the weights that
     its runs start from, {"parameter shape": hash}, nothing if the script does not tell."""
     flags = [flag for flag in entry.flags if not flag.startswith("--text=")]
-    script, place = entry.started
-    status, output = start(HONESTY, script, "--weights", *flags, **place)
+    status, output = start(HONESTY, entry, "--weights", *flags)
     weights = dict(re.findall(r"(?m)^weights: (\S+ \w+)_(\w+)$", output))
     # 3: it is not honest; another one: it could not be checked
     return f"{entry.script}: {last_line(output)}" if status else "", weights
@@ -149,8 +144,7 @@ def dishonesty(entry: Entry) -> tuple[str, dict]:
 
 def offered(entry: Entry) -> int:
     """The steps of its runs, if the exam can examine them."""
-    script, place = entry.started
-    status, output = start(EXAM, script, "--offer", *entry.flags, **place)
+    status, output = start(EXAM, entry, "--offer", *entry.flags)
     found = re.findall(r"(?m)^steps: (\d+)$", output)
     if status or not found:
         raise UserError(f"{entry.script}: {last_line(output)}")
@@ -185,11 +179,10 @@ def save_flag(steps: int) -> str:
 
 def examine(entry: Entry, one, text: dict, place: int, notes: Path) -> dict:
     """What the exam of a run found: its losses, and a problem if there is one."""
-    script, where = entry.started
     words = []
     if text["exam"]:
         words = [f"--text={text['exam']}", f"--place={place}", f"--tokens={text['tokens']}"]
-    status, output = start(EXAM, script, one.path, *words, **where)
+    status, output = start(EXAM, entry, one.path, *words)
     rows = re.findall(r"(?m)^\{.*\}$", output)
     if status or not rows:
         return {"problem": f"it cannot be examined: {last_line(output)}"}
