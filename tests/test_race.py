@@ -44,7 +44,7 @@ log = open(path, "w", buffering=1)
 head = [f"{key} = {value!r}" for key, value in vars(args).items()]
 sha256 = hashlib.sha256(source.encode()).hexdigest()
 separator = "=" * 100
-print(*head, separator, f"command: {' '.join(sys.argv)}", "cpu: 2 x EPYC", "torch: 2.13.0, Python 3",
+print(*head, separator, f"command: {' '.join(sys.argv)}", "cpu: 2 x EPYC", "torch: 2.13.0, Py",
       "ranks: 1", "threads: 1 a rank", "data: a.bin 90 tokens 0f", "val_data: b.bin 9 tokens 1f",
       f"script: sha256 {sha256} {source.count(chr(10))} lines", separator,
       source.removesuffix("\\n"), separator, sep="\\n", file=log)
