@@ -8,7 +8,6 @@ import sys
 
 import pytest
 from conftest import ENVIRONMENT, ROOT
-from progress import minutes
 
 EXAMPLE = """
 import time
@@ -71,9 +70,3 @@ def test_a_test_that_hangs_is_ended_and_named(suite):
     said = "tests/test_example.py::test_sleeps has not ended after 0.02 minutes, so it is stopped"
     assert status == 1 and said in lines
     assert not any("most recent call" in line or line.startswith("Timeout") for line in lines)
-
-@pytest.mark.parametrize("seconds, words", [
-    (0, "5 seconds"), (64, "65 seconds"), (89, "90 seconds"), (91, "2 minutes"),
-    (3000, "50 minutes")])
-def test_times_are_rounded(seconds, words):
-    assert minutes(seconds) == words

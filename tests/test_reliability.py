@@ -3,14 +3,11 @@
 import functools
 import inspect
 import os
-import random
 import re
 import resource
 import shlex
 import shutil
-import signal
 import subprocess
-import time
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -84,31 +81,17 @@ def whole(tmp_path_factory, shards):
     train(train_gpt, *RUN, *shards, f"--records={folder}")
     return folder
 
-def test_kills_at_random_moments(tmp_path, shards):
-    """One of two ranks or their launcher is killed up to 10 ms after a random line. Resumed, it
-    ends in the bits of a run that was left alone."""
-    chance = random.Random(1)
-    records, whole = tmp_path / "killed", tmp_path / "whole"
-    flags = [*LONG, *shards]
-    launch(*flags, f"--records={whole}", ranks=2)
-    flags.append(f"--records={records}")
-    logs = {}  # {path: content when its process had ended}
-    for number, is_rank in ((signal.SIGTERM, False), (signal.SIGKILL, True), (signal.SIGINT, True)):
-        run = subprocess.Popen(command(*flags, ranks=2), stdout=subprocess.PIPE, text=True,
-                               stderr=subprocess.DEVNULL, env=ENVIRONMENT)
-        for _ in range(chance.randrange(1, 17)):
-            assert run.stdout.readline(), "it ended by itself"
-        time.sleep(chance.uniform(0, 0.01))
-        ranks = subprocess.check_output(["pgrep", "-P", str(run.pid)], text=True).split()
-        os.kill(int(chance.choice(ranks)) if is_rank else run.pid, number)
-        run.communicate(timeout=60)  # until none is left that could write
-        before, logs = logs, {log: log.read_bytes() for log in records.glob("*.log")}
-        assert run.returncode != 0 and before.items() <= logs.items()
-        assert len(logs) <= len(before) + 1, "each start has one log"
-        if list(records.glob("*/step*.pt")):
-            flags = [f"--resume={newest_checkpoint(records)}"]
-    launch(*flags, ranks=2)
-    assert_same_run(records, whole)
+def test_a_killed_rank_ends_all_and_two_ranks_go_on_to_the_same_bits(tmp_path, shards):
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    launch(*RUN, *shards, f"--records={whole}", ranks=2)
+    script = planted(tmp_path, "if step == 8 and world.rank == 1: os.kill(os.getpid(), 9)")
+    done = launch(*RUN, *shards, f"--records={killed}", ranks=2, script=script, check=False)
+    assert done.returncode and "step:10/" not in done.stdout, done.stdout
+    log = log_path(killed)
+    left = log.read_bytes()
+    launch(f"--resume={newest_checkpoint(killed)}", ranks=2)
+    assert_same_run(killed, whole)
+    assert log.read_bytes() == left and len(list(killed.glob("*.log"))) == 2, "a log each start"
 
 def test_kills_at_every_place(tmp_path, shards):
     """In a step, a validation, a save, a resumption, a line: killed_runs.py names the places."""
