@@ -276,6 +276,15 @@ def test_after_a_full_disk_the_sample_says_its_step(name, saved, words, started,
     assert out.startswith(words) and len(started) == ("no sample" not in words)
     assert ("next, a race of a copy that you change: ./run.sh race mine.py" in out) == len(started)
 
+def test_the_end_of_a_demo_stands_beside_the_committed_runs(tmp_path, capsys):
+    log = sorted(launch.DEMO_RUNS.glob("*.log"))[0]
+    (cut := tmp_path / "cut.log").write_text(log.read_text().partition("\nstep:")[0])
+    (short := tmp_path / "short.log").write_text(log.read_text().replace("/720 ", "/719 "))
+    for path, words in ((log, r"\d runs in \S+ ended between 1\.\d{4} and 1\.\d{4}\n"), (cut, "$"),
+                        (short, r".* nats per byte; it does not compare with the runs in")):
+        launch.compare_with_committed(path)
+        assert re.search(words, capsys.readouterr().out)
+
 def test_a_copy_is_checked_trained_on_two_processes_and_sampled_from(tmp_path, shards):
     """With odd names, a tilde after `=`, and a console that cannot show them."""
     (tmp_path / "a folder").mkdir()

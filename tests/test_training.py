@@ -24,8 +24,9 @@ pytestmark = pytest.mark.quick
 GOLDEN = [*TINY, "--num_iterations=30", "--val_loss_every=10", "--micro_batches=4",
           "--val_tokens=0", "--windows=LSSL", "--attention=xx.x", "--value_embeds=0..0",
           "--window_start=128", "--window_end=384", "--muon_lr=0.05", "--adam_beta1=0.8",
-          "--adam_eps=1e-7", "--attention_scale=0.12", "--embed_lr=0.6", "--num_kv_heads=0",
-          "--muon_momentum_end=0.95", "--muon_momentum_steps=100", "--lr_floor=0.1"]
+          "--adam_eps=1e-7", "--attention_scale=0.12", "--rope_base=1024", "--embed_lr=0.6",
+          "--num_kv_heads=0", "--muon_momentum_end=0.95", "--muon_momentum_steps=100",
+          "--lr_floor=0.1"]
 @pytest.mark.method
 def test_golden_trajectory(tmp_path, shards):
     """Another CPU or torch sums in another order, which 30 steps let grow to about 1e-3; a change

@@ -1,6 +1,8 @@
 """tools/watch.py: what a run shows, and its last lines where it ends early."""
 
+import functools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,15 +12,20 @@ from conftest import ROOT, RUN_SH, TINY, log_path, newest_checkpoint, run_sh
 from records.tools import watch
 from records.tools.load import LEASH
 
-def test_on_a_terminal_a_training_step_is_shown_every_two_seconds(monkeypatch):
-    steps = [f"step:{n}/9 train_loss:1" for n in range(9)]
-    lines = ["log: a", *steps, "step:9/9 val_loss:1", "end"]
-    ticks = iter(range(99))
-    monkeypatch.setattr(watch.time, "monotonic", lambda: next(ticks) / 2)
-    assert list(watch.thinned(lines)) == lines
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    kept = list(watch.thinned(lines))
-    assert kept[:2] == lines[:2] and kept[-2:] == lines[-2:] and 4 <= len(kept) <= 7
+@pytest.mark.parametrize("terminal", [True, False])
+def test_on_a_terminal_one_line_stands_for_the_training_steps(monkeypatch, capsys, terminal):
+    steps = [f"step:{n}/9 train_loss:{n}.5 train_time:1ms\n" for n in range(5, 10)]
+    lines = ["log: a\n", *steps, "step:9/9 val_loss:1\n", "end\n"]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr(watch, "tqdm", functools.partial(watch.tqdm, mininterval=0))
+    assert list(watch.show(lines)) == lines
+    shown = capsys.readouterr().out
+    if not terminal:
+        assert shown == "".join(lines)
+        return
+    assert "train_loss" not in shown and re.search(r"5/9 \[.*loss 5[.]5", shown)
+    assert re.findall(r"(?:log|step|end).*\n", re.sub(r".*\r", "", shown)) == [
+        "log: a\n", "step:9/9 val_loss:1\n", "end\n"]
 
 def started(*argv, until, **env) -> subprocess.Popen:
     """A run.sh in the middle of its training, and in a session of its own, as in a terminal."""

@@ -36,6 +36,7 @@ DEMO_TEXT = ("--glob *.py --exclude *-packages --exclude test --exclude tests "
              "--exclude idle_test --exclude encodings --exclude entities.py")
 # In whole files, one after the other, copying from the window is learned late, by chance.
 PIECE = 2048  # tokens
+DEMO_RUNS = Path("records/demo/train_gpt")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
@@ -230,6 +231,24 @@ def flags_for_text(text: str, script, hp, named: dict, field: str = "text") -> l
 
 # ---- The whole -----------------------------------------------------------------------------------
 
+def compare_with_committed(log: Path):
+    """Says how the loss of a demo compares with those of the committed runs, if these had the same
+    validation text and number of steps."""
+    runs, _ = logs.read([log])
+    if not (runs and runs[0].loss):  # the disk was full
+        return
+    run = runs[0]
+    runs, _ = logs.read([DEMO_RUNS])
+    losses = [each.loss for each in runs if each.loss and
+              (each.validated_on, each.total) == (run.validated_on, run.total)]
+    if losses:
+        say(f"val_loss {run.loss:.4f} nats per byte; {len(losses)} runs in {DEMO_RUNS} ended "
+            f"between {min(losses):.4f} and {max(losses):.4f}")
+    else:
+        say(f"val_loss {run.loss:.4f} nats per byte; it does not compare with the runs in "
+            f"{DEMO_RUNS}, whose text or number of steps was another (each version of Python has "
+            "its own library)")
+
 def show_sample(path: str, log: Path, hp, prompt: list[str]):
     """A sample of a demo, and what to do next."""
     try:
@@ -241,6 +260,7 @@ def show_sample(path: str, log: Path, hp, prompt: list[str]):
     say(f"what the model writes after step {sample.step_of(checkpoint)} of {hp.num_iterations}:")
     words = [*[f"--script={path}"] * (path != "train_gpt.py"), *prompt]
     start("records/tools/sample.py", str(checkpoint), *words, "--tokens=300", "--temperature=0.9")
+    say(f"log: {log}")
     another = shlex.join(["./run.sh", "sample", str(log), *words, "--seed=1"])
     say(f"another sample: {another}")
     copy = "cp train_gpt.py my_record.py; " * (path == "train_gpt.py")
@@ -314,6 +334,8 @@ def main(argv=None):
         start("records/tools/compare.py", *map(str, runs))
     elif command.preset == "demo" and hp.save_every and hp.num_iterations and not (
             command.resume or RACE in os.environ):
+        if not (own.text or own_data):
+            compare_with_committed(runs[0])
         show_sample(path, runs[0], hp, [] if own.text or own_data else ["--prompt=def "])
 
 if __name__ == "__main__":

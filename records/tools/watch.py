@@ -1,7 +1,6 @@
 """Shows a run as it goes, for launch: what its ranks print, and at an early end why, and how to go
 on. torchrun's own report of a failure, 40 lines, is left out."""
 
-import math
 import os
 import re
 import shlex
@@ -9,16 +8,16 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
+
+from tqdm import tqdm
 
 from records.tools import logs, sample
 from records.tools.leash import OPENED
 from records.tools.load import LEASH, TORCHRUN, UserError, child, require
 
 RACE = "RACE_OPENED"  # in the environment of a race's run: where its ranks note what they open
-STEP_LINES = 2.0  # seconds from one line of a training step to the next, on a terminal
 
 def say(text: str, file=None):
     with suppress(OSError):  # a run outlives its console
@@ -45,16 +44,28 @@ def pass_errors(pipe, ended: dict):
     killed = [code for code in codes if code < 0 and code != -signal.SIGTERM]
     ended["status"] = (killed + codes + [None])[0]
 
-def thinned(lines):
-    """Most training steps are left out on a terminal. The log has every one."""
+def show(lines):
+    """Prints what a run prints, and yields it. On a terminal, one line that tqdm keeps up to date
+    stands for the training steps, with the time left. The log has every step."""
     terminal = sys.stdout is not None and sys.stdout.isatty()
-    next_step = -math.inf
+    bar = None
     for line in lines:
-        if terminal and line.startswith("step:") and " train_loss:" in line:
-            if time.monotonic() < next_step:
-                continue
-            next_step = time.monotonic() + STEP_LINES
+        step = re.match(r"step:(\d+)/(\d+) train_(loss:\S+)", line) if terminal else None
+        with suppress(OSError):  # a run outlives its console
+            if step:
+                done, total = int(step[1]), int(step[2])
+                bar = bar or tqdm(total=total, initial=done - 1, file=sys.stdout, leave=False,
+                                  dynamic_ncols=True, unit="step")
+                bar.set_postfix_str(step[3].replace(":", " "), refresh=False)
+                bar.update(done - bar.n)
+            else:
+                if bar:
+                    bar.clear()
+                print(line, end="", flush=True)
         yield line
+    with suppress(OSError):
+        if bar:
+            bar.close()
 
 def train(path: str, flags: list[str], ranks: int) -> Path:
     """A run; its log. If it ends early, the last lines say why and how to go on, and this process
@@ -74,9 +85,7 @@ def train(path: str, flags: list[str], ranks: int) -> Path:
                    env=os.environ | noted) as program:
             errors = threading.Thread(target=pass_errors, args=(program.stderr, ended), daemon=True)
             errors.start()
-            for line in thinned(program.stdout):
-                with suppress(OSError):
-                    print(line, end="", flush=True)
+            for line in show(program.stdout):
                 if line.startswith("log: "):
                     log = Path(line.removeprefix("log: ").rstrip("\n"))
                 if line.startswith("model: "):
