@@ -46,6 +46,7 @@ from records.tools.logs import BadInput, interval, number, printable, read, shor
 from records.tools.tables import percent, plain, runs_of
 
 WIDTH = 100
+TERMINAL = 80  # columns, into which tables fit
 DIFF_LINES = 60  # of a diff of sources that is printed
 RECORDS = Path(__file__).resolve().parents[1]
 
@@ -294,11 +295,18 @@ def say_wrapped(text, indent="  "):
     say(textwrap.fill(together, WIDTH, subsequent_indent=indent).replace("\0", " "))
 
 def print_table(rows):
-    """Rows of text, the first of them the header; the first column stands to the left."""
-    rows = [list(map(printable, row)) for row in rows]
-    widths = [max(map(len, cells)) for cells in zip(*rows)]
-    for first, *others in rows:
-        say("  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]))
+    """Rows of text, the first of them the header; the first column stands to the left. Columns that
+    hold nothing are left out, and those that do not fit a terminal come below."""
+    first, *columns = zip(*[map(printable, row) for row in rows])
+    left = max(map(len, first))
+    columns = [column for column in columns if {*column[1:]} != {"-"}]
+    while columns:
+        lines = [text.ljust(left) for text in first]
+        while columns and (len(lines[0]) == left or len(lines[0]) + 2 + max(
+                map(len, columns[0])) <= TERMINAL):
+            width = 2 + max(map(len, columns[0]))
+            lines = [line + text.rjust(width) for line, text in zip(lines, columns.pop(0))]
+        say("\n".join(lines))
 
 def print_side(side, target):
     say_wrapped(tables.title_of(side))
