@@ -73,10 +73,7 @@ def test_the_hubs_library_of_2024_and_a_mirror_without_checksums_will_do(hub, tm
     """Up to 0.30 this function knew no endpoint."""
     import huggingface_hub
     plain = huggingface_hub.get_hf_file_metadata
-    def older(url, token=None, proxies=None, timeout=10, library_name=None, library_version=None,
-              user_agent=None, headers=None):
-        return plain(url)
-    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", older)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda url: plain(url))
     hub.sums[NAMES[0]] = "some-other-etag"
     fetch(tmp_path, chunks=0)
     assert hub.fetched == NAMES[:1]

@@ -81,7 +81,7 @@ def whole(tmp_path_factory, shards):
     train(train_gpt, *RUN, *shards, f"--records={folder}")
     return folder
 
-def test_a_killed_rank_ends_all_and_two_ranks_go_on_to_the_same_bits(tmp_path, shards):
+def test_a_killed_rank_ends_all_and_two_ranks_go_on_bit_for_bit(tmp_path, shards):
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     launch(*RUN, *shards, f"--records={whole}", ranks=2)
     script = planted(tmp_path, "if step == 8 and world.rank == 1: os.kill(os.getpid(), 9)")

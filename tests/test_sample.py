@@ -179,7 +179,6 @@ def test_a_run_of_another_script_needs_that_script(tmp_path, run_sample, monkeyp
     assert other.status == 0 and other.out == done.out and f"{message}\n" in other.err
 
 @pytest.mark.parametrize("run, message", [
-    (["nothing"], "nothing: there is no such run"), (["nothing.log"], "there is no such run"),
     (["nothing.pt"], "there is no such run"), (["unsaved.log"], "(--save_every=0)"),
     (["bad.log"], "bad.log: no log ("), (["list"], "list/step00000000.pt cannot be used"),
     (["unknown"], "unknown/step00000000.pt: does not fit"), (["shape"], "mismatch"),

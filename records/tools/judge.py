@@ -370,13 +370,11 @@ def steps_of(pairs, test):
     """A test's difference and interval in steps, by the mean curve of the baseline's runs: how many
     steps later the candidate has the baseline's loss; below 0 if it is earlier. None where the
     curve has no such loss, or the steps are not equal."""
-    found = {"difference": None, "interval": None}
-    if len({run.steps for pair in pairs for run in pair}) == 1:
-        curve = curve_of([run for _, run in pairs])
-        found["difference"] = steps_later(curve, test["difference"])
-        ends = [steps_later(curve, end) for end in test["interval"] or (None,)]
-        found["interval"] = None if None in ends else tuple(ends)
-    return found
+    equal = len({run.steps for pair in pairs for run in pair}) == 1
+    curve = curve_of([run for _, run in pairs]) if equal else []
+    ends = [steps_later(curve, end) for end in test["interval"] or (None,)]
+    return {"difference": steps_later(curve, test["difference"]),
+            "interval": None if None in ends else tuple(ends)}
 
 def curve_of(runs):
     """(step, mean loss) at each step at which all runs validate; none if their lengths differ."""
