@@ -24,10 +24,10 @@ PIECE_TOKENS = 1 << 20  # in memory at a time, where each needs several bytes
 class UserError(Exception):
     """What a user can mend, in one line: what is wrong and what to do."""
 
-def require(condition, message: str):
-    """Raises UserError with the message where the condition does not hold."""
+def require(condition, message: str, error=UserError):
+    """Raises an error with the message where the condition does not hold."""
     if not condition:
-        raise UserError(message)
+        raise error(message)
 
 # ---- Shards --------------------------------------------------------------------------------------
 

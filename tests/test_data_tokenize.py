@@ -3,14 +3,11 @@
 import bz2
 import codecs
 import gzip
-import itertools
 import json
 import lzma
-import multiprocessing
 import os
 import random
 import re
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -23,7 +20,7 @@ from conftest import ROOT, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from data import common, tokenize_text, vocab
-from data.common import UserError, check_shard, run
+from data.common import UserError, check_shard
 from records.tools import launch
 from records.tools.logs import read
 
@@ -248,34 +245,6 @@ def test_it_never_overwrites(tmp_path):
         path.unlink()
     with refused("t.json: already there", UserError):
         tokenize(out, corpus)
-
-def run_and_die(argv, signum, where):
-    """In a process of its own: sends itself a signal while it reads, or when it has written all."""
-    function = getattr(tokenize_text, where)
-    calls = itertools.count(1)
-    def call_and_die(*args):
-        if where == "publish" or next(calls) == 40:
-            os.kill(os.getpid(), signum)
-        return function(*args)
-    setattr(tokenize_text, where, call_and_die)
-    tokenize_text.BATCH_BYTES = 2000
-    os._exit(run(lambda: tokenize_text.main(argv)))
-
-@pytest.mark.parametrize("where", ["utf8", "publish"])
-@pytest.mark.parametrize("signum, status", [(signal.SIGKILL, -9), (signal.SIGTERM, 143)])
-def test_an_interrupted_run_leaves_nothing_in_the_way(tmp_path, signum, status, where):
-    corpus, out = write_jsonl(tmp_path / "corpus.jsonl", some_documents()), tmp_path / "out"
-    argv = [str(corpus), f"--out={out}", "--name=t", "--tokenizer=bytes", "--workers=2"]
-    child = multiprocessing.get_context("fork").Process(target=run_and_die,
-                                                        args=(argv, signum, where))
-    child.start()
-    child.join()
-    assert child.exitcode == status
-    left = [".t.unfinished"] if signum == signal.SIGKILL else []
-    assert [p.name for p in out.iterdir()] == left
-    tokenize_text.main(argv)
-    assert len(documents(out, "train") + documents(out, "val")) == 300
-    assert not (out / ".t.unfinished").exists()
 
 def test_memory_stays_flat():
     """However large the corpus, a few batches at most are read that are not written yet."""

@@ -43,10 +43,6 @@ PLANTED = {  # test_exam.py has more of what the exam finds
     "an average overwrites the weights": (RESUMED, [GLOBAL.format("AVERAGE = {}"), EVALUATE.format(
         "for p in model.parameters():\n"
         "        p.copy_(AVERAGE.setdefault(p, p.clone()).lerp_(p, 0.5))")]),
-    "validation trains an optimizer's state": (RESUMED, [
-        GLOBAL.format("STATE = []"), EVALUATE.format("STATE[0].add_(1.0)"),
-        "        self.orthogonalize = newton_schulz\n"
-        "«→        STATE.insert(0, self.state['momentum'])\n»"]),
     "momentum outside the state": (RESUMED, [
         '«self.state["momentum"]→self.momentum» = torch',
         '«self.state["momentum"]→self.momentum»']),
@@ -103,10 +99,8 @@ def test_the_weights_of_a_copy_are_those_of_the_script(changed):
 @pytest.mark.method
 @pytest.mark.parametrize("words, status, message", [
     ("edited.py demo --peek=1 --num_iterations=3", 3, "not honest: what the model says "),
-    ("", 2, "error: name the script first"), ("absent.py", 2, "absent.py: there is no such script"),
-    ("train_gpt.py --peek=1", 2, "unrecognized arguments: --peek=1"),
-    ("train_gpt.py --num_kv_heads=4", 2, "--num_kv_heads must divide --num_heads"),
-    ("data/common.py", 2, "data/common.py: is no copy of train_gpt.py, because it has no GPT")])
+    ("", 2, "error: name the script first"),
+    ("train_gpt.py --num_kv_heads=4", 2, "--num_kv_heads must divide --num_heads")])
 def test_the_program(words, status, message, changed, monkeypatch, capsys, runs_here):
     """Here with a setting of a copy's own, which makes it dishonest."""
     monkeypatch.chdir(ROOT)

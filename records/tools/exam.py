@@ -57,9 +57,7 @@ NEEDED = ["World", "draw_weights", "build_optimizers", "train_batches", "step_st
 class Seen(Exception):
     """What must not be, in one line."""
 
-def expect(condition, message: str):
-    if not condition:
-        raise Seen(message)
+expect = partial(require, error=Seen)
 
 class SeenBy:
     """A model that notes which tokens it reads."""
