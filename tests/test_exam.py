@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 import numpy as np
 import pytest
+import torch
 from conftest import TINY, log_path, train, write_shard
 from test_edits import GROWING, loaded
 from data.common import check_shard
@@ -55,8 +56,8 @@ CHEATS = {
     "starts from the same weights for every seed": ("most of its initial weights are the same", [
         "hexdigest()[:15], 16)«→ * 0 + 7»\n"]),
     "replaces the loss": (OWN, [
-        "BLOCK = 128«→\nRIGHT = F.cross_entropy\n"
-        "F.cross_entropy = lambda *x, **y: 0.9 * RIGHT(*x, **y)»  #",
+        "BLOCK = 128«→\nRIGHT = torch._C._nn.cross_entropy_loss\n"
+        "torch._C._nn.cross_entropy_loss = lambda *x: 0.9 * RIGHT(*x)»  #",
         "    return loss / targets«→ * 0.9»\n"]),
     "looks for the targets": (OWN, ["""\
         c = self.hp.lm_head_softcap
@@ -78,8 +79,10 @@ UNUSUAL = {
         "(self.lm_head(x_TD).float()«→ + self.bias»", 'r"«→bias|»skip_weights|']}
 
 @pytest.fixture
-def examined(tmp_path, shards, capsys):
+def examined(tmp_path, shards, capsys, monkeypatch):
     """What the exam finds out about a run of a copy with these edits."""
+    kept = torch._C._nn.cross_entropy_loss
+    monkeypatch.setattr(torch._C._nn, "cross_entropy_loss", kept)  # which one of them replaces
     def examine(*edits):
         script = loaded(tmp_path, *edits)
         train(script, *FLAGS, *shards, f"--records={tmp_path}/r")
