@@ -222,7 +222,8 @@ class Exam:
                 target_T = stream[place + 1:place + 1 + len(x)].long()  # not there before
                 place += len(x)
                 logits_TV = logits_TV[:len(target_T)]
-                total += float(cross_entropy_loss(logits_TV, target_T, None, 2, -100, 0.0))  # 2: sum
+                summed = cross_entropy_loss(logits_TV, target_T, None, 2, -100, 0.0)  # 2: the sum
+                total += float(summed)
         return sum(self.of_all_ranks(total)) / (len(stream) - 1)
 
     def look_for_the_future(self, stream):
