@@ -348,7 +348,15 @@ def examine(race: Race, racer: Entry, seed: int):
     place = race.places.setdefault(seed, random.SystemRandom().randrange(last))
     say(f"the exam of {racer.name}, seed {seed}")
     run = racer.runs[seed]
-    racer.exams[seed] = trial.examine(racer, run, race.text, place, notes_of(race, racer, seed))
+    try:
+        found = trial.examine(racer, run, race.text, place, notes_of(race, racer, seed))
+    except UserError as error:
+        require(racer is not race.baseline, str(error))
+        racer.problem = str(error)
+        say(racer.problem)
+        del racer.runs[seed]
+        return
+    racer.exams[seed] = found
     write_whole(race.folder / "exams.json", json.dumps(
         {"places": race.places, "exams": {one.name: one.exams for one in race.racers}}, indent=1))
     if not keeps_checkpoints(racer):
@@ -366,7 +374,7 @@ def take_exam(race: Race, racer: Entry, seed: int):
         if not race.options.dishonest:
             racer.problem = problem
             say(problem)
-    elif race.text["exam"]:
+    if race.text["exam"]:
         racer.runs[seed].loss = found["text"]
 
 def read_exams(race: Race):

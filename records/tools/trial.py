@@ -185,7 +185,8 @@ def examine(entry: Entry, one, text: dict, place: int, notes: Path) -> dict:
     status, output = start(EXAM, entry, one.path, *words)
     rows = re.findall(r"(?m)^\{.*\}$", output)
     if status or not rows:
-        return {"problem": f"it cannot be examined: {last_line(output)}"}
+        raise UserError(f"{entry.script}: its run cannot be examined ({last_line(output)}); the "
+                        "same command tries it again")
     found = json.loads(rows[-1])
     found["problem"] = found["problem"] or opened_wrongly(one, notes)
     return found
