@@ -92,8 +92,6 @@ def test_a_bad_file_on_the_hub_does_not_stay(hub, tmp_path, content, etag, words
     assert names(tmp_path) == sorted([*NAMES[:2], "SHA256SUMS"])  # the sound ones are kept
 
 def test_user_errors(tmp_path, monkeypatch):
-    with refused("--num_chunks: 104: expected a whole number from 0 to 103", UserError):
-        fetch(tmp_path, chunks=104)
     with refused("holds no fineweb_", UserError):
         fetch(tmp_path, "--verify")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nothing listens there

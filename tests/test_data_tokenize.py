@@ -224,7 +224,6 @@ def parquet_of_numbers(path):
     ("A text in place of a file. " * 100, Path, [], ": no such file or folder"),
     ("a", Path.mkdir, [], "a: no file there matches"),
     ("a.txt", holding(b"abc"), [], "hold 4 tokens in all, of which validation would get 0: give a"),
-    ("a.txt", holding(b"abc"), ["--val_fraction=nan"], "nan: expected a number from 0"),
     ("a.txt", holding(b"abc"), [f"--name={'n' * 101}"], "up to 100 letters, digits, and . _ -")])
 def test_user_errors(tmp_path, name, make, options, expected):
     make(tmp_path / name)

@@ -4,9 +4,7 @@
 
 Honest means that a race may believe its log:
 
-- exam.py, which examines every run of a race, passes a tiny run: its validation loss is the
-  cross-entropy of `logits(features(tokens, window))`, each validation token counted once. No output
-  depends on later tokens. Steps that are trained again give the losses of the log.
+- exam.py, which examines every run of a race and says what it finds out, passes a tiny run.
 - FlexAttention's lists of blocks, for GPUs, and the mask for CPUs show each token the same keys.
 - Validation changes nothing: a run that was resumed, and validates at other steps, ends in the same
   bits. Two processes train what one trains, but for rounding.
