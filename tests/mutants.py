@@ -131,6 +131,9 @@ IN_THE_SCRIPT = {
     (9, "test_training.py"): [
         ("a loss one step too early", "clock.add_loss(«step + 1→step»,", "sections"),
         ("validating is timed", "«                clock.stop()\n→»", "stop_the_clock")],
+    (10, "test_loader.py"): [
+        ("too little is unread",
+         "start + «plan.hp.tokens_per_step + 1→2 * plan.hp.tokens_per_step» for", "two_percent")],
     (10, "test_processes.py"): [
         ("the GPU is chosen by rank", "set_device(«local_rank→rank»)")],
     (10, "test_settings.py"): [
@@ -140,8 +143,6 @@ IN_THE_SCRIPT = {
         ("the first token of the validation is predicted", "for shard in val_shards)« - 1→»"),
         ("validation on training data", "by_fingerprint.setdefault(shard.«fingerprint→path»")],
     (10, "test_training.py"): [
-        ("too little is unread",
-         "start + «plan.hp.tokens_per_step + 1→2 * plan.hp.tokens_per_step» for", "fiftieth"),
         ("a loss's time is its reading's",
          "self.seconds_at(«mark→self.mark()»)\n            y", "devices_time"),
         ("a training loss with the next step's rate", "done «- 1 if→if» kind", "step_lines"),

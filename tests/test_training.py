@@ -108,24 +108,6 @@ def test_the_warmup_is_like_a_step_on_random_tokens(shards, monkeypatch):
         train_gpt.warm_up(model, [], files, hp, World(rank, 1, torch.device("cpu")))
     assert copies[0].keys() == {"model"} and copies[1] is None
 
-@pytest.mark.method
-@pytest.mark.parametrize("sizes", [
-    [8000], [12000], [4097], [4098], [8193], [8400], [100_000, 8000, 4200], [700_000, 700_001],
-    [100_000, 4000, 9000, 4096]], ids=str)
-def test_a_pass_leaves_out_at_most_a_fiftieth(sizes):
-    """Where there is a step, of 4,096 tokens and one more. The log says what is left out."""
-    hp, _ = train_gpt.parse_flags(["--preset=demo", "--epochs=1"])
-    shards = [train_gpt.Shard(str(i), size, "") for i, size in enumerate(sizes)]
-    unread = [torch.ones(size, dtype=torch.bool) for size in sizes]
-    for shard, start in train_gpt.step_starts(shards, hp):
-        end = start + hp.tokens_per_step + 1
-        assert 0 <= start and end <= shard.tokens
-        unread[int(shard.path)][start:end] = False
-    count, too_short = int(torch.cat(unread).sum()), sum(size for size in sizes if size <= 4096)
-    assert too_short <= count <= too_short + train_gpt.UNREAD * sum(sizes)
-    lines = train_gpt.environment(train_gpt.Plan(hp, "", shards, [], None), ALONE)
-    assert f"unread: {count} of {sum(sizes)} training tokens per pass" in lines
-
 def test_the_log_has_its_sections_and_its_last_lines(tmp_path, shards, capsys):
     train(train_gpt, *TINY, *shards, f"--records={tmp_path}", "--name=my_try",
           "--lm_head_lr=0.0123")
