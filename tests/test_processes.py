@@ -52,7 +52,7 @@ Last error:
 @pytest.mark.parametrize("last, advice", [
     ("Error while creating shared memory segment /dev/shm/nccl-a7 (size 9637888), error: No space "
      "left on device (28)", r"--shm-size=1g"),
-    ("socketPollConnect: connect to 10.0.0.2<4711> returned timeout", "choose NCCL_SOCKET_IFNAME")])
+    ("socketPollConnect: connect to 10.0.0.2<4711> returned timeout", "set NCCL_SOCKET_IFNAME")])
 def test_why_ranks_do_not_meet_is_said_with_what_helps(fails, last, advice, monkeypatch):
     """NCCL may connect at the first exchange only. Its reason is on its last line."""
     def fail(*args, **options):

@@ -82,6 +82,7 @@ def test_the_first_commands(tmp_path):
                                                                    cwd=tmp_path)
     assert [line.split("#")[0].strip() for line in others] == ["./run.sh", "./run.sh test"]
 
+@pytest.mark.full
 def test_copy_tweak_and_race(copy):
     copied, first_race = indented(section(README, "Copy, tweak, race")).splitlines()
     tweak = r"sed -i 's/F.relu(self.fc(x_TD))/F.silu(self.fc(x_TD))/' my_record.py"
