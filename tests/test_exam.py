@@ -117,8 +117,7 @@ def test_a_leash_notes_the_data_that_a_script_opens(tmp_path):
     rows = [line.partition(" ") for line in
             notes.read_text(errors="surrogateescape").splitlines()]
     assert [name for _, _, name in rows] == [
-        repr(str(tmp_path / name)) for name in ("one.bin", "two.pt", "fo ur\udce4.npy")
-        for _ in "wr"]
+        repr(str(tmp_path / name)) for name in ("one.bin", "two.pt", "fo ur\udce4.npy")]
     assert [float(time) for time, _, _ in rows] and done.stdout == "False\n"
 
 @pytest.mark.parametrize("events, words", [

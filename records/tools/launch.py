@@ -302,7 +302,7 @@ def main(argv=None):
     there = next(path for path in (records, *records.parents, Path()) if os.path.exists(path))
     require(there.is_dir() and os.access(there, os.W_OK), f"--records={hp.records} cannot hold "
             f"logs: {there} is no folder that you can write into")
-    require(own.text is None or command.preset == "demo" and not own_data,
+    require(own.text is None or command.preset == "demo" and (not own_data or RACE in os.environ),
             f"--text={own.text}: trains the demo, and takes neither --train_files nor --val_files")
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     require(tasks == "1", f"srun has started {tasks} run.sh, which do not know of each other: let "

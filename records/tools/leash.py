@@ -40,12 +40,14 @@ def show_without_leash(kind, error, trace):
     sys.__excepthook__(kind, error.with_traceback(trace), trace)
 
 def note_what_is_opened(file: str):
-    """Appends the time and the path of each file that this process opens from now on. What C++ code
-    or a child process opens is not seen."""
+    """Appends the time and the path of each file that this process opens from now on, except new
+    ones, such as a compiler's temporary files. What C++ code or a child process opens is not seen.
+    """
     notes = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def note(event, values):
-        if event == "open" and isinstance(values[0], (str, bytes, os.PathLike)):
+        if (event == "open" and isinstance(values[0], (str, bytes, os.PathLike))
+                and not (values[2] or 0) & (os.O_EXCL | os.O_TRUNC)):
             path = os.path.abspath(os.fsdecode(values[0]))
             if not (OWN.match(path) or path.startswith((sys.prefix, sys.base_prefix))):
                 row = f"{time.monotonic()} {path!r}\n"
