@@ -36,7 +36,7 @@ class Mutant(NamedTuple):
 # {(section, file): [(mistake, text of the script with «right→wrong» in it, test)]}
 IN_THE_SCRIPT = {
     (1, "test_schedules.py"): [
-        ("the rates fall over the last 60 %, not 40 %", 'flag(0.«4→6», "final part'),
+        ("the rates fall over the last 60 %, not 40 %", 'flag(0.«4→6», "final fraction'),
         ("the window grows half a block too far", "hp.«window_end - BLOCK / 2→window_end»"),
         ("the window is rounded down", "math.«ceil→floor»(grown / BLOCK)"),
         ("the learning rate is one step late", "left = max(0, 1 - «step→(step - 1)»"),
