@@ -9,12 +9,12 @@
     python train_gpt.py --resume=records/<run>/step<n>.pt  # continue from a checkpoint
     python train_gpt.py --help                             # every setting is a flag
 
-To try an idea, copy this file and change the copy. Every run writes a log into the folder records:
+To try an idea, change a copy of this file. Every run writes a log into the folder records:
 settings, machine, this source, and a line per step. You can kill a run at any time and continue
 from its last checkpoint with --resume. Read sections 1 to 9 in order; section 10 is support code.
 
-The model has 276 million parameters: 83 million in its layers, and 193 million in four embeddings
-and the output head. A step trains on 393,216 tokens, the whole run on 696 million. Losses are in
+The model has 276 million parameters, 193 million of them in four embeddings and the output head.
+A step trains on 393,216 tokens, the whole run on 696 million. Losses are in
 nats per token. The first loss is ln 50304 = 10.83, because a head of zeros makes all 50,304 rows
 equally likely.
 
@@ -35,13 +35,14 @@ repository says what each part gained. The model and schedules are the record's.
 - Rotary embeddings rotate different pairs of channels, and their angles are computed in float64.
 - Initial weights have the same distributions, but different random numbers.
 - The number of GPUs does not change the batch, and hardly any tokens go unread.
-- The ranks share the work of Adam. The clock starts at step 0, not after step 10.
+- The ranks share the work of Adam. The clock starts at step 0, not at step 10.
 - The compiler does not search for faster kernels (coordinate descent tuning).
 
 One sequence in a step, with the shapes of `speedrun`:
 
     tokens [49152] -----> block masks (long, short), 3 value embeddings [49152, 768]
-       |                      |               |
+       |                              |
+       |                      +-------+-------+
        v                      v               v
     x [49152, 768] -----> layers 0-5 ---> layers 6-11 -----> norm, lm_head, softcap
                               |               ^                            |
@@ -123,7 +124,7 @@ class Hyperparameters:
     # Data. In one step all ranks together train on `micro_batches` sequences.
     train_files: str = flag("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
     val_files: str = flag("data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
-    vocab_size: int = flag(50257, "size; the last token begins each document", low=2, high=65536)
+    vocab_size: int = flag(50257, "token types; the last begins each document", low=2, high=65536)
     train_seq_len: int = flag(48 * 1024, "tokens per training sequence", low=1, unit=BLOCK)
     val_seq_len: int = flag(256 * 1024, "tokens per validation sequence", low=1, unit=BLOCK)
     val_tokens: int = flag(10485760, "validation tokens; 0 uses all", high=10**12)
@@ -157,7 +158,7 @@ class Hyperparameters:
     scalar_lr: float = flag(0.04, "learning rate of vectors and scalars (Adam)")
     adam_beta1: float = flag(0.8, "decay of Adam's mean gradient", high=1 - 1e-9)
     adam_beta2: float = flag(0.95, "decay of Adam's mean square", high=1 - 1e-9)
-    adam_eps: float = flag(1e-10, "Adam's epsilon, above the gradients' rounding noise", low=1e-18)
+    adam_eps: float = flag(1e-10, "Adam's epsilon; keep it above gradient noise", low=1e-18)
 
     @property
     def kv_heads(self) -> int:
@@ -188,8 +189,7 @@ def tokens_seen(done: int, hp: Hyperparameters) -> int:
 def window_tokens(step: int, hp: Hyperparameters) -> int:
     """The long window in tokens. It grows during the run, since short distances are learned first
     and cost less (2024-11-24). At steps 0, 500, 1000 and 1770 it is 128, 512, 1024 and 1792."""
-    # As in the record, the ramp aims half a block below window_end, and rounding up reaches
-    # it exactly.
+    # As in the record, the ramp ends half a block below window_end, which rounding up then reaches.
     grown = (hp.window_end - BLOCK / 2) * step / max(1, hp.num_iterations)
     return max(hp.window_start, math.ceil(grown / BLOCK) * BLOCK)
 
@@ -206,8 +206,8 @@ def lr_factor(step: int, hp: Hyperparameters) -> float:
     return hp.lr_floor + height * (1 - hp.lr_floor)
 
 def muon_momentum(step: int, hp: Hyperparameters) -> float:
-    """Muon's momentum. It rises at first, because early gradients are soon out of date, and then
-    stays constant (2024-11-06)."""
+    """Muon's momentum. In `speedrun` it rises at first, because early gradients are soon out of
+    date, and then stays constant (2024-11-06)."""
     risen = min(1, step / hp.muon_momentum_steps) if hp.muon_momentum_steps else 1
     return hp.muon_momentum_start + risen * (hp.muon_momentum_end - hp.muon_momentum_start)
 
@@ -219,7 +219,8 @@ class GPT(nn.Module):
     ignores the block lists.
 
     The embeddings and the residual stream x_TD are in `dtype`. All other parameters are float32, so
-    cast a vector or matrix with type_as before you multiply the stream by it. Scalars need none."""
+    cast a vector or matrix with type_as before you multiply the stream by it. Scalars need no
+    cast."""
 
     # The head works on this many tokens at a time: logits [24576, 50304] in float32 take 4.6 GiB.
     LOGITS_TOKENS = 24576
@@ -265,7 +266,7 @@ class GPT(nn.Module):
             x_TD = layer(x_TD, x0_TD, value_embed, masks[self.hp.windows[i]])
             if i < half:
                 skips.append(x_TD)
-            assert x_TD.dtype == x0_TD.dtype, f"layer {i} lacks a cast (type_as)"
+            assert x_TD.dtype == self.embed.weight.dtype, f"layer {i} or x0 lacks a type_as"
         return norm(x_TD)
 
     def logits(self, x_TD: Tensor) -> Tensor:
@@ -294,8 +295,8 @@ class Layer(nn.Module):
 
 def add(x_TD: Tensor, y_TD: Tensor) -> Tensor:
     """Bit-identical to x_TD + y_TD. A plain sum would be fused with the preceding matmul into an
-    addmm, and torch 2.13 would first copy x_TD (75 MB). If y_TD lacks its cast, the sum stays
-    float32, and the assertion in `features` fails."""
+    addmm, and torch 2.13 would first copy x_TD (75 MB). If y_TD was left in float32, so is
+    the sum, and the assertion in `features` fails."""
     sum_TD = x_TD.float() + y_TD
     return sum_TD.type_as(x_TD) if x_TD.dtype == y_TD.dtype else sum_TD
 
@@ -353,9 +354,9 @@ class Rotary(nn.Module):
         # Angles are [T, 1, K/4]. In float32 they would be off by 0.005 at position 262143.
         angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float64), frequencies)[:, None]
         c, s = angles.cos().float(), angles.sin().float()
-        unrotated = torch.ones_like(c).repeat(1, 1, 2)
-        self.register_buffer("cos", torch.cat((c, c, unrotated), dim=-1), persistent=False)
-        self.register_buffer("sin", torch.cat((s, -s, 0 * unrotated), dim=-1), persistent=False)
+        ones = torch.ones_like(c).repeat(1, 1, 2)
+        self.register_buffer("cos", torch.cat((c, c, ones), dim=-1), persistent=False)
+        self.register_buffer("sin", torch.cat((s, -s, 0 * ones), dim=-1), persistent=False)
 
     def forward(self, x_THK: Tensor) -> Tensor:
         x = x_THK.float()
@@ -413,7 +414,7 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     document_T = (tokens_T == end_of_text).cumsum(0, dtype=torch.int32)
 
     # If you change this rule, change any_visible_NN and all_visible_NN to match, because
-    # FlexAttention does not call it in full blocks. `./run.sh honest` compares them with `sees`.
+    # FlexAttention calls it in partial blocks only. `./run.sh honest` compares them with `sees`.
     def sees(batch, head, query, key):
         return (key <= query) & (document_T[query] == document_T[key])
 
@@ -421,16 +422,16 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     distance_NN = block_N[:, None] - block_N  # [query block, key block]
     first_N = document_T[::BLOCK]  # the document of each block's first token
     last_N = document_T[BLOCK - 1::BLOCK]
-    # Document numbers never decrease. So some pair is visible unless the key block comes later, or
-    # ends before the query block's first document begins. All pairs are visible if the key block
-    # comes earlier and its first document is the query block's last document.
+    # Document numbers never decrease. So some pair is visible if the key block does not come later
+    # and its last number is at least the query block's first. All pairs are visible if the key
+    # block comes earlier and its first number is the query block's last.
     any_visible_NN = (distance_NN >= 0) & (last_N >= first_N[:, None])
     all_visible_NN = (distance_NN > 0) & (first_N == last_N[:, None])
 
     def ordered(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
         """For each row: the number of chosen columns, and a list of all columns, the chosen ones
         first. For the row [0, 1, 0, 1], that is 2 and [1, 3, 0, 2]."""
-        # Counting finds the place of each block. A sort would take minutes to compile.
+        # The chosen columns come first, by count. A sort would take minutes to compile.
         count_NN = chosen_NN.cumsum(1)
         place_NN = torch.where(chosen_NN, count_NN - 1, count_NN[:, -1:] + block_N - count_NN)
         order_NN = torch.zeros_like(distance_NN).scatter_(1, place_NN, block_N.expand_as(place_NN))
@@ -486,8 +487,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
 #     weight     e4m3     0.875, larger ones are clamped           448                    448
 #     gradient   e5m2     1 / tokens_per_step                       10.7                57344
 #
-# (e4m3 has 4 bits of exponent and 3 of mantissa, e5m2 5 and 2.) The gradient's scale is the
-# record's, 2^19 for a mean over 48K tokens.
+# (e4m3 has 4 bits of exponent and 3 of mantissa, e5m2 5 and 2.) The gradient's scale
+# is 2^19 for 48K tokens, as in the record, and grows with tokens_per_step.
 INPUT_SCALE, WEIGHT_SCALE, TOKEN_GRADIENT_SCALE = 2.0, 2.0**9, 2.0**19 / (48 * 1024)
 
 def to_e4m3(x: Tensor, scale: float) -> Tensor:
@@ -521,10 +522,11 @@ class FP8Linear(torch.autograd.Function):
 
 class CrossEntropy(torch.autograd.Function):
     """The sum of -log softmax(logits_TV)[target] over all tokens. A target of -1 does not count.
-    Logits above 76, twice the limit of --lm_head_softcap, could overflow.
+    No maximum is subtracted, so logits above 76, twice the largest softcap, could overflow.
 
-    It equals F.cross_entropy. The compiler would fuse that function's backward pass with
-    FP8Linear's cast and transposed copy into one slow kernel, so the gradient is coded by hand."""
+    It equals F.cross_entropy, whose backward pass sums over the vocabulary. The compiler would fuse
+    this loop with FP8Linear's cast and transposed copy into one slow kernel, so the gradient is
+    coded by hand, without a sum."""
 
     @staticmethod
     def forward(ctx, logits_TV: Tensor, target_T: Tensor) -> Tensor:
@@ -559,9 +561,9 @@ def uniform(x: Tensor, generator):  # the standard deviation is 0.5 / sqrt(numbe
     x.uniform_(-bound, bound, generator=generator)
 
 # Each parameter follows the first rule whose pattern matches its full name. A rule gives the
-# function that draws the initial values, the optimizer (section 6) and its options, where a string
-# names a setting. `None`, for vectors and scalars only, keeps the values that the module has set.
-# Muon treats a parameter of three dimensions as a stack of matrices.
+# function that draws the initial values, the optimizer (section 6) and its options. A string
+# option names a setting. `None` keeps what the module has set (vectors and scalars only). Muon
+# treats a parameter of three dimensions as a stack of matrices.
 PARAMETERS = [
     # names                               initial  optimizer and its options       one of the shapes
     (r"lm_head\.weight",                  zero,    "Adam", dict(lr="lm_head_lr")),  # [50304, 768]
@@ -670,13 +672,13 @@ class Optimizer:
                       sends it              <---->   sends it
         finish(step)  has everything                 has everything
 
-    Adam's update() changes the weights. Muon's computes changes, which finish() makes. Only
-    update() sees gradients summed over all ranks, and only this rank's rows of sharded tensors.
+    Adam's update() changes the weights. Muon's computes changes, which finish() makes. Only in
+    update() are the gradients summed over all ranks, and sharded ones have just this rank's rows.
 
     `state` is what an optimizer remembers from step to step: {name: one tensor per parameter, with
-    as many rows, or a padded stack}. It is saved, loaded on resume, and restored after the
-    warm-up, so keep all state here. A rank reads and writes only its own rows,
-    world.shard(tensor)."""
+    the parameter's number of rows, or a padded stack}. It is saved, loaded on resume, and restored
+    after the warm-up, so keep all state here. A rank uses only its own rows, world.shard(tensor).
+    """
 
     def __init__(self, params: dict, hp: Hyperparameters, world: World, lr: float):
         self.params = params
@@ -712,7 +714,7 @@ class Adam(Optimizer):
 
     def update(self, step: int):
         gradients = [pending.wait() for pending in self.pending_sums]
-        self.pending_sums = []  # frees memory
+        self.pending_sums = []
         local = [self.world.shard(p.detach()) for p in self.params.values()]
         means = [self.world.shard(mean) for mean in self.state["mean"]]
         squares = [self.world.shard(square) for square in self.state["mean_square"]]
@@ -740,7 +742,7 @@ class Muon(Optimizer):
 
     A Muon optimizer's parameters have the same shape. Their gradients, updates and momentum lie in
     stacks, padded with zeros so that the ranks can divide them equally. With 11 parameters on two
-    ranks the stack has 12: rank 0 computes the updates 0 to 5, rank 1 the others."""
+    ranks the stack has 12, six for each rank."""
 
     def __init__(self, params, hp, world, lr):
         super().__init__(params, hp, world, lr)
@@ -776,8 +778,8 @@ class Muon(Optimizer):
         beta = muon_momentum(step, self.hp)
         momentum = self.world.shard(self.state["momentum"]).lerp_(gradients, 1 - beta)
         ahead = gradients.lerp(momentum, beta).to(self.updates.dtype)
-        # Orthogonalized, all singular values are near 1. A tall matrix spreads their effect
-        # over more outputs, so without this factor each would change less than in a square matrix.
+        # All singular values become near 1. A tall matrix spreads their effect over more outputs,
+        # so without this factor each output would change less than in a square matrix.
         tall_factor = max(1, ahead.size(-2) / ahead.size(-1)) ** 0.5
         # Every matrix is orthogonalized by itself: qkv [n, 3, 768, 768] becomes [3n, 768, 768].
         return tall_factor * self.orthogonalize(ahead.flatten(0, -3)).view_as(ahead)
@@ -944,8 +946,8 @@ def evaluate(model, sequences: list, step: int, hp: Hyperparameters, world: Worl
 
 def gather_training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict:
     """All tensors on which further training depends: {"model": {name: tensor}, "Muon momentum":
-    ...}. These are the live tensors, whole on every rank. If your method remembers something
-    outside of modules and optimizers, add it here."""
+    ...}. These are the live tensors, whole and equal on every rank. If your method remembers
+    tensors outside of modules and optimizers, add them here."""
     state = {"model": dict(model.state_dict())}
     for optimizer in optimizers:
         optimizer.gather_state()
@@ -986,7 +988,7 @@ def warm_up(model, optimizers, shards: list[Shard], hp: Hyperparameters, world: 
     read = next(train_batches(shards, hp, world, 0))
     batches = tree_map(lambda x: x.random_(hp.vocab_size), read[:1])
     loss = model(*batches[0], window_tensor(0, hp, world.device))
-    (loss / hp.tokens_per_step).backward()  # so that train_step also adds to a gradient
+    (loss / hp.tokens_per_step).backward()  # so that train_step accumulates too
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     require(not unused, f"no gradient reaches {', '.join(unused)}: use, freeze or remove it")
     train_step(model, batches, optimizers, 0, hp, world).to("cpu", non_blocking=True)
@@ -1417,7 +1419,7 @@ def read_checkpoint(path: Path) -> dict:
 
 def save_checkpoint(done: int, seconds: float, model, optimizers, plan: Plan, log, warn) -> bool:
     """Saves what a run needs to continue, on any number of ranks, and keeps the two newest files. A
-    file gets its name when it is complete. Returns whether saving worked."""
+    file gets its name when it is complete. Returns whether this worked."""
     state = gather_training_state(model, optimizers)
     if log.file is None:  # only rank 0 saves
         return True

@@ -54,7 +54,7 @@ IN_THE_SCRIPT = {
         ("an embedding's gradient is summed in bfloat16", "self.«weight.float()→weight»)"),
         ("the MLP's input is not normed", "self.mlp(«norm(x_TD)→x_TD»)"),
         ("skips from the first layer first", "skips.pop(«→0»)"),
-        ("a rotation with a wrong sign", "(s, «-s→s», 0 * unrotated)"),
+        ("a rotation with a wrong sign", "(s, «-s→s», 0 * ones)"),
         ("a softcap of twice the slope", "* («2→4» / c)"),
         ("a mean, not a sum", "        return «loss→loss / len(x_TD)»\n\n    def features")],
     (3, "test_masks_attention.py"): [
