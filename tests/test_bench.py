@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, SCRIPT, TINY, edited, launch, log_of, losses, refused
+from test_gpu import SMALL
 from test_interpreted import why_not
 from records.tools import bench
 
@@ -55,9 +56,7 @@ def test_its_half_for_a_gpu_runs_up_to_the_launch(tmp_path, monkeypatch, capsys)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(ROOT)
-    bench.main([f"--vs={LOG}", "--steps=3", "--json", "demo", "--windows=SL", "--attention=x.",
-                "--value_embeds=..", "--model_dim=32", "--num_heads=2", "--head_dim=16",
-                "--train_seq_len=128", "--val_seq_len=128", "--micro_batches=2"])
+    bench.main([f"--vs={LOG}", "--steps=3", "--json", "demo", *SMALL])
     result = json.loads(capsys.readouterr().out)
     assert result["machine"]["device"] == "NVIDIA H100 80GB HBM3"
     assert result["order"].startswith("in turn") and result["data"] == "made up"

@@ -24,6 +24,9 @@ NEEDS_FP8 = pytest.mark.skipif(
 # Whether the GPU is one that on_fake_gpu.py pretends. There, what FlexAttention's graph runs on the
 # CPU ignores the lists of blocks, so windows must not hide anything.
 FAKED = torch.cuda.is_available() and not torch.backends.cuda.is_built()
+SMALL = ["--model_dim=32", "--num_heads=2", "--head_dim=16", "--train_seq_len=128", "--windows=SL",
+         "--val_seq_len=256", "--vocab_size=257", "--micro_batches=2", "--attention=x.",
+         "--value_embeds=.."]
 
 @pytest.fixture(autouse=True)
 def fresh_compiler(runs_here):
@@ -140,12 +143,11 @@ def test_one_training_step_equals_the_cpus(dtype, near, capsys):
     """Compiled, with FlexAttention and in dtype, against the plain path in float32 on the CPU.
     Adam's first step is nearly the gradient's sign, so noise around zero counts in full. In
     bfloat16 the gradients of single mixing weights, sums that nearly cancel, are wrong by 0.2."""
+    layers = dict(windows="LSSL")
+    if FAKED:  # which compile sooner
+        layers = dict(windows="LL", attention="xx", value_embeds="0.")
     plain, hp = tiny_model(num_heads=4, num_kv_heads=2, head_dim=32, micro_batches=2,
-                           window_start=256, window_end=256, windows="LSSL")
-    if FAKED:  # fewer layers, which compile sooner
-        plain, hp = tiny_model(num_heads=4, num_kv_heads=2, head_dim=32, micro_batches=2,
-                               window_start=256, window_end=256, windows="LL", attention="xx",
-                               value_embeds="0.")
+                           window_start=256, window_end=256, **layers)
     ours = GPT(hp, dtype, flex=True).to("cuda")
     ours.load_state_dict(plain.state_dict())
     ours.compile(dynamic=False, fullgraph=True)
@@ -211,10 +213,7 @@ def test_a_run_of_full_size_and_its_resume_by_a_second_start(tmp_path, capsys):
     steps, first_loss, small = 20, 10.8258, []
     program = ["first_start.py"]
     if FAKED:
-        steps, first_loss = 4, 5.7683
-        small = ["--model_dim=32", "--num_heads=2", "--head_dim=16", "--train_seq_len=128",
-                 "--val_seq_len=256", "--vocab_size=257", "--micro_batches=2", "--windows=SL",
-                 "--attention=x.", "--value_embeds=.."]
+        steps, first_loss, small = 4, 5.7683, SMALL
         program = ["on_fake_gpu.py", ROOT / "tests" / "helpers" / "first_start.py"]
     hp, _ = parse_flags(["--preset=speedrun", *small])
     train_tokens = (steps + 2) // 3 * hp.micro_batches * hp.train_seq_len + 1

@@ -139,8 +139,33 @@ def case_block_lists():
     for name, a, b in zip(2 * LISTS, got, block_lists(tokens, window), strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b), name
 
+def case_future():
+    """Later tokens change no bit of what features and logits say before. If a document begins in a
+    query block, its full blocks of keys become partial ones, which are summed first."""
+    from helpers.interpreted import gpu_program
+    _, model = models(HP, torch.bfloat16)
+    features, logits = map(gpu_program, (model.eval().features, model.logits))
+    tokens, _, window = micro_batch(640, [0, 255, 300], 384)
+    def said(tokens):
+        x_TD = features(tokens, window).clone()
+        return x_TD, logits(x_TD).clone()
+    with torch.no_grad():
+        for place in (200, 257, 639):
+            changed = torch.where(tokens == EOT, tokens, 255 - tokens)
+            changed[:place] = tokens[:place]
+            for before, after in zip(said(tokens), said(changed)):
+                assert torch.equal(after[:place], before[:place]), place
+                assert not torch.equal(after[place], before[place]), place
+        tokens[tokens == EOT] = 0
+        changed = tokens.clone()
+        changed[500::50] = EOT
+        for before, after in zip(said(tokens), said(changed)):
+            change = (after[:500].float() - before[:500].float()).abs()
+            print(f"later documents begin elsewhere: changes by {float(change.max()):.4f}")
+            assert not change[:384].any() and 0 < change.max() < 0.2
+
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-@pytest.mark.parametrize("cases", ["float32 newton_schulz", "bfloat16_and_fp8",
+@pytest.mark.parametrize("cases", ["float32 newton_schulz", "bfloat16_and_fp8", "future",
                                    pytest.param("block_lists", marks=pytest.mark.full)])
 def test_the_gpu_program_equals_the_plain_path(cases, tmp_path):
     asked = dict(TRITON_INTERPRET="1", TORCHINDUCTOR_FORCE_DISABLE_CACHES="1",

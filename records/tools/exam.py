@@ -33,6 +33,7 @@ from records.tools.load import (LEASH, TORCHRUN, ArgumentParser, UserError, betw
 
 import numpy as np
 import torch
+import torch._functorch.config
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch._C._nn import cross_entropy_loss  # as it is before a script can replace it
@@ -50,9 +51,9 @@ CHUNK = 4096  # tokens whose logits are held at a time
 LOSS_BOUND = {"cpu": 2e-4, "cuda": 2e-3}
 STEP_BOUND = {"cpu": 6e-5, "cuda": 2e-2}
 FUTURE_BOUND = {"cpu": (0.0, 1e-4), "cuda": (0.1, 0.1)}  # if documents stay, if they change too
-NEEDED = ["World", "draw_weights", "build_optimizers", "train_batches", "step_starts",
-          "tokens_seen", "window_tensor", "train_step", "evaluate", "load_validation",
-          "gather_training_state", "load_training_state"]
+NEEDED = ["World", "world_of_this_process", "draw_weights", "build_optimizers", "train_batches",
+          "step_starts", "tokens_seen", "window_tensor", "train_step", "evaluate",
+          "load_validation", "gather_training_state", "load_training_state"]
 
 class Seen(Exception):
     """What must not be, in one line."""
@@ -97,8 +98,8 @@ def offer(path: Path, words: list[str]):
     text = any(word.startswith("--text=") for word in words)
     flags = [word for word in split_words(words)[1] if not word.startswith("--text")]
     hp, _ = script.parse_flags(["--preset=demo"] * text + flags)
-    cuda = torch.cuda.is_available()
-    model_of(script, script.resolve(hp, torch.device("cuda" if cuda else "cpu")), cuda)
+    device = script.world_of_this_process().device
+    model_of(script, script.resolve(hp, device), device.type == "cuda")
     print(f"steps: {hp.num_iterations}")
 
 class Exam:
@@ -111,19 +112,20 @@ class Exam:
         self.middle = max(found, default=0), found.get(max(found, default=0))
         require(self.final, f"there is no checkpoint of step {self.run.steps}, the last one")
         self.hp = self.script.Hyperparameters(**self.read(self.final)["settings"])
-        rank, size = (int(os.environ.get(name, i)) for i, name in enumerate(("RANK", "WORLD_SIZE")))
-        cuda = torch.cuda.is_available()
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else "cpu"
-        self.world = self.script.World(rank, size, torch.device(device))
+        self.world = self.script.world_of_this_process()  # which chooses the GPU
+        torch.set_num_threads(int((self.run.environment.get("threads") or "1").split()[0]))
         self.kind = self.world.device.type
-        if size > 1:
-            dist.init_process_group("nccl" if cuda else "gloo")
+        cuda = self.kind == "cuda"
+        if self.world.size > 1:
+            dist.init_process_group("nccl" if cuda else "gloo",
+                                    device_id=self.world.device if cuda else None)
         torch.manual_seed(self.hp.seed)
         self.model = model_of(self.script, self.hp, cuda)
         self.script.draw_weights(self.model, self.hp.seed)
         self.model.to(self.world.device)
         self.features, self.logits = self.model.features, self.model.logits
-        if cuda:
+        if cuda:  # as in the run, so that its cache has the programs
+            torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
             self.model.compile(dynamic=False, fullgraph=True)
             self.features, self.logits = (torch.compile(each, dynamic=False, fullgraph=True)
                                           for each in (self.features, self.logits))
@@ -286,7 +288,6 @@ def main(argv=None):
         with child("-W", "ignore", *ranks, *(argv or sys.argv[1:])) as processes:
             processes.wait()
         return processes.returncode
-    torch.set_num_threads(int((one.environment.get("threads") or "1").split()[0]))
     exam = Exam(args.script, args.log)
     problems = []
     for part in (exam.compare_seeds, exam.replay,

@@ -21,7 +21,8 @@ STARTER = "LEASH_STARTER"
 OPENED = "LEASH_OPENED"
 # What Python, the system and compilers open by themselves is not noted.
 OWN = re.compile(r"(?:/(?:proc|sys|dev|etc|usr|lib\w*)/|.*(?:torchinductor|\.triton|__pycache__)"
-                 r"|.*\.(?:pyc?|so(?:\.\d+)*)$)")
+                 r"|.*\.(?:pyc?|so(?:\.\d+)*|ptx\.o)$)")
+CACHES = ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"]
 
 def end_with_starter():
     """SIGTERM for this process when its parent ends. Ends it now if that has happened before."""
@@ -44,12 +45,14 @@ def note_what_is_opened(file: str):
     ones, such as a compiler's temporary files. What C++ code or a child process opens is not seen.
     """
     notes = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    caches = [os.path.abspath(os.environ[name]) + os.sep for name in CACHES if os.environ.get(name)]
+    own = (sys.prefix, sys.base_prefix, *caches)
 
     def note(event, values):
         if (event == "open" and isinstance(values[0], (str, bytes, os.PathLike))
                 and not (values[2] or 0) & (os.O_EXCL | os.O_TRUNC)):
             path = os.path.abspath(os.fsdecode(values[0]))
-            if not (OWN.match(path) or path.startswith((sys.prefix, sys.base_prefix))):
+            if not (OWN.match(path) or path.startswith(own) or os.path.isdir(path)):
                 row = f"{time.monotonic()} {path!r}\n"
                 os.write(notes, row.encode("utf-8", "surrogateescape"))
     sys.addaudithook(note)

@@ -7,6 +7,7 @@ looks at it. `pretend` changes torch and triton for the whole process: give it o
 
 import ctypes
 import functools
+import os
 from pathlib import Path
 from types import SimpleNamespace
 import torch
@@ -45,7 +46,8 @@ def pretend(capability: int):
     gpu = GPUS[capability]
     answers = dict(
         # Inductor asks these to choose kernels.
-        is_available=lambda: True, device_count=lambda: 1, current_device=lambda: 0,
+        is_available=lambda: True,
+        device_count=lambda: int(os.environ.get("FAKE_GPUS", 1)), current_device=lambda: 0,
         get_device_properties=lambda device=None: gpu,
         get_device_capability=lambda device=None: (gpu.major, gpu.minor),
         # Inductor and its generated code enter the device.
@@ -102,8 +104,9 @@ def fused_rms_norm(x, shape, weight=None, eps=None):
     return torch.ops.aten._fused_rms_norm(x, list(shape), weight, eps)[0]
 
 @functools.cache  # since Dynamo takes another function for another backend, and compiles anew
-def backend_of(compile_inner):
+def backend_of(compile_inner, check):
     def backend(graph, inputs):
+        check(graph)
         for node in graph.graph.nodes:
             if node.target in (torch.rms_norm, torch.nn.functional.rms_norm):
                 node.target = fused_rms_norm  # as on CUDA; on a CPU tracing would take it apart
@@ -111,6 +114,7 @@ def backend_of(compile_inner):
         return compile_fx(graph, inputs, inner_compile=compile_inner)
     return backend
 
-def gpu_program(function, compile_inner=compile_as_cuda):
-    """The function, compiled with the script's options for the GPU, for CPU tensors."""
-    return torch.compile(function, backend=backend_of(compile_inner), dynamic=False, fullgraph=True)
+def gpu_program(function, compile_inner=compile_as_cuda, check=id):
+    """For CPU tensors, compiled for the GPU with the script's options, unless check() raises."""
+    backend = backend_of(compile_inner, check)
+    return torch.compile(function, backend=backend, dynamic=False, fullgraph=True)

@@ -12,6 +12,7 @@ import re
 import runpy
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from hashlib import sha256
 from pathlib import Path
@@ -23,12 +24,14 @@ import torch
 import torch.utils.benchmark
 from functorch.compile import make_boxed_func
 from helpers.fake_gpu import compile_as_cuda, gpu_program, pretend, sources
+from torch._functorch._aot_autograd.autograd_cache import check_cacheable
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 launched = []  # names of kernels, since a profiler was started
+chosen = [0]  # the GPU of this process, and then those that it has set
 
 def generate_and_run_plain(graph, inputs, **options):
     with unset_fake_temporarily():
@@ -57,7 +60,7 @@ def compile_here(function=None, *, backend=None, **options):
     if isinstance(function, torch.nn.Module):
         function.forward = compile_here(function.forward, **options)
         return function
-    program = gpu_program(function, generate_and_run_plain)
+    program = gpu_program(function, generate_and_run_plain, check_cacheable)
     def without_redirection(*args, **kwargs):
         outside = _get_current_function_mode()  # of other programs; the compiler would trace it
         with _pop_mode_temporarily() if outside else nullcontext():
@@ -114,6 +117,16 @@ class Profile:
     def events(self):
         return self.seen
 
+def backward(loss, plain=torch.Tensor.backward):
+    """In another thread, as on a GPU. A recompile there would be an error that nobody sees."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(plain, loss).result()
+
+def connect(backend, plain=torch.distributed.init_process_group, **options):
+    """NCCL takes the GPU that a process has chosen, and fails where two have chosen the same."""
+    assert backend == "nccl" and str(chosen[-1])[-1] == os.environ["RANK"], chosen
+    plain("gloo")
+
 def pretend_to_run():
     pretend(90)
     CachingAutotuner.precompile = lambda self, *args, **kwargs: None  # of the Triton kernels
@@ -128,9 +141,10 @@ def pretend_to_run():
                    mem_get_info=lambda device=None: (80 * 2**30, 85 * 2**30))
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
-    connect = torch.distributed.init_process_group
-    torch.distributed.init_process_group = lambda backend, **options: connect("gloo")
+    torch.cuda.set_device = chosen.append
+    torch.distributed.init_process_group = connect
     torch.compile = compile_here
+    torch.Tensor.backward = backward
     torch.profiler.profile = Profile
     torch.utils.benchmark.Timer.blocked_autorange = time_nothing
 
