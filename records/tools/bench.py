@@ -6,11 +6,11 @@
 Each script runs as it is, in a process of its own, and trains --steps=20 steps, in turns of five
 with the others, so that a machine that changes its speed changes it for all. They are the steps of
 a whole run that is shortened to them, with all its windows. Two steps before are not timed. On a
-GPU the scripts first compile with empty caches, side by side where memory holds several; then they
-start again. Nothing else runs while steps are timed.
+GPU each script first compiles with an empty cache, and then they start again, side by side where
+memory holds all. Nothing else runs while steps are timed.
 
 A published script, or that of a published log, is changed where PUBLISHED says. Tokens are made up
-unless --train_files names shards. Two more steps are profiled: kernels' names tell their parts.
+unless --train_files names shards. Two more steps are profiled, for the slowest kernels.
 """
 
 import contextlib
@@ -25,33 +25,24 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median, pstdev
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from records.tools.load import ROOT, ArgumentParser, between, load_script, require, run
+from records.tools.load import (ROOT, ArgumentParser, UserError, between, load_script, require,
+                                run)
 
 import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.benchmark import Timer
 
 from data.common import shard_header
 
 UNTIMED = 2  # the first steps, a turn each
 TURN = 5  # steps of one script before the next one's turn
 PROFILED = 2  # the last steps
-PROCESS = 45 * 2**30  # what a script of full size may reserve: 43.5 were seen
 CHILD = [sys.executable, "-W", "ignore", str(Path(__file__).resolve())]
-
-SPEEDS = [  # (what, unit, setup, statement, amount, {name of a GPU: what another one has reached})
-    ("matmuls of 4,096 x 4,096 in bfloat16", "TFLOP/s",
-     "x = torch.randn(4096, 4096, device='cuda', dtype=torch.bfloat16)", "x @ x", 2 * 4096**3,
-     {"H200": 720}),
-    ("copies", "TB/s", "x = torch.zeros(2, 2**27, device='cuda')", "x[1].copy_(x[0])", 2**30,
-     {"H200": 4.2})]
 
 PUBLISHED = [  # (pattern, what runs here instead)
     (r"(num_iterations\s*(?::\s*int\s*)?=\s*)\d+", r"\g<1>{steps}"),
@@ -67,23 +58,6 @@ PUBLISHED = [  # (pattern, what runs here instead)
     # The strides that this operator really has. Without them torch 2.11 refuses it.
     (r"(return x_f8\.to\(torch\.bfloat16\), w_f8)(\.to\(torch\.float32\))",
      r"\1.t().contiguous().t()\2")]
-
-# A kernel is of the first part that fits its name, which tells the operators that it fuses.
-LIBRARY = r"^(?!triton).*"
-PARTS = [
-    ("exchange", r"nccl|gloo"),
-    ("copies", r"^memcpy|^memset|aten::(copy_|fill_|zero_)$"),
-    ("attention", r"flex_attention|^triton_tem|scaled_dot_product|flash_attention"),
-    ("FP8 matmuls", LIBRARY + r"(nvjet_sm\d+_q|_scaled_mm|e4m3|e5m2)"),
-    ("matmuls", LIBRARY + r"(gemm|gemv|nvjet|cutlass|splitk|aten::(mm|bmm|addmm|baddbmm)$)"),
-    ("optimizers, elementwise", r"adam|lerp"),
-    ("loss and softcap", r"softmax|nll_loss|cross_entropy|sigmoid|logsumexp|_exp2?_|::exp2?_?$"),
-    ("FP8 casts", r"scaled_mm"),
-    ("embeddings and masks", r"embedding|cumsum|sort|index_put|aten::(index|eq|bitwise)"),
-    ("activation", r"relu|threshold|gelu|silu"),
-    ("rotary with its norm", r"^triton.*_(cat|flip)_"),
-    ("other norms", r"rms_norm|rsqrt|_pow_"),
-    ("other", r"")]
 
 # ---- In the process of a script ------------------------------------------------------------------
 
@@ -139,6 +113,9 @@ class Meter:
         def took(begin, end):
             return begin.elapsed_time(end) if self.cuda else 1000 * (end - begin)
 
+        threads = f"CPU, {torch.get_num_threads()} threads"
+        self.found["device"] = torch.cuda.get_device_name() if self.cuda else threads
+        self.found["torch"] = torch.__version__
         if self.cuda:
             torch.cuda.synchronize()
             self.found["peak memory, tensors"] = torch.cuda.max_memory_allocated()
@@ -248,18 +225,6 @@ def contest(path: str, turns: str, *flags: str):
         print(json.dumps({"error": said}), file=meter.reports, flush=True)
     os._exit(1)
 
-def machine():
-    """Prints what this machine is, and what its GPU can do."""
-    found = dict(device=f"CPU, {torch.get_num_threads()} threads", torch=torch.__version__)
-    if torch.cuda.is_available():
-        found |= dict(device=torch.cuda.get_device_name(), free=torch.cuda.mem_get_info()[0])
-        for _, unit, setup, statement, amount, _ in SPEEDS:
-            found[unit] = amount / Timer(statement, setup).blocked_autorange().median / 1e12
-        # On many clusters a GPU is in exclusive mode: while this process has it, no other can.
-        second = [*sys.orig_argv[:-1], "--use"]  # this program, with another word
-        found["exclusive"] = bool(subprocess.run(second, capture_output=True).returncode)
-    print(json.dumps(found))
-
 # ---- Measuring -----------------------------------------------------------------------------------
 
 class Contestant:
@@ -274,7 +239,6 @@ class Contestant:
         cache = self.folder / "cache"
         environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | os.environ | dict(
             TORCHINDUCTOR_CACHE_DIR=str(cache), TRITON_CACHE_DIR=str(cache / "triton"),
-            TORCHINDUCTOR_BENCHMARK_KERNEL="1",  # so that kernels say how many bytes they touch
             RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
         with open(self.folder / "output.txt", "w") as output:
             self.process = subprocess.Popen(
@@ -307,18 +271,6 @@ def measure(contestants: list[Contestant], at_once: int, turns: int, cache: str)
                 print(file=one.process.stdin, flush=True)
                 one.read()
 
-def bytes_of_kernels(cache: Path) -> dict[str, float]:
-    """GB that Inductor says a kernel touches, of those whose name stands for one kernel."""
-    found = {}
-    for path in cache.rglob("*.py"):
-        for name, size in re.findall(r"'kernel_name': '(\w+)'.*'kernel_num_gb': ([\d.e+-]+)",
-                                     path.read_text(errors="replace")):
-            found.setdefault(name, set()).add(float(size))
-    return {name: min(sizes) for name, sizes in found.items() if len(sizes) == 1}
-
-def part_of(kernel: str) -> str:
-    return next(part for part, pattern in PARTS if re.search(pattern, kernel, re.I))
-
 def figures_of(one: Contestant, steps: int) -> dict:
     """What was measured of a script. What was not is not there."""
     found = {"name": one.name, "start to step 1": one.seconds} | one.report
@@ -326,15 +278,8 @@ def figures_of(one: Contestant, steps: int) -> dict:
     timed = slice(UNTIMED, UNTIMED + steps)
     found["step_ms"] = found["step_ms"][timed]
     found["micro_ms"] = sum(found["micro_ms"][timed], [])
-    gigabytes = bytes_of_kernels(one.folder / "cache")
-    parts = Counter()
-    kernels = []
-    for name, (ms, launches) in found.pop("kernels").items():
-        parts[part_of(name)] += ms
-        kernels.append(dict(name=name, ms=ms, launches=launches))
-        if name in gigabytes:
-            kernels[-1]["GB/s"] = 1000 * gigabytes[name] * launches / ms
-    found["parts"] = dict(parts.most_common())
+    kernels = [dict(name=name, ms=ms, launches=launches)
+               for name, (ms, launches) in found.pop("kernels").items()]
     found["slowest"] = sorted(kernels, key=lambda kernel: -kernel["ms"])[:10]
     return found
 
@@ -353,24 +298,11 @@ def cells_of(one: dict) -> dict[str, str]:
         cells[name] = f"{one[name] / 2**20:,.0f} MiB"
     for step in sorted({1, 2, min(12, len(one["losses"])), len(one["losses"])}):
         cells[f"loss, step {step}"] = f"{one['losses'][step - 1]:.4f}"
-    for part, ms in one["parts"].items():
-        cells[f"ms a step, {part}"] = f"{ms:.2f}"
     return cells
-
-def about_machine(found: dict) -> list[str]:
-    lines = [f"{found['device']}, torch {found['torch']}"]
-    for what, unit, *_, elsewhere in SPEEDS:
-        if unit in found:
-            lines.append(f"{what}: {found[unit]:.1f} {unit}")
-        for name, speed in elsewhere.items():
-            if name in found["device"] and found[unit] < 0.8 * speed:
-                lines[-1] += (f" is SLOW, another {name} reached {speed}; something else runs on "
-                              "this one, or its clocks are low")
-    return lines
 
 def text_of(result: dict) -> str:
     scripts = result["scripts"]
-    lines = [*about_machine(result["machine"]), f"tokens: {result['data']}", ""]
+    lines = ["{device}, torch {torch}".format(**scripts[0]), f"tokens: {result['data']}", ""]
     columns = [cells_of(one) for one in scripts]
     lines.append(" " * 46 + "".join(f"{one['name'][-26:]:>28}" for one in scripts))
     for name in dict.fromkeys(name for column in columns for name in column):
@@ -378,16 +310,14 @@ def text_of(result: dict) -> str:
     for one in scripts:
         lines += ["", f"slowest in {one['name']}: ms a step, launches a step"]
         for kernel in one["slowest"]:
-            rate = f"{kernel['GB/s']:.0f} GB/s" if "GB/s" in kernel else ""
-            lines.append(f"{kernel['ms']:10.3f} {kernel['launches']:8.1f} {rate:>10}  "
-                         f"{kernel['name'][:110]}")
+            lines.append(f"{kernel['ms']:10.3f} {kernel['launches']:8.1f}  {kernel['name'][:110]}")
     lines.append("")
     for one in scripts:
         if ratios := one.get("ratios"):
             lines.append(f"{one['name']} takes {mean(ratios):.3f} times as long a token as "
                          f"{scripts[-1]['name']} (SD {pstdev(ratios):.3f}, {len(ratios)} steps "
                          f"{result['order']})")
-    if "free" in result["machine"]:
+    if "CPU" not in scripts[0]["device"]:
         lines.append("These are milliseconds on one GPU. Eight do a step's micro-batches at the "
                      "same time and then exchange gradients and weights, which one cannot show.")
     return "\n".join(lines)
@@ -412,19 +342,22 @@ def main(arguments=None):
         is_published(Path(script))  # or neither, which it refuses
     turns = [min(TURN, options.steps - at) for at in range(0, options.steps, TURN)]
     turns = [*[1] * UNTIMED, *turns, PROFILED]
-    here = json.loads(subprocess.check_output([*CHILD, "--machine"]))
     contestants = []
     with tempfile.TemporaryDirectory() as folder:
         for script in scripts:
             command = [*CHILD, "--contest", os.path.abspath(script), json.dumps(turns), *flags]
             contestants.append(Contestant(script, command, Path(tempfile.mkdtemp(dir=folder))))
-        cache, resident = "nothing to compile", True
-        if "free" in here:
-            at_once = 1 if here["exclusive"] else max(1, here["free"] // PROCESS)
-            measure(contestants, at_once, 1, "an empty cache")
-            taken = sum(one.report["peak memory, reserved"] + 2**30 for one in contestants)
-            cache, resident = "a full cache", taken < here["free"] and not here["exclusive"]
-        measure(contestants, len(contestants) if resident else 1, len(turns), cache)
+        order = "in turn"
+        if not torch.cuda.is_available():
+            measure(contestants, len(contestants), len(turns), "nothing to compile")
+        else:
+            measure(contestants, 1, 1, "an empty cache")
+            try:
+                measure(contestants, len(contestants), len(turns), "a full cache")
+            except UserError as error:  # memory, or the exclusive mode of many clusters
+                order = "one script after the other, since together they fail"
+                print(f"{order}: {error}", file=sys.stderr)
+                measure(contestants, 1, len(turns), "a full cache")
         found = [figures_of(one, options.steps) for one in contestants]
     other = found[-1]
     for one in found[:-1]:
@@ -432,19 +365,11 @@ def main(arguments=None):
             factor = other["tokens"] / one["tokens"]
             one["ratios"] = [factor * a / b for a, b in zip(one["step_ms"], other["step_ms"])]
     data = [flag.partition("=")[2] for flag in flags if flag.startswith("--train_files=")]
-    order = "in turn"
-    if not resident:
-        reason = "the GPU takes one process" if here["exclusive"] else "memory holds one"
-        order = f"one script after the other, since {reason}"
-    result = dict(machine=here, data=" ".join(data) or "made up", order=order, scripts=found)
+    result = dict(data=" ".join(data) or "made up", order=order, scripts=found)
     print(json.dumps(result, indent=1) if options.json else text_of(result))
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--contest"]:
         contest(*sys.argv[2:])
-    elif sys.argv[1:2] == ["--machine"]:
-        machine()
-    elif sys.argv[1:2] == ["--use"]:
-        torch.zeros(1, device="cuda")
     else:
         sys.exit(run(main))
