@@ -50,15 +50,15 @@ case "${1-train}" in
   help | -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' run.sh; exit ;;
   demo | short | speedrun | -* | *.py) program=launch; set -- train "$@" ;;
   train) program=launch ;;
-  race | ablate | verify) program=$1; needed+=" scipy matplotlib plotly" ;;
+  race | ablate | verify) program=$1; needed+=" scipy matplotlib" ;;
   honest) program=honesty ;;
   sample | bench | hellaswag) program=$1 ;;
-  compare) program=compare; needed="numpy scipy" ;;
+  compare) program=compare; needed="numpy scipy matplotlib" ;;
   ideas) program=ledger; needed="numpy scipy" ;;
   tokenize) program=tokenize_text; needed="numpy tqdm" ;;
   inspect) program=inspect_shards; needed="numpy" ;;
   fineweb) program=fineweb; needed="numpy tqdm huggingface_hub" ;;
-  test) needed+=" tiktoken scipy matplotlib plotly pyarrow pytest xdist hypothesis" ;;
+  test) needed+=" tiktoken scipy matplotlib pyarrow pytest xdist hypothesis" ;;
   *) die "$1 is no verb; there are: $verbs" ;;
 esac
 for python in "${PYTHON:-.venv/bin/python}" python3 python ""; do

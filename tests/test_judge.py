@@ -17,11 +17,10 @@ def test_the_speedruns_rule_and_the_runs_that_it_takes():
         row = judge.speedrun_rule(losses, target)
         expected = scipy_stats.ttest_1samp(losses, target, alternative="less").pvalue
         assert row["p"] == pytest.approx(expected) and not row["holds"]
-        assert (row["runs_needed"] is None) == (target == 3.27)
     values = np.linspace(-1, 1, 12)
     losses = list(3.279 + values * 0.0013 / np.std(values, ddof=1))
     row = judge.speedrun_rule(losses, 3.28)
-    assert not row["holds"] and row["runs_needed"] == 13
+    assert not row["holds"]
     assert judge.speedrun_rule([*losses, 3.279], 3.28)["holds"]
     for few in ([], [3.2], [3.2, 3.2]):
         assert judge.speedrun_rule(few, 3.28)["p"] is None
@@ -94,23 +93,10 @@ def test_a_confidence_sequence_has_the_means_that_are_not_excluded(n):
         assert bound == pytest.approx(root)
     assert judge.confidence_sequence(found[:7], 0.01) is None
 
-def test_the_pairs_that_would_decide_it():
-    found = some_differences(4, 0.012)
-    needed = judge.pairs_until_decided(found, 0.01)
-    assert 4 < needed < 100
-    E = [float(judge.e_of_pairs(np.resize(found, n))) for n in (needed - 1, needed)]
-    assert E[0] < 100 <= E[1]
-    assert judge.pairs_until_decided([1.0, -1.0], 0.01) is None
-
 def test_p_values_adjusted_for_their_number_against_an_example():
     """Of three, the smallest counts three times, the next twice, and none less than the next."""
     assert judge.adjusted([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
     assert judge.adjusted([0.9, 0.8]) == [1, 1] and judge.adjusted([]) == []
-
-def test_no_difference_that_matters_takes_the_whole_interval():
-    test = {"difference": 0.1, "interval": (-0.1, 0.3), "E": None, "p": 0.5, "adjusted": 0.5}
-    words = [judge.decide(test, False, 0.01, worth) for worth in (None, 0.2, 0.3)]
-    assert words == ["undecided", "undecided", "no difference"]
 
 @pytest.mark.parametrize("rule, names", [
     ("E", ["normal", "Cauchy"]), ("and bets on signs", [name for name in simulate.DISTRIBUTIONS

@@ -1,12 +1,8 @@
 """tools/logs.py: log formats, text that is no result, chains of resumed runs."""
 
 import hashlib
-import re
-import subprocess
-import sys
 from pathlib import Path
 import pytest
-from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from records.tools import logs
@@ -307,17 +303,3 @@ def test_a_line_that_a_full_disk_has_cut_is_no_result(tmp_path):
         run = read_text(tmp_path, f"{text[:end]}...\nerror: no space\n")
         assert losses_of(run) == [10.8, 4.0] and not run.finished and run.lines[-1].step == 250
         assert losses_of(read_text(tmp_path, text[:end])) == [10.8, 4.0]  # killed there
-
-@pytest.mark.parametrize("package, program, arguments", [
-    ("torch", "hellaswag", []), ("scipy", "race", []),
-    ("plotly", "compare", [LOGS, "--html", "no_page.html"])])
-def test_a_missing_package_is_one_line(package, program, arguments):
-    code = ("import runpy, sys; name = sys.argv.pop(1); del sys.argv[0]; last = sys.meta_path[-1]; "
-            "find = last.find_spec; last.find_spec = lambda module, *where: None if module == name "
-            "else find(module, *where); runpy.run_path(sys.argv[0], run_name='__main__')")
-    path = ROOT / "records" / "tools" / f"{program}.py"
-    done = subprocess.run([sys.executable, "-c", code, package, path, *arguments],
-                          capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.search(rf"error: {package} is not installed here: start the program by ./run.sh, "
-                     r"or install the packages of requirements.txt\n\Z", done.stderr)

@@ -3,7 +3,6 @@
     ./run.sh compare records/*.log                       one setting: runs, spread, p-value
     ./run.sh compare NEW.log NEW2.log --vs records/base  two settings and a verdict
     ./run.sh compare new/ --vs base/ --plot new.png      the same, drawn
-    ./run.sh compare new/ --vs base/ --html new.html     a page for a browser, that zooms
     ./run.sh compare new/ --vs base/ --statistics        new/statistics.md, for a submission
     ./run.sh compare idea1/ idea2/ --vs base/            several candidates, a table
 
@@ -15,7 +14,7 @@ a candidate of its own (A1, A2, ...), and p-values of "better" are adjusted for 
 
 Only finished runs with finite losses enter the statistics, and none that was resumed with another
 script or other settings, or whose first log is missing, as long as there are others; what is left
-out is named. A copy of a run counts once. Losses on different validation text are not compared.
+out is named. Losses on different validation text are not compared.
 --target=LOSS is the loss to reach, by default 3.28 where the vocabulary is GPT-2's.
 
 Where the sides ran the same seeds, their differences are tested in pairs, beside Welch's test. If
@@ -63,8 +62,6 @@ class Side(judge.Side):
 
 def warnings_about(side):
     label = side.label
-    for name, original in side.copies.items():
-        yield f"run {name} of {label} has the losses of {original}: a copy, counted once"
     for one in side.runs:
         if one.changed or one.mixed:
             text = (f"run {one.name} of {label} was resumed with differences "
@@ -85,11 +82,8 @@ def rule_line(rule, target):
     """What the speedrun's rule says of a side."""
     if target is None:
         return "no target: these runs have a vocabulary of their own (--target sets one)"
-    text = (f"speedrun's rule, a mean below {target:g} at p < {ALPHA} (one-sided t-test): "
+    return (f"speedrun's rule, a mean below {target:g} at p < {ALPHA} (one-sided t-test): "
             f"p = {number(rule['p'], '.2g')}, {'holds' if rule['holds'] else 'does not hold'}")
-    if rule["runs_needed"]:
-        text += f"; it takes {runs_of(rule['runs_needed'])} of this mean"
-    return text
 
 def name_of(runs):
     """What the runs are called: by their own name, else by their folder, else by the first."""
@@ -103,9 +97,9 @@ def name_of(runs):
 
 # ---- The verdict ---------------------------------------------------------------------------------
 
-def compare_all(candidates, baseline, target, level=None, worth=None, more=0):
+def compare_all(candidates, baseline, target, level=None, more=0):
     """What judge.compare_all finds, with a diff of the sources and the verdict in words."""
-    found = judge.compare_all(candidates, baseline, target, level, worth, more)
+    found = judge.compare_all(candidates, baseline, target, level, more)
     for side, one in zip(candidates, found):
         one["source"] = source_diff(*[(each.used or each.runs)[0] for each in (baseline, side)])
         one["unequal"] = unequal(side, baseline)
@@ -192,10 +186,6 @@ def about_loss(a, b, comparison):
                 f"same losses at every step ({count} losses in {runs_of(pairs, 'pair')}).")
     names = titles([a, b])
     test = test_that_speaks(comparison, "loss")
-    if comparison["decision"] == "no difference":
-        low, high = test["interval"]
-        return (f"No difference that matters: {names[0]} - {names[1]} lies between {low:+.4f} and "
-                f"{high:+.4f} nats a token, by {pairs} pairs.")
     size = f"{names[0]} - {names[1]} = {test['difference']:+.4f} nats a token"
     if test["interval"]:
         size += f", {percent(test['level'])} interval {interval(test['interval'], '+.4f')}"
@@ -330,7 +320,7 @@ def print_comparison(a, b, comparison):
     diff = ["missing in a log, no diff"] if comparison["source"] is None else comparison["source"]
     say("\n".join(diff[:DIFF_LINES] or ["the same"]))
     if len(diff) > DIFF_LINES:
-        say(f"... and {len(diff) - DIFF_LINES} more lines, which --html shows")
+        say(f"... and {len(diff) - DIFF_LINES} more lines, which --json has")
     say()
 
 def as_json(thing):
@@ -351,7 +341,6 @@ def parse(arguments):
     parser.add_argument("--until_decided", type=between(1e-9, 0.5, float), metavar="LEVEL",
                         help="by e-values")
     parser.add_argument("--plot", metavar="FILE", help="draw the losses into a .png or .svg")
-    parser.add_argument("--html", metavar="FILE", help="a page for a browser")
     parser.add_argument("--statistics", action="store_true", help="write statistics.md beside A")
     parser.add_argument("--json", action="store_true", help="everything, for programs")
     options = parser.parse_args(arguments)
@@ -419,9 +408,6 @@ def main(arguments=None):
     if options.plot:
         from records.tools import plot  # which takes a second to import
         plot.save(options.plot, sides, comparisons, target)
-    if options.html:
-        from records.tools import page
-        page.save(options.html, sides, comparisons, target)
     if options.statistics:
         from records.tools import submission
         path = submission.write(candidates, baseline, comparisons, target)

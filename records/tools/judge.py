@@ -1,6 +1,6 @@
 """Judges runs: their spread, tests of a difference, also of pairs that are added until it is
 decided, the rules of the field, and what two sides differ in. It returns data: compare.py puts it
-into words, plot.py and page.py draw it. What too few values cannot say is None."""
+into words, plot.py draws it. What too few values cannot say is None."""
 
 import math
 import warnings
@@ -15,7 +15,6 @@ ALPHA = 0.01                      # the speedrun's level of significance
 TARGET = 3.28                     # its loss, over GPT-2's vocabulary
 PRIOR = 4.0                       # see e_value
 BETS = ((4.0, 0.85), (1.0, 0.15))  # see e_of_signs: how strong, and its share of the money
-MOST_RUNS = 100_000
 # How much more time may pass than a run says: a factor, and seconds. In small runs on two busy
 # cores, both clocks agreed within 0.4 %, and within 12 ms from one validation to the next.
 CLOCK_BOUND = (1.05, 0.5)
@@ -86,28 +85,16 @@ def is_sure(test, level=ALPHA):
     p = test["adjusted"] if (test["difference"] or 0) < 0 else p_value(test)
     return p is not None and p <= level
 
-def decide(test, same, level, worth=None):
-    """better, worse, no difference or undecided; `same`: all losses of two pairs or more agree. A
-    difference below `worth` is none."""
+def decide(test, same, level):
+    """better, worse, no difference or undecided; `same`: all losses of two pairs or more agree."""
     if is_sure(test, level):
         return "better" if test["difference"] < 0 else "worse"
-    within = worth and test["interval"] and max(map(abs, test["interval"])) <= worth
-    return "no difference" if same or within else "undecided"
+    return "no difference" if same else "undecided"
 
 # ---- Until decided -------------------------------------------------------------------------------
 # Whoever looks at a p-value after each pair, and stops at the first small one, is wrong far more
 # often than it says. An e-value may be looked at any number of times: where there is no difference,
 # it ever reaches 1 / level with a probability of at most the level (Ville's inequality).
-
-def log_e(share, n):
-    """The logarithm of the e-value of n differences; see e_value."""
-    width = 1 + n * PRIOR
-    return -np.log(width) / 2 - n / 2 * np.log1p(-share * (1 - 1 / width))
-
-def share_of_mean(differences):
-    """The share of the mean in the mean square of differences [..., n]: t^2 / (n - 1 + t^2)."""
-    square = np.mean(np.square(differences), axis=-1)
-    return np.mean(differences, axis=-1) ** 2 / np.where(square > 0, square, 1)
 
 def e_value(differences):
     """The e-value of the mean of n differences of pairs [..., n]. 1 / E is a p-value at every look.
@@ -116,7 +103,11 @@ def e_value(differences):
     that is normal around 0 with a variance of PRIOR, in units of the differences' own spread, which
     has a right-Haar prior. As pairs are added, its values are a test martingale (Pérez-Ortiz et
     al., arXiv:2208.07610). At most it is (1 + n PRIOR) ** ((n - 1) / 2), so 100 takes 5 pairs."""
-    return np.exp(log_e(share_of_mean(differences), np.shape(differences)[-1]))
+    n = np.shape(differences)[-1]
+    width = 1 + n * PRIOR
+    square = np.mean(np.square(differences), axis=-1)
+    share = np.mean(differences, axis=-1) ** 2 / np.where(square > 0, square, 1)  # of the mean
+    return np.exp(-np.log(width) / 2 - n / 2 * np.log1p(-share * (1 - 1 / width)))
 
 def e_of_signs(differences):
     """An e-value of differences [..., n] that are symmetric around 0: each sign is a fair coin
@@ -162,17 +153,6 @@ def until_decided(a, b, level):
                   "interval": confidence_sequence(differences, level)}
     return found
 
-def pairs_until_decided(differences, level):
-    """How many pairs would reach E = 1 / level, if their mean and spread stayed what they are; None
-    if more than MOST_RUNS."""
-    share = share_of_mean(differences)
-    decided = log_e(share, np.arange(1, MOST_RUNS)) >= -math.log(level)
-    first = int(np.argmax(decided)) + 1 if decided.any() else None
-    if not first or first > 200:  # where the signs take few more
-        return first
-    return next((n for n in range(first, 400)
-                 if e_of_signs(np.resize(differences, n)) >= 1 / level), None)
-
 # by e-values or not -> the tests of pairs, and of the sides
 TESTS = {False: {"paired": paired, "welch": welch},
          True: {"paired": until_decided, "welch": difference}}
@@ -180,16 +160,11 @@ TESTS = {False: {"paired": paired, "welch": welch},
 # ---- One side ------------------------------------------------------------------------------------
 
 def speedrun_rule(losses, target):
-    """The speedrun's: a mean below the target at p < 0.01, by a one-sided t-test; and how many runs
-    of this mean and spread that takes."""
+    """The speedrun's: a mean below the target at p < 0.01, by a one-sided t-test."""
     if len(set(losses)) < 2:
-        return {"p": None, "holds": False, "runs_needed": None}
+        return {"p": None, "holds": False}
     p = float(stats.ttest_1samp(losses, target, alternative="less").pvalue)
-    n = np.arange(2, 10_001)
-    t = (target - np.mean(losses)) / sd_of(losses) * np.sqrt(n)
-    passes = t > stats.t.ppf(1 - ALPHA, n - 1)
-    needed = int(n[np.argmax(passes)]) if passes.any() else None
-    return {"p": p, "holds": p < ALPHA, "runs_needed": needed}
+    return {"p": p, "holds": p < ALPHA}
 
 KEYS = ("loss", "seconds", "later")  # that are tested; see tested
 RUN_ITSELF = {  # what differs from run to run
@@ -202,11 +177,9 @@ class Side:
     def __init__(self, label, runs, target):
         self.label = label
         self.runs = runs
-        self.copies = copies_among(runs)  # {name: the name of the run that it is a copy of}
-        kept = [run for run in runs if run.name not in self.copies]
         for run in runs:
             run.find_target(target)
-        whole = [run for run in kept if run.finished and not run.diverged]
+        whole = [run for run in runs if run.finished and not run.diverged]
         self.used = [run for run in whole if not of_two_methods(run)] or whole
         losses = [run.loss for run in self.used]
         self.loss = spread(losses)
@@ -214,7 +187,7 @@ class Side:
         self.rule = None if target is None else speedrun_rule(losses, target)
         seeds = Counter(run.seed for run in self.used if run.seed)
         self.shared_seeds = [seed for seed, n in seeds.items() if n > 1]
-        others = [run for run in kept if run not in self.used]
+        others = [run for run in runs if run not in self.used]
         self.diverged = sum(run.diverged for run in others)
         self.stopped = sum(not run.finished and not run.diverged for run in others)
         settings = values_of(self.used, "hyperparameters")
@@ -222,20 +195,6 @@ class Side:
         self.mixed += ["source"] * (len({run.source for run in self.used if run.source}) > 1)
         self.mixed += ["hardware"] * (len({run.timed_on for run in self.used}) > 1)
         self.mixed += ["validation data"] * (not one_validation(self.used))
-
-def copies_among(runs):
-    """{name: that of another run} of runs whose losses and times another one has too, digit for
-    digit, of which the longest counts: a log, and what a console has of it."""
-    kept = []
-    copies = {}
-    for run in sorted(runs, key=lambda run: (-len(run.validations), not run.source)):
-        marks = {(line.step, line.loss, line.seconds) for line in run.validations if line.step > 0}
-        originals = [other.name for other, known in kept if marks and marks <= known]
-        if originals:
-            copies[run.name] = originals[0]
-        else:
-            kept.append((run, marks))
-    return copies
 
 def of_two_methods(run):
     """Whether its losses are those of more than one script or set of settings, or may be."""
@@ -338,7 +297,7 @@ def compare(a, b, target, level=None):
         found["paired"][key] = tests["paired"](*tested(a, b, "paired", key), found["level"])
     return found
 
-def compare_all(candidates, baseline, target, level=None, worth=None, more=0):
+def compare_all(candidates, baseline, target, level=None, more=0):
     """A comparison of each candidate with the baseline, its p- or e-value adjusted for the number
     of candidates and of `more` that have no runs, and the decision. A gain's interval has the level
     that the adjustment leaves, so it holds 0 where the gain is not decided."""
@@ -361,7 +320,7 @@ def compare_all(candidates, baseline, target, level=None, worth=None, more=0):
         if comparable_losses(side, baseline) and not side.shared_seeds + baseline.shared_seeds:
             same = one["no_effect"] and len(one["paired"]["seeds"]) > 1
             test = test_that_speaks(one, "loss")
-            one["decision"] = decide(test, same, one["level"], worth)
+            one["decision"] = decide(test, same, one["level"])
         later = test_that_speaks(one, "later")
         one["slower"] = (later["difference"] or 0) > 0 and is_sure(later, one["level"])
     return found

@@ -1,8 +1,7 @@
-"""Pictures of runs, for compare.py: validation losses over training time and tokens, and where two
-sides ran the same seeds, their difference by step. page.py draws the same panels for a browser."""
+"""Pictures of runs: validation losses over training time and tokens, and where two sides ran the
+same seeds, their difference by step."""
 
 import textwrap
-from collections import namedtuple
 from itertools import cycle
 
 import matplotlib
@@ -19,16 +18,11 @@ DASHES = ("-", (0, (4, 1.5)), "-.", ":")
 FIRST = 0.1  # of the steps: losses before that are so high that they would set the scale
 AXES = {"seconds": "training time (seconds)", "tokens": "training tokens (millions)",
         "step": "training step"}
+LEVEL = {"color": "black", "linewidth": 1, "linestyle": "-."}
 STYLE = {"font.size": 11, "axes.titlesize": 11, "legend.fontsize": 10, "figure.titlesize": 13,
          "text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False}
 
-# ---- Panels --------------------------------------------------------------------------------------
-
-# The groups have a colour each; `range` of the losses or differences may be None; `level` is a
-# line across, with its name.
-Panel = namedtuple("Panel", "axis what groups range level")
-# Thin lines (name, x, y), a bold one (x, y) for all, and a band (x, low, high), which may be empty.
-Group = namedtuple("Group", "name lines bold band")
+# ---- Curves --------------------------------------------------------------------------------------
 
 def axes_of(sides):
     """All that every validation has."""
@@ -49,16 +43,6 @@ def bold_curve(runs, axis):
         return validation_curve(middle, axis)
     return np.mean([validation_curve(run, axis) for run in runs], axis=0).tolist()
 
-def loss_panel(sides, axis, target):
-    groups = []
-    for side in sides:
-        lines = [(name_of(run), *validation_curve(run, axis)) for run in side.runs]
-        groups.append(Group(label_of(side), lines, bold_curve(side.used or side.runs, axis), ()))
-    bounds = loss_range([run for side in sides for run in side.used or side.runs], target)
-    near = target is not None and bounds and bounds[0] < target < bounds[1]
-    return Panel(axis, "validation loss (nats a token)", groups, bounds,
-                 (target, f"target {target:g}") if near else None)
-
 def loss_range(runs, target):
     """Of the losses that set the scale, and of a target near them, with room; None where all are
     the same."""
@@ -72,39 +56,6 @@ def loss_range(runs, target):
     room = 0.05 * (high - low)
     return low - room, high + room
 
-def difference_panel(sides, comparisons):
-    """A - B by step, of each candidate. None where no pairs compare."""
-    groups = []
-    late = [0]  # what the second half of the steps has sets the scale
-    for side, comparison in zip(sides, comparisons):
-        pairs = pairs_of(side, sides[-1])
-        test = comparison["paired"]["loss"]
-        found = differences_by_step(pairs, test["level"], test["E"] is not None)
-        if not found:
-            continue
-        steps, rows, bands = found
-        known = [(step, *band) for step, band in zip(steps, bands) if band]
-        lines = [(f"{short(side.name)}, seed {run.seed}", steps, row)
-                 for (run, _), row in zip(pairs, rows.tolist())]
-        means = rows.mean(axis=0).tolist()
-        name = f"{short(side.name)}, mean of {runs_of(len(pairs), 'pair')}: {means[-1]:+.4f}"
-        groups.append(Group(name, lines, (steps, means), known))
-        for i, step in enumerate(steps):
-            if step >= steps[-1] / 2:
-                late += [*rows[:, i].tolist(), *(bands[i] or ())]
-    room = 0.1 * (max(late) - min(late)) or 0.01
-    return Panel("step", "difference (nats a token)", groups, (min(late) - room, max(late) + room),
-                 (0, "below 0 the first is better")) if groups else None
-
-# ---- Names ---------------------------------------------------------------------------------------
-
-def name_of(run):
-    return short(run.name) + (f", seed {short(run.seed)}" if run.seed else "")
-
-def label_of(side):
-    count = len(side.used or side.runs)
-    return f"{short(side.name)}: {count} runs" if count > 1 else short(side.name)
-
 def names(sides):
     """What is compared."""
     *others, last = [short(side.name) for side in sides]
@@ -112,43 +63,79 @@ def names(sides):
 
 # ---- The picture ---------------------------------------------------------------------------------
 
-def draw_panel(panel, place):
-    for group, colour, dash in zip(panel.groups, cycle(COLOURS), cycle(DASHES)):
-        if group.band:
-            place.fill_between(*zip(*group.band), color=colour, alpha=0.18, linewidth=0)
-        for _, x, y in group.lines:
-            place.plot(x, y, color=colour, linewidth=0.8, alpha=0.6)
-        place.plot(*group.bold, color=colour, linestyle=dash, linewidth=2.4, label=group.name,
-                   marker="o" * (len(group.bold[0]) < 30), markersize=4)
-    if panel.level:
-        place.axhline(panel.level[0], color="black", linewidth=1, linestyle="-.",
-                      label=panel.level[1])
-    several = panel.axis == "seconds" and any(len(group.lines) > 1 for group in panel.groups)
-    place.set(xlabel=AXES[panel.axis] + "\nbold: the run of median time" * several,
-              ylabel=panel.what, ylim=panel.range)
-    place.grid(color="0.88", linewidth=0.7)
-    place.set_axisbelow(True)
-    place.ticklabel_format(style="plain", useOffset=False)
+def draw_curves(place, thin, bold, name, colour, dash):
+    for x, y in thin:
+        place.plot(x, y, color=colour, linewidth=0.8, alpha=0.6)
+    place.plot(*bold, color=colour, linestyle=dash, linewidth=2.4, label=name,
+               marker="o" * (len(bold[0]) < 30), markersize=4)
+
+def draw_losses(place, sides, axis, target):
+    for side, *style in zip(sides, cycle(COLOURS), cycle(DASHES)):
+        runs = side.used or side.runs
+        name = short(side.name) + f": {len(runs)} runs" * (len(runs) > 1)
+        draw_curves(place, [validation_curve(run, axis) for run in side.runs],
+                    bold_curve(runs, axis), name, *style)
+    bounds = loss_range([run for side in sides for run in side.used or side.runs], target)
+    if target is not None and bounds and bounds[0] < target < bounds[1]:
+        place.axhline(target, **LEVEL, label=f"target {target:g}")
+    several = axis == "seconds" and any(len(side.runs) > 1 for side in sides)
+    place.set(xlabel=AXES[axis] + "\nbold: the run of median time" * several,
+              ylabel="validation loss (nats a token)", ylim=bounds)
+
+def differences_of(sides, comparisons):
+    """(a candidate, its number of pairs, steps, rows, bands) where pairs compare, as
+    judge.differences_by_step has them."""
+    found = []
+    for side, comparison in zip(sides, comparisons):
+        pairs = pairs_of(side, sides[-1])
+        test = comparison["paired"]["loss"]
+        known = differences_by_step(pairs, test["level"], test["E"] is not None)
+        if known:
+            found.append((side, len(pairs), *known))
+    return found
+
+def draw_differences(place, differences):
+    """A - B by step, of each candidate."""
+    late = [0]  # what the second half of the steps has sets the scale
+    for difference, *style in zip(differences, cycle(COLOURS), cycle(DASHES)):
+        side, count, steps, rows, bands = difference
+        known = [(step, *band) for step, band in zip(steps, bands) if band]
+        if known:
+            place.fill_between(*zip(*known), color=style[0], alpha=0.18, linewidth=0)
+        means = rows.mean(axis=0).tolist()
+        name = f"{short(side.name)}, mean of {runs_of(count, 'pair')}: {means[-1]:+.4f}"
+        draw_curves(place, [(steps, row) for row in rows], (steps, means), name, *style)
+        for i, step in enumerate(steps):
+            if step >= steps[-1] / 2:
+                late += [*rows[:, i].tolist(), *(bands[i] or ())]
+    room = 0.1 * (max(late) - min(late)) or 0.01
+    place.axhline(0, **LEVEL, label="below 0 the first is better")
+    place.set(xlabel=AXES["step"], ylabel="difference (nats a token)",
+              ylim=(min(late) - room, max(late) + room))
 
 def draw(sides, comparisons, target):
     """The figure of some sides, the baseline last where there are comparisons with it."""
     if not any(validation_curve(run, "step")[0] for side in sides for run in side.runs):
         raise BadInput("no picture, for the logs hold no validation")
-    panels = [loss_panel(sides, axis, target) for axis in axes_of(sides)[:2]]
-    below = difference_panel(sides, comparisons)
-    figure = Figure(figsize=(9, 7.6 if below else 4.8), layout="constrained")
-    rows = [range(len(panels))] + [[len(panels)] * len(panels)] * bool(below)
-    places = figure.subplot_mosaic([list(row) for row in rows])
-    for i, panel in enumerate([*panels, below] if below else panels):
-        draw_panel(panel, places[i])
+    axes = axes_of(sides)[:2]
+    differences = differences_of(sides, comparisons)
+    figure = Figure(figsize=(9, 7.6 if differences else 4.8), layout="constrained")
+    places = figure.subplot_mosaic([axes] + [["below"] * len(axes)] * bool(differences))
+    for axis in axes:
+        draw_losses(places[axis], sides, axis, target)
+    if differences:
+        draw_differences(places["below"], differences)
     entries = {}
     for place in figure.axes:
+        place.grid(color="0.88", linewidth=0.7)
+        place.set_axisbelow(True)
+        place.ticklabel_format(style="plain", useOffset=False)
         handles, labels = place.get_legend_handles_labels()
         entries |= dict(zip(labels, handles))
     figure.suptitle(textwrap.fill(f"Validation loss of {names(sides)}", 80))
     figure.legend(entries.values(), entries, loc="outside lower center", ncols=2, frameon=False)
     return figure
 
-def save(path, *content):
+def save(file, *content, **more):
     with matplotlib.rc_context(STYLE):
-        draw(*content).savefig(path, dpi=144)
+        draw(*content).savefig(file, dpi=144, **more)

@@ -12,19 +12,18 @@ pairs spread far less than the runs do.
 Pairs are added until it is decided whether a candidate is better or worse than the baseline, or
 --most of them are done. The e-value that decides, at 1 / --level, may be looked at after every pair
 (judge.py says why), so with a higher --most, the same command goes on. Among several candidates it
-takes more to be better, since the best of many looks good by chance. A candidate also drops out
-once its difference is surely within +-W (--worth=W), or its losses are the baseline's to the last
-digit in two pairs. With --repeat=N, every candidate gets N pairs, and a p-value at the end.
+takes more to be better, since the best of many looks good by chance. A candidate also drops out if
+its losses are the baseline's to the last digit in two pairs. With --repeat=N, every candidate gets
+N pairs, and a p-value at the end.
 
 The race keeps a copy of each script in its folder, and runs that: the script may be edited for the
 next idea meanwhile. Before its first run each script trains one step, which does not count but
 shows its mistakes, and ./run.sh honest checks that its validation loss is honest. A copy that fails
 is not raced, unless --dishonest says so; the verdict then begins with what the check saw.
 
-A race believes nothing that a script says of itself. The runs get a shortened validation text.
-After each pair, exam.py examines both final checkpoints: their losses on the rest of the text, from
-a place that is drawn then, are what the verdict judges. It also trains some steps again, and the
-losses must be those of the log. exams.json has what it found. A run that fails is not counted.
+A race believes nothing that a script says of itself (records/README.md says how). After each pair,
+exam.py examines both final checkpoints: their losses on a part of the text that no run was given
+are what the verdict judges. exams.json has what it found. A run that fails is not counted.
 
 The race lies in records/race_NAME, a folder of logs for each script; NAME is the first copy's, or
 --name. Interrupted, the same command goes on with it, unless a script or a flag has changed.
@@ -37,9 +36,6 @@ all that ./run.sh train --help lists. Those in --only_ours go to the candidates 
 word with a script to that one. No checkpoint is kept unless --save_every asks for it. Unless
 --val_loss_every says otherwise, runs validate where the verdict needs it: on the way and near the
 end, since the slope there tells how many steps and seconds a difference in loss is worth.
-
-The time that counts is what a run's log says. The race notes when the lines come, and where clearly
-more time passed between validations, that run's time does not count.
 
 --json prints verdict.json alone, a list with an object for each candidate:
   candidate, script, patch (its SHA-256), honest, pairs, why (in words)
@@ -124,7 +120,6 @@ OPTIONS = [
     ("--vs", "train_gpt.py", str, "the baseline"),
     ("--most", 12, between(1), "pairs, unless it is decided before"),
     ("--level", 0.01, between(1e-9, 0.5, float), "the chance of a wrong decision"),
-    ("--worth", None, between(0, kind=float), "a difference in nats that is not worth more pairs"),
     ("--repeat", None, between(1), "a fixed number of pairs"),
     ("--only_ours", "", str, "flags for the copies"),
     ("--name", None, str, "of the race, by default the first copy's"),
@@ -406,8 +401,7 @@ def outcome_of(race: Race, last: int | None = None) -> verdict.Outcome:
     """What these pairs show, by the losses of their exams."""
     pairs = [pairs_of(race, one, last) for one in race.candidates]
     level = None if race.options.repeat else race.options.level
-    return verdict.outcome_of(race.candidates, pairs, race.baseline, race.options.target, level,
-                              race.options.worth)
+    return verdict.outcome_of(race.candidates, pairs, race.baseline, race.options.target, level)
 
 def look(race: Race, pair: int):
     """After a pair: who is decided, and how the others stand."""
@@ -428,7 +422,7 @@ def look(race: Race, pair: int):
 
 # ---- Judge again ---------------------------------------------------------------------------------
 
-JUDGED_BY = ("most", "level", "worth", "target", "dishonest")  # which may change on the way
+JUDGED_BY = ("most", "level", "target", "dishonest")  # which may change on the way
 
 def sums(folder: Path) -> dict:
     """The SHA-256 of each log, of what the race's own clock says beside it, and of the exams."""

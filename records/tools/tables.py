@@ -1,5 +1,4 @@
-"""The tables of a comparison, which compare.py prints and page.py shows: rows of text, the first of
-them the header."""
+"""The tables that compare.py prints: rows of text, the first of them the header."""
 
 from records.tools import judge
 from records.tools.logs import interval, number

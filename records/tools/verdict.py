@@ -6,7 +6,6 @@ import difflib
 import hashlib
 import io
 import json
-import math
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,11 +29,8 @@ def in_words(pairs, decision: str | None, E: float, asked: float, most: int) -> 
             f"{abs(gap):.4f} in {share} {len(gaps)}")
     if decision:
         text = f"{decision} {text}, E = {plain(E, 2)} of {plain(asked, 2)}"
-    needed = judge.pairs_until_decided(gaps, 1 / asked) if len(gaps) > 1 else None
-    if decision == "undecided" and needed:
-        text += f", about {max(needed, len(gaps) + 1)} pairs would do"
-        if needed > most:
-            text += f": the same command with `--most={12 * math.ceil(needed / 12)}`"
+    if decision == "undecided" and len(gaps) == most:
+        text += f"; the same command with `--most={2 * most}` goes on"
     return text
 
 @dataclass(frozen=True)
@@ -47,7 +43,7 @@ class Outcome:
     notes: list[str]  # what is wrong with scripts
 
 def outcome_of(candidates: list[Entry], pairs: list[list], baseline: Entry, target: float | None,
-               level: float | None, worth: float | None) -> Outcome:
+               level: float | None) -> Outcome:
     """By the pairs (its run, the baseline's) of each candidate, and by all runs of the baseline,
     which may have begun a pair that no candidate has yet."""
     raced = {one.name: own for one, own in zip(candidates, pairs) if own}
@@ -57,7 +53,7 @@ def outcome_of(candidates: list[Entry], pairs: list[list], baseline: Entry, targ
     if sides:
         sides.append(compare.Side("B", list(baseline.runs.values()), target))
         absent = len(candidates) - len(raced)
-        found = compare.compare_all(sides[:-1], sides[-1], target, level, worth, absent)
+        found = compare.compare_all(sides[:-1], sides[-1], target, level, absent)
     known = {name: (each, side.used, sides[-1].used)
              for name, each, side in zip(raced, found, sides)}
     rows = [row_of(one, len(own), baseline, *known.get(one.name, ({}, [], [])))
