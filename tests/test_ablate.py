@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from unittest.mock import Mock
 import pytest
 from conftest import ROOT
 from test_data_common import status_of
@@ -30,12 +29,12 @@ THREE = "    z = 3  # part: three\n    y = y + z  # part: three\n"
 A = ("rate = 0.1", "rate = 1  # part: a"), ("** 2", "** 3  # part: a")
 @pytest.mark.parametrize("changes, expected, rest", [
     # Each place is a part, but for comments and empty lines.
-    ([PLUS, POWER, NOTE], {"model 6": [POWER, NOTE], "loss 9": [PLUS, NOTE]}, [NOTE]),
-    ([("rate = 0.1\n", ""), POWER], {"line 2": [POWER], "loss 6": [("rate = 0.1\n", "")]}, []),
+    ([PLUS, POWER, NOTE], {"line 6": [POWER, NOTE], "line 9": [PLUS, NOTE]}, [NOTE]),
+    ([("rate = 0.1\n", ""), POWER], {"line 2": [POWER], "line 6": [("rate = 0.1\n", "")]}, []),
     # Marks in one place, beside a line that replaces one, and in two places.
     ([("x + 1\n", f"x + 2\n{TWO}{THREE}")],
-     {"model 4": [("x + 1\n", f"x + 1\n{TWO}{THREE}")], "two": [("x + 1\n", f"x + 2\n{THREE}")],
-      "three": [("x + 1\n", f"x + 2\n{TWO}")]}, []), ([*A, PLUS], {"a": [PLUS], "model 4": A}, [])])
+     {"line 4": [("x + 1\n", f"x + 1\n{TWO}{THREE}")], "two": [("x + 1\n", f"x + 2\n{THREE}")],
+      "three": [("x + 1\n", f"x + 2\n{TWO}")]}, []), ([*A, PLUS], {"a": [PLUS], "line 4": A}, [])])
 def test_the_parts_of_a_change_and_the_copies_without_them(changes, expected, rest):
     new = changed(BASE, *changes)
     parts = {part.name: part for part in ablate.parts_of(BASE, new)}
@@ -85,33 +84,22 @@ def test_what_pays_what_harms_and_what_does_nothing(place, run_ablate, capsys): 
     assert run_ablate(f"{record}# more\n", *flags) == 2
     assert "race_parts was begun with other scripts" in capsys.readouterr().err
 
-def test_a_part_whose_trial_was_interrupted_is_tried_again(tmp_path, monkeypatch):
-    tries = Mock(side_effect=[KeyboardInterrupt, (0, "")])
-    monkeypatch.setattr(ablate.race.trial, "one_step", tries)
-    where = ablate.Part("all", []), STAND_IN, tmp_path, []
-    with pytest.raises(KeyboardInterrupt):
-        ablate.trains(*where)
-    assert ablate.trains(*where) and ablate.race.trial.one_step.call_count == 2
-
-def test_what_cannot_be_left_out_alone_is_joined(place, run_ablate, capsys):  # noqa: F811
-    """A list became a number. Where that is all of the change, nothing is raced."""
+def test_a_part_without_which_it_does_not_train(place, run_ablate, capsys):  # noqa: F811
+    """A list became a number, so its two places can be left out together only, when marked so."""
     old = changed(STAND_IN, ("OFFSET = 0.0\n", "OFFSET = 0.0\nSCALE = [1]\n"),
                   ("loss = 5 - step", "loss = 5 * SCALE[0] - step"))
-    scale = changed(old, ("SCALE = [1]", "SCALE = 1"), ("SCALE[0]", "SCALE"))
-    kept = ("import argparse, hashlib", "assert 'kept'\nimport argparse, hashlib")
-    assert run_ablate(changed(scale, kept), "--most=2", base=old) == 0
-    out = capsys.readouterr().out
-    assert "ablate: without_line_7 does not train, see above" in out
-    assert "ablate: line 7, line 39 are joined to one part, the rest\n" in out
+    record = changed(old, ("SCALE = [1]\n", "SCALE = 1\n"), ("SCALE[0]", "SCALE"),
+                     ("import argparse, hashlib", "assert 'kept'\nimport argparse, hashlib"))
+    assert run_ablate(record, "--most=2", base=old) == 0
+    assert "without_line_7 is not raced: " in capsys.readouterr().out
     table = (place / "records" / "ablate_record" / "table.md").read_text()
-    assert "| the rest | +0.0000 | 2 |" in table and "| line 2 | " in table
-    before = len(starts(place))
-    assert run_ablate(scale, f"--records={place / 'all'}", base=old) == 2
+    assert "| line 2 | +0.0000 | 2 |" in table and table.count("does not train without it |") == 2
+    marked = changed(record, ("SCALE = 1\n", "SCALE = 1  # part: scale\n"),
+                     ("* SCALE - step / N + seeds", "* SCALE - step / N + seeds  # part: scale #"))
+    assert run_ablate(marked, "--most=2", f"--records={place / 'more'}", base=old) == 0
+    assert "| scale | +0.0000 | 2 |" in (place / "more" / "ablate_record" / "table.md").read_text()
+    assert run_ablate(changed(old, ("[1]", "(1,)")), base=old) == 2
     assert "all of the change is one part, and " in capsys.readouterr().err
-    none = changed(old, ("SCALE = [1]", "SCALE = None"))
-    assert run_ablate(old, f"--records={place / 'no'}", base=none) == 2
-    assert "no part can be left out" in capsys.readouterr().err
-    assert {steps for *_, steps in starts(place)[before:]} == {"1"}
 
 def test_parts_by_flags_and_a_race_that_goes_on(place, run_ablate, capsys):  # noqa: F811
     """The other script may be the same one. Killed after its first pair, it makes the others."""
@@ -129,7 +117,8 @@ def test_parts_by_flags_and_a_race_that_goes_on(place, run_ablate, capsys):  # n
     ("", [], "in no more than comments: there is no part"),
     ("", ["--part=a b: --x=1", "--part=a_b: --x=2"], "two parts are called without_a_b"),
     ("", ["--part=x"], "expected a name, a colon and flags"),
-    ("missing\n", [], "record.py does not train one step, see above")])
+    ("missing\n", ["--part=x: --x=1"], "record.py fails in a run of 1 step, whose output is above; "
+     "mend it and start the race again")])
 def test_wrong_usage_starts_no_race(text, flags, words, place, run_ablate, capsys):  # noqa: F811
     assert run_ablate(f"{STAND_IN}# a comment\n{text}", *flags) == 2
     out, err = capsys.readouterr()

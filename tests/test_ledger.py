@@ -4,7 +4,6 @@ import multiprocessing
 import subprocess
 import pytest
 from conftest import ROOT
-from scipy import stats
 from records.tools import ledger
 
 def row(candidate="a", patch="1", **more):
@@ -27,14 +26,8 @@ def test_an_idea_that_goes_on_is_still_one_idea(tmp_path):
     assert (second["low"], second["high"], second["p"]) == ("-1.0", "2.5", None)
     assert [path.name for path in tmp_path.iterdir()] == ["ideas.csv"]
 
-def as_saved_by_a_spreadsheet(text):
-    """With a byte order mark, semicolons, decimal commas and the line ends of Windows."""
-    lines = [line.replace(",", ";").replace(".", ",") for line in text.split("\n")]
-    return "\ufeff" + "\r\n".join(lines) + "\r\n"
-
 @pytest.mark.parametrize("change, warned", [
-    (lambda text: "\ufeff" + text, 0), (as_saved_by_a_spreadsheet, 0),
-    (lambda text: text.rstrip("\n"), 0), (lambda text: text.replace(",", "\t"), 0),
+    (lambda text: "\ufeff" + text, 0), (lambda text: text.rstrip("\n"), 0),
     (lambda text: text + "2026-11-25,race_y,b,2,undeci", 1),  # a full disk
     *((lambda text, wrong=wrong: text + text.split("\n")[1].replace("2.5", wrong), 1)
       for wrong in ("x", "nan", "-1"))])
@@ -84,12 +77,7 @@ def test_what_survives():
     assert marked([{"E": 250.0}, {"E": 90.0}, *worthless]) == [True, False] + [False] * 8
     assert marked([{"E": 150.0}, *worthless, {}, {}]) == [False] * 11
     assert marked([{"E": 250.0, "keep": "False"}, *worthless]) == [False] * 9
-    values = [0.001, 0.01, 0.03, 0.2, 0.9]
-    expected = list(stats.false_discovery_control(values) <= 0.05)
-    assert marked([{"p": p} for p in values]) == expected == [True] * 3 + [False] * 2
-    # Both kinds: half of the rate is left for each.
-    assert marked([{"p": 0.03}]) == [True] and marked([{"p": 0.03}, {"E": 1.0}])[0] is False
-    assert marked([{"p": 0.024}, {"E": 1.0}]) == [True, False]
+    assert marked([{"E": 250.0}, {"p": 0.001}]) == [True, False]
 
 def test_the_table(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ledger, "ROOT", tmp_path)

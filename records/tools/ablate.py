@@ -8,12 +8,12 @@ the copy that end with `# part: NAME`, wherever they stand, are the part NAME in
 that has other lines as well, the marked ones count as added. --part="NAME: FLAGS" adds a part that
 flags leave out. If --vs is the copy itself, its parts are the marked lines and those of --part.
 
-Copies without a part (in its places stand the lines of --vs) that do not train one step are joined
-to one, without all of their parts. All race together against the whole one (see race.py), at a
-level that is divided by the number of parts. A part pays if the loss is surely higher without it,
-and harms if it is surely lower; the interval, ±, holds for all parts at once. Interrupted, the same
-command goes on. All lies in records/ablate_NAME: the copies, the race, the table, and the shortest
-change that keeps what pays (NAME.py and NAME.patch).
+Copies without a part, in whose places stand the lines of --vs, race together against the whole one
+(see race.py), at a level that is divided by the number of parts. A part pays if the loss is surely
+higher without it, and harms if it is surely lower; the interval, ±, holds for all parts at once.
+Parts that cannot be left out one by one are to be marked as one. Interrupted, the same command goes
+on. All lies in records/ablate_NAME: the copies, the race, the table, and the shortest change that
+keeps what pays (NAME.py and NAME.patch).
 """
 
 import difflib
@@ -32,7 +32,7 @@ from records.tools.load import ROOT, ArgumentParser, require, run
 
 MARK = re.compile(r"# part: ([^#]*[^#\s])")
 WORDS = {"worse": "pays", "better": "harms", "no difference": "makes no difference",
-         "undecided": "not shown"}
+         "undecided": "not shown", "broken": "does not train without it"}
 
 @dataclass
 class Part:
@@ -67,16 +67,11 @@ def parts_of(old: str, new: str) -> list[Part]:
         groups = [(mark, [*group]) for mark, group in groupby(new[j:j_end], mark_of)]
         for mark, lines in groups or [("", [])]:
             end = i + len(lines) if as_many else i if mark and unmarked else i_end
-            name = mark or title(new, j)
+            name = mark or f"line {j + 1}"
             parts.setdefault(name, Part(name, [])).places.append((j, lines, old[i:end]))
             i = end
             j += len(lines)
     return list(parts.values())
-
-def title(lines: list[str], at: int) -> str:
-    """What an unmarked place is called: by the definition that it stands in, and its line."""
-    above = re.findall(r"(?m)^\s*(?:def|class) (\w+)", "".join(lines[:at]))
-    return f"{above[-1] if above else 'line'} {at + 1}"
 
 def without(text: str, *parts: Part) -> str:
     """The copy with the lines of --vs in the places of some parts."""
@@ -84,38 +79,6 @@ def without(text: str, *parts: Part) -> str:
     for start, new, old in sorted(chain(*[part.places for part in parts]), reverse=True):
         lines[start:start + len(new)] = old
     return "".join(lines)
-
-def trains(part: Part, text: str, folder: Path, words) -> bool:
-    """Whether the copy without a part trains one step. If so, it stays, and is not tried again."""
-    path = folder / f"{part.file}.py"
-    copy = without(text, part)
-    if path.exists() and path.read_text(encoding="utf-8") == copy:
-        return True
-    path.write_text(copy, encoding="utf-8")
-    if part.flags:
-        return True  # the race tries it
-    say(f"one step of {path.stem}, to see whether it trains")
-    one = race.parse([str(path), *words, f"--records={folder}"])
-    output = "interrupted"
-    try:
-        _, output = race.trial.one_step(one.candidates[0], one.options.seed, one.folder / "step")
-    finally:
-        if output:
-            path.unlink()
-    if output:
-        race.trial.show(output)
-        say(f"{path.stem} does not train, see above")
-    return not output
-
-def tried(parts: list[Part], *where) -> list[Part]:
-    """The parts that can be left out, those joined that cannot alone."""
-    good = [part for part in parts if trains(part, *where)]
-    bad = [part for part in parts if part not in good]
-    joined = Part("the rest", list(chain(*[part.places for part in bad])))
-    if len(bad) > 1 and trains(joined, *where):
-        say(f"{', '.join(part.name for part in bad)} are joined to one part, the rest")
-        good.append(joined)
-    return good
 
 def parse(arguments):
     """race.py's options and those of --part, the script, and the words for a race."""
@@ -130,8 +93,8 @@ def parse(arguments):
     options.part = own.part
     return options, words[0], words[1:]
 
-def parts_to_race(options, script: str, words, folder: Path) -> tuple[str, list[Part]]:
-    """The copy's text and its parts."""
+def parts_to_race(options, script: str, folder: Path) -> tuple[str, list[Part]]:
+    """The copy's text and its parts, and writes a copy without each."""
     text = race.script_text(script)
     old = base = race.script_text(options.vs)
     if base == text:
@@ -145,13 +108,11 @@ def parts_to_race(options, script: str, words, folder: Path) -> tuple[str, list[
     names = [part.file for part in parts]
     require(len({*names}) == len(names), f"two parts are called {max(names, key=names.count)}: "
             "give them other names")
-    require(trains(Part("nothing", []), text, folder, words), f"{script} does not train one step, "
-            "see above")
-    parts = tried(parts, text, folder, words)
-    require(parts, "no part can be left out")
     require(len(parts) > 1 or parts[0].flags or without(text, *parts) != base,
             f"all of the change is one part, and {script} without it is {options.vs}: there is "
             f"nothing to run that ./run.sh race {script} --vs={options.vs} does not")
+    for part in parts:
+        (folder / f"{part.file}.py").write_text(without(text, part), encoding="utf-8")
     return text, parts
 
 def write_table(parts: list[Part], rows: dict, folder: Path):
@@ -187,7 +148,7 @@ def main(arguments=None):
     os.chdir(ROOT)
     folder = Path(options.records).expanduser() / f"ablate_{Path(script).stem}"
     folder.mkdir(parents=True, exist_ok=True)
-    text, parts = parts_to_race(options, script, words, folder)
+    text, parts = parts_to_race(options, script, folder)
     copies = [f"{folder / part.file}.py {part.flags}".strip() for part in parts]
     race.main([*copies, *words, f"--vs={script}", f"--records={folder}", "--name=parts",
                f"--level={options.level / len(parts)}"])

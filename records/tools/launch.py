@@ -105,18 +105,14 @@ def cores() -> int:
     """How many this process may use: by its affinity, and by the quotas of its control groups, as a
     container's --cpus sets them."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    quotas = []
+    folder = CONTROL_GROUPS
     with suppress(OSError):
         group = re.search("(?m)^0::/(.*)", Path("/proc/self/cgroup").read_text())
-        folder = CONTROL_GROUPS / (group[1] if group else "")
-        quotas = [each / "cpu.max" for each in (folder, *folder.parents)]
-    for path in [*quotas, CONTROL_GROUPS / "cpu" / "cpu.cfs_quota_us"]:
+        folder /= group[1] if group else ""
+    for each in (folder, *folder.parents):
         with suppress(OSError, ValueError):  # there is none, or it is "max"
-            words = path.read_text().split()
-            if len(words) == 1:  # in version 1 of control groups
-                words += path.with_name("cpu.cfs_period_us").read_text().split()
-            if int(words[0]) > 0:
-                count = min(count, int(words[0]) // int(words[1]))
+            quota, period = (each / "cpu.max").read_text().split()
+            count = min(count, int(quota) // int(period))
     return max(1, count)
 
 def number_of_ranks(micro_batches: int, gpus: int) -> int:

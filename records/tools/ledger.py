@@ -4,12 +4,12 @@
 
 Every race appends its candidates to records/ideas.csv, failed and broken ones too, since the more
 is tried, the more looks good by chance. Yours are shown first, then those of the dated folders.
-`kept` marks ideas that are to be kept, and that a false discovery rate of 5 % leaves: by e-BH (Wang
-and Ramdas, arXiv:2009.02824) for e-values, by Benjamini and Hochberg for p-values, with half of the
-rate for each where there are both. `better?` and `worse?` have an E above 100, but their race asked
-for more, since it had several candidates.
+`kept` marks ideas that are to be kept, and that a false discovery rate of 5 % leaves by e-BH (Wang
+and Ramdas, arXiv:2009.02824). It takes an E, so no race by --repeat is among them. `better?` and
+`worse?` have an E above 100, but their race asked for more, since it had several candidates.
 """
 
+import contextlib
 import csv
 import io
 import os
@@ -30,19 +30,14 @@ COLUMNS = ["date", "race", "candidate", "patch", "decision", "keep", "honest", "
            "high", "E", "p", "pairs", "seconds", "baseline_seconds", "tokens", "baseline_tokens"]
 
 def row_of(line: str) -> dict | None:
-    """A line's cells, the numbers in it as numbers; None if it is no line of a ledger. A
-    spreadsheet may have divided them by semicolons, and written commas for points."""
-    for mark in ",;\t":
-        cells = next(csv.reader([line.replace("\0", "")], delimiter=mark), [])
-        row = dict(zip(COLUMNS, cells))
-        try:
-            for key in ("difference", "E", "p"):
-                row[key] = float(row[key].replace(",", ".")) if row[key] else None
-        except (KeyError, ValueError):
-            continue
+    """A line's cells, the numbers in it as numbers; None if it is no line of a ledger."""
+    cells = next(csv.reader([line.replace("\0", "")]), [])
+    row = dict(zip(COLUMNS, cells))
+    with contextlib.suppress(KeyError, ValueError):
+        for key in ("difference", "E", "p"):
+            row[key] = float(row[key]) if row[key] else None
         if len(cells) == len(COLUMNS) and 0 <= (row["p"] or 0) <= 1 and (row["E"] or 0) >= 0:
             return row
-    return None
 
 def read(path: Path) -> list[dict]:
     """The ideas in a ledger. Where a race went on, its last line counts. A damaged line is said and
@@ -55,7 +50,7 @@ def read(path: Path) -> list[dict]:
             idea = (row["race"], row["candidate"], row["patch"])
             found.pop(idea, None)
             found[idea] = row
-        elif line.strip(",;\t ") and not line.lstrip('"').startswith(COLUMNS[0]):
+        elif line.strip() and not line.startswith(COLUMNS[0]):
             print(f"warning: {path}, line {number}: no line of a ledger, passed over",
                   file=sys.stderr)
     return list(found.values())
@@ -79,16 +74,13 @@ def add(records: Path, race: str, verdict: list[dict]):
 
 def mark_survivors(rows: list[dict]):
     """Set row["kept"]: yes, or nothing."""
-    by_e = [(row, min(1.0, 1 / row["E"])) for row in rows if row["E"]]
-    by_p = [(row, row["p"]) for row in rows if row["p"] is not None]
-    kinds = [kind for kind in (by_e, by_p) if kind]
     for row in rows:
         row["kept"] = ""
-    for kind in kinds:
-        values = stats.false_discovery_control([value for _, value in kind])
-        for (row, _), value in zip(kind, values):
-            if value <= RATE / len(kinds) and row["keep"].casefold() == "true":
-                row["kept"] = "yes"
+    tested = [row for row in rows if row["E"]]
+    values = stats.false_discovery_control([min(1.0, 1 / row["E"]) for row in tested])
+    for row, value in zip(tested, values):
+        if value <= RATE and row["keep"].casefold() == "true":
+            row["kept"] = "yes"
 
 def main(arguments=None):
     ArgumentParser(description=__doc__, prog="./run.sh ideas").parse_args(arguments)
