@@ -144,20 +144,20 @@ def train(script, *flags):
     with one_thread():
         script.main([str(flag) for flag in flags])
 
-def command(*flags, ranks=None, script=None) -> list[str]:
-    """The command line that starts the script at this path, by torchrun if ranks is given."""
-    torchrun = [*TORCHRUN, f"--nproc_per_node={ranks}"] if ranks else []
-    return [sys.executable, *torchrun, str(script or SCRIPT), *map(str, flags)]
-
-def launch(*flags, ranks=None, script=None, cwd=None, threads=1, check=True, **env):
-    """Runs the script at this path, by torchrun if ranks is given; its CompletedProcess."""
-    environment = ENVIRONMENT | {"OMP_NUM_THREADS": str(threads), **env}
-    done = subprocess.run(command(*flags, ranks=ranks, script=script), capture_output=True,
-                          text=True, cwd=cwd, env=environment, timeout=500)
+def launch(*flags, ranks=None, script=None, cwd=None, check=True, torchrun=False, **env):
+    """Runs the script at this path; its CompletedProcess. Several ranks are started by a program
+    that does as torchrun does in less time, or by torchrun itself."""
+    start = [ROOT / "tests" / "helpers" / "ranks.py", ranks] if ranks else []
+    if torchrun:
+        start = [*TORCHRUN, f"--nproc_per_node={ranks}"]
+    words = [sys.executable, *start, script or SCRIPT, *flags]
+    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, cwd=cwd,
+                          env=ENVIRONMENT | env, timeout=500)
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
 
-RUN_SH = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+RUN_SH = {"PYTHON": str(ROOT / "tests" / "helpers" / "python.sh"), "TEST_PYTHON": sys.executable,
+          "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 def run_sh(*argv, run=ROOT / "run.sh", **env):
     """Runs run.sh, or a link to it or a copy; its CompletedProcess."""
@@ -165,7 +165,7 @@ def run_sh(*argv, run=ROOT / "run.sh", **env):
                           timeout=200, env={**os.environ, **RUN_SH, **env}, check=False)
 
 def run_helper(name: str, *arguments, ranks=None, **env) -> str:
-    """Runs a program of tests/helpers to its end, by torchrun if ranks is given; what it prints."""
+    """Runs a program of tests/helpers to its end, by several ranks if asked; what it prints."""
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
     done = launch(*arguments, ranks=ranks, script=ROOT / "tests" / "helpers" / name,
                   PYTHONPATH=paths, **env)

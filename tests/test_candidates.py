@@ -10,7 +10,8 @@ FOLDER = ROOT / "records" / "2026-11-28_candidates"
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.mark.parametrize("case, words", [
     ("equal", "gradient of w: kernel from today's 0.0"),
-    ("compiled", "transpose_bytes is in the generated program")])
+    pytest.param("compiled", "transpose_bytes is in the generated program",
+                 marks=pytest.mark.full)])
 def test_the_loss_kernel_equals_todays_head_and_loss(case, words, tmp_path):
     done = launch(case, script=FOLDER / "check.py", TORCHINDUCTOR_CACHE_DIR=str(tmp_path),
                   TRITON_CACHE_DIR=str(tmp_path))

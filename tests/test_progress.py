@@ -29,12 +29,20 @@ def test_sleeps():
     time.sleep(NAP)
 """
 
+TORCH = """# As much as conftest.py needs; torch itself takes a second in each process
+from types import SimpleNamespace
+cuda = SimpleNamespace(is_available=lambda: False)
+manual_seed = id
+"""
+
 @pytest.fixture
 def suite(tmp_path):
     """Runs a small suite with this suite's settings; its exit status, and its lines."""
     (tests := tmp_path / "tests").mkdir()
-    for name in ("train_gpt.py", "pyproject.toml", "tests/progress.py", "tests/conftest.py"):
+    for name in ("pyproject.toml", "tests/progress.py", "tests/conftest.py"):
         shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "train_gpt.py").touch()
+    (tmp_path / "torch.py").write_text(TORCH)
     for name in ("records", "data"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tests / "times.json").write_text(json.dumps(
@@ -46,7 +54,8 @@ def suite(tmp_path):
         done = subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *flags],
                               cwd=tmp_path, text=True, stdout=subprocess.PIPE, timeout=100,
                               stderr=subprocess.STDOUT, check=False,
-                              env=ENVIRONMENT | {"TEST_HANGS_AFTER": hangs_after})
+                              env=ENVIRONMENT | {"TEST_HANGS_AFTER": hangs_after,
+                                                 "PYTHONPATH": str(tmp_path)})
         return done.returncode, done.stdout.splitlines()
 
     return run

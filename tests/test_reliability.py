@@ -8,12 +8,13 @@ import resource
 import shlex
 import shutil
 import subprocess
+import sys
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 import pytest
 import torch
-from conftest import (ENVIRONMENT, TINY, command, launch, load_checkpoint, log_of, log_path,
+from conftest import (ENVIRONMENT, SCRIPT, TINY, launch, load_checkpoint, log_of, log_path,
                       newest_checkpoint, planted, refused, run_helper, train, write_shard)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -85,7 +86,8 @@ def test_a_killed_rank_ends_all_and_two_ranks_go_on_bit_for_bit(tmp_path, shards
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     launch(*RUN, *shards, f"--records={whole}", ranks=2)
     script = planted(tmp_path, "if step == 8 and world.rank == 1: os.kill(os.getpid(), 9)")
-    done = launch(*RUN, *shards, f"--records={killed}", ranks=2, script=script, check=False)
+    done = launch(*RUN, *shards, f"--records={killed}", ranks=2, script=script, check=False,
+                  torchrun=True)
     assert done.returncode and "step:10/" not in done.stdout, done.stdout
     log = log_path(killed)
     left = log.read_bytes()
@@ -374,7 +376,7 @@ def test_a_records_folder_that_cannot_be_made_is_one_line(tmp_path, shards, fold
 
 @pytest.mark.parametrize("console", ["> /dev/full", ">&- 2>&-"])
 def test_a_run_needs_no_console(tmp_path, shards, whole, console):
-    words = shlex.join(command(*RUN, *shards, f"--records={tmp_path}/r"))
+    words = shlex.join([sys.executable, str(SCRIPT), *RUN, *shards, f"--records={tmp_path}/r"])
     done = subprocess.run(["bash", "-c", f"{words} {console}"], env=ENVIRONMENT,
                           capture_output=True, text=True, timeout=200)
     assert done.returncode == 0 and done.stderr == "", done.stderr

@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -36,12 +37,6 @@ def bare(tmp_path):
         program(tmp_path / "bin" / f"python3.{number}", "exit 1")
     return folder, lambda *argv, **env: run_sh(*argv, run=folder / "run.sh", LC_ALL="C",
                                                **{"PYTHON": "", "PATH": path, **env})
-
-@pytest.fixture
-def quick(tmp_path):
-    """This Python, but that it does not import all packages to tell whether they are there."""
-    return program(tmp_path / "quick", f"""case "$3" in *fits.py) echo Python 3 ;;
-        *) exec {sys.executable} "$@" ;; esac""")
 
 def old(path):
     return stand_in(path, "sys.version_info = (3, 8, 18)")
@@ -201,10 +196,18 @@ def test_an_unknown_verb_names_all(word):
 
 @pytest.mark.parametrize("verb", ["race", "ablate", "honest", "compare", "sample", "hellaswag",
                                   "tokenize", "inspect", "fineweb", "ideas", "bench", "verify"])
-def test_each_verb_explains_itself(verb, quick):
-    done = run_sh(verb, "--help", PYTHON=quick)
-    assert done.returncode == 0 and f"./run.sh {verb}" in done.stdout and done.stderr == ""
-    assert verb != "race" or "--text=FILE_OR_FOLDER" in done.stdout and "--most" in done.stdout
+def test_each_verb_explains_itself(verb, tmp_path, monkeypatch, capsys):
+    """By its program, which is started here, where all packages are imported already."""
+    done = run_sh(verb, "--help", PYTHON=program(tmp_path / "python", GOOD))
+    assert done.returncode == 0 and done.stderr == ""
+    path, = re.findall(r" (\S+\.py) --help\n", done.stdout)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # which a program changes
+    monkeypatch.setattr(sys, "argv", [path, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / path), run_name="__main__")
+    out, err = capsys.readouterr()
+    assert not ended.value.code and f"./run.sh {verb}" in out and err == ""
+    assert verb != "race" or "--text=FILE_OR_FOLDER" in out and "--most" in out
 
 def test_logs_are_compared_without_torch(tmp_path):
     without = stand_in(tmp_path / "python", f'sys.path.insert(0, "{tmp_path}")')
@@ -223,11 +226,11 @@ def test_no_tool_imports_one_that_imports_it():
     assert {"load", "race"} <= imports["ablate"]  # so imports are found
     graphlib.TopologicalSorter(imports).prepare()  # raises CycleError
 
-def test_tests_run_on_a_copy(tmp_path, quick):
+def test_tests_run_on_a_copy(tmp_path):
     """The tests that pin the method are left out; what they are is in tests/conftest.py."""
     copy = tmp_path / "copy.py"
     copy.write_text((ROOT / "train_gpt.py").read_text().replace("hp.lm_head_lr", "0.01"))
-    done = run_sh("test", "--script", str(copy), "--collect-only", "-n", "0", PYTHON=quick)
+    done = run_sh("test", "--script", str(copy), "--collect-only", "-n", "0")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "::test_the_script_is_honest" in done.stdout
     assert "golden" not in done.stdout and "test_model.py" not in done.stdout
@@ -235,6 +238,6 @@ def test_tests_run_on_a_copy(tmp_path, quick):
 @pytest.mark.parametrize("words, error", [
     (["--script", "none.py"], "none.py is not a file"),
     (["tests/none.py::test"], "tests/none.py: there is no such file")])
-def test_tests_that_are_not_there(quick, words, error):
-    done = run_sh("test", *words, PYTHON=quick)
+def test_tests_that_are_not_there(words, error):
+    done = run_sh("test", *words)
     assert done.returncode == 4 and error in done.stderr
