@@ -9,50 +9,52 @@
     python train_gpt.py --resume=records/<run>/step<n>.pt  # continue from a checkpoint
     python train_gpt.py --help                             # every setting is a flag
 
-To try an idea, copy this file and change the copy. Every run writes a log into the folder records:
+To try an idea, change a copy of this file. Every run writes a log into the folder records:
 settings, machine, this source, and a line per step. You can kill a run at any time and continue
 from its last checkpoint with --resume. Read sections 1 to 9 in order; section 10 is support code.
 
-The model has 276 million parameters: 83 million in its layers, and 193 million in four embeddings
-and the output head. A step trains on 393,216 tokens, the whole run on 696 million. Losses are in
-nats per token. The first one is ln 50304 = 10.83, because the head starts at zero and so gives all
-its 50,304 rows equal probability.
+The model has 276 million parameters, 193 million of them in four embeddings and the output head.
+A step trains on 393,216 tokens, the whole run on 696 million. Losses are in
+nats per token. The first loss is ln 50304 = 10.83, because a head of zeros makes all 50,304 rows
+equally likely.
 
     preset     steps  hardware       time     final loss           standard deviation
     speedrun    1770  8 x H100 (*)   176 s    3.28                 0.0019
     short        250  one GPU        not measured
     demo         720  2 CPU cores    213 s    1.14 nats per byte   0.0047
 
-(*) The figures of the world record of 2025-01-26, which this script reproduces. A date such as
+(*) The world record of 2025-01-26, whose method this is; not measured here. A date such as
 (2024-11-24) names the record that introduced that part. All records are listed at
 https://github.com/KellerJordan/modded-nanogpt#world-record-history, and records/method.md of the
-repository says what each part gained. The model and schedules are the record's. What differs:
+repository says what each part gained. The model and schedules are the record's. Different here:
 
 - Gradients of the layers' matrices are rounded to bfloat16 before they are summed over the ranks.
-- The gradient of the loss is written out (CrossEntropy). Weights are clamped before a cast to FP8.
+- The gradient of the loss is coded by hand (CrossEntropy).
+- Weights are clamped before a cast to FP8.
 - The embeddings are padded to 50,304 rows, as the head is.
 - Rotary embeddings rotate different pairs of channels, and their angles are computed in float64.
 - Initial weights have the same distributions, but different random numbers.
-- The number of GPUs does not change the batch, and hardly any tokens stay unread.
-- The ranks share the work of Adam. The clock starts at step 0, not after step 10.
+- The number of GPUs does not change the batch, and hardly any tokens go unread.
+- The ranks share the work of Adam. The clock starts at step 0, not at step 10.
 - The compiler does not search for faster kernels (coordinate descent tuning).
 
-A step, with the shapes of `speedrun`, for each sequence:
+One sequence in a step, with the shapes of `speedrun`:
 
     tokens [49152] -----> block masks (long, short), 3 value embeddings [49152, 768]
-       |                                |
-       v                                v
-    x [49152, 768] -----> layers 0-5 ---+---> layers 6-11 -----> norm, lm_head, softcap
+       |                              |
+       |                      +-------+-------+
+       v                      v               v
+    x [49152, 768] -----> layers 0-5 ---> layers 6-11 -----> norm, lm_head, softcap
                               |               ^                            |
                               +---- skips ----+                            v
                             5 to 6, 4 to 7 ... 0 to 11     loss <-- logits [49152, 50304]
 
-    loss.backward(), then for all optimizers: begin, update, finish
+    loss.backward(); after the last sequence, for all optimizers: begin, update, finish
 
-A tensor's name ends in its shape: x_TD is [T, D]. T is the number of tokens, D the model width, H
-the number of attention heads, K the head width, V the padded vocabulary, N the number of 128-token
-blocks. There is no batch dimension: the model takes one long sequence of many documents at a time.
-Steps count from 0.
+Many names end in the tensor's shape: x_TD is [T, D]. T is the number of tokens, D the model width,
+H the number of attention heads, K the head width, V the padded vocabulary, N the number of
+128-token blocks. There is no batch dimension: the model takes one long sequence of many documents
+at a time. Steps start at 0.
 """
 
 import argparse
@@ -81,7 +83,7 @@ if __name__ == "__main__" and not (find_spec("torch") and find_spec("numpy")):
     print("error: this Python lacks torch or numpy: install them", file=sys.stderr)
     sys.exit(2)
 
-# The source is read before importing torch, which takes seconds.
+# Importing torch takes seconds, and the file could change meanwhile.
 SOURCE = Path(__file__).read_text(encoding="utf-8") if __name__ == "__main__" else None
 
 import numpy as np
@@ -118,14 +120,14 @@ class Hyperparameters:
     seed: int = flag(-1, "seed of the initial weights; -1 draws a seed", low=-1, high=2**63 - 1)
     dtype: str = flag("auto", "bfloat16, float32 or auto", pattern="auto|bfloat16|float32")
     save_every: int = flag(500, "steps between checkpoints; 0 never saves, not even at the end")
-    val_loss_every: int = flag(125, "steps between validations; saves and the end also validate")
-    # Data. In one step all ranks together train on micro_batches sequences.
+    val_loss_every: int = flag(125, "steps between validations (also at saves and the end)")
+    # Data. In one step all ranks together train on `micro_batches` sequences.
     train_files: str = flag("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
     val_files: str = flag("data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
-    vocab_size: int = flag(50257, "tokens; the last one begins each document", low=2, high=65536)
+    vocab_size: int = flag(50257, "token types; the last begins each document", low=2, high=65536)
     train_seq_len: int = flag(48 * 1024, "tokens per training sequence", low=1, unit=BLOCK)
     val_seq_len: int = flag(256 * 1024, "tokens per validation sequence", low=1, unit=BLOCK)
-    val_tokens: int = flag(10485760, "validation tokens; 0 takes all", high=10**12)
+    val_tokens: int = flag(10485760, "validation tokens; 0 uses all", high=10**12)
     micro_batches: int = flag(8, "sequences per step, on all ranks together", low=1, high=10**5)
     epochs: int = flag(1, "at most this many passes over the training shards", low=1, high=10**5)
     # The layers. Each of these strings has one character per layer.
@@ -137,7 +139,7 @@ class Hyperparameters:
     num_heads: int = flag(6, "query heads, independent of model_dim", low=1, high=2**10)
     num_kv_heads: int = flag(0, "key and value heads; 0 means num_heads")
     head_dim: int = flag(128, "width of an attention head", low=16, high=2**10, unit=16)
-    attention_scale: float = flag(0.12, "factor on q @ k; retune it with head_dim", low=0.001)
+    attention_scale: float = flag(0.12, "factor on q @ k.T; retune if head_dim changes", low=0.001)
     rope_base: float = flag(1024.0, "base of the rotary frequencies", low=1)
     lm_head_softcap: float = flag(15.0, "c: logits z become c + c * tanh(z / c)", low=0.1, high=38)
     use_fp8: bool = flag(True, "train lm_head in FP8, if the GPU and dtype allow it")
@@ -145,7 +147,7 @@ class Hyperparameters:
     window_end: int = flag(1792, "long window at the end, in tokens", low=BLOCK, unit=BLOCK)
     # Optimization
     num_iterations: int = flag(1770, "training steps", high=10**7)
-    cooldown_frac: float = flag(0.4, "final part of the run, in which learning rates fall", high=1)
+    cooldown_frac: float = flag(0.4, "final fraction of the run, where learning rates fall", high=1)
     lr_floor: float = flag(0.1, "learning rates at the end, as a share of their peak", high=1)
     muon_lr: float = flag(0.05, "learning rate of the layers' matrices (Muon)")
     muon_momentum_start: float = flag(0.85, "Muon's momentum at the first step", high=1)
@@ -156,7 +158,7 @@ class Hyperparameters:
     scalar_lr: float = flag(0.04, "learning rate of vectors and scalars (Adam)")
     adam_beta1: float = flag(0.8, "decay of Adam's mean gradient", high=1 - 1e-9)
     adam_beta2: float = flag(0.95, "decay of Adam's mean square", high=1 - 1e-9)
-    adam_eps: float = flag(1e-10, "Adam's epsilon; keep it above rounding noise", low=1e-18)
+    adam_eps: float = flag(1e-10, "Adam's epsilon; keep it above gradient noise", low=1e-18)
 
     @property
     def kv_heads(self) -> int:
@@ -187,8 +189,7 @@ def tokens_seen(done: int, hp: Hyperparameters) -> int:
 def window_tokens(step: int, hp: Hyperparameters) -> int:
     """The long window in tokens. It grows during the run, since short distances are learned first
     and cost less (2024-11-24). At steps 0, 500, 1000 and 1770 it is 128, 512, 1024 and 1792."""
-    # As in the record, the ramp aims half a block below window_end, and rounding up reaches
-    # it exactly.
+    # As in the record, the ramp ends half a block below window_end, which rounding up then reaches.
     grown = (hp.window_end - BLOCK / 2) * step / max(1, hp.num_iterations)
     return max(hp.window_start, math.ceil(grown / BLOCK) * BLOCK)
 
@@ -199,14 +200,14 @@ def window_tensor(step: int, hp: Hyperparameters, device: torch.device) -> Tenso
 
 def lr_factor(step: int, hp: Hyperparameters) -> float:
     """The factor on every learning rate: first 1, then a straight line down to lr_floor. Large
-    steps make fast progress, and small ones reach the lower loss at the end."""
+    steps make fast progress, and small ones reach a lower loss at the end."""
     left = max(0, 1 - step / max(1, hp.num_iterations))
     height = min(1, left / hp.cooldown_frac) if hp.cooldown_frac else 1
     return hp.lr_floor + height * (1 - hp.lr_floor)
 
 def muon_momentum(step: int, hp: Hyperparameters) -> float:
-    """Muon's momentum. It rises at first, because early gradients are soon out of date, and then
-    stays constant (2024-11-06)."""
+    """Muon's momentum. In `speedrun` it rises at first, because early gradients are soon out of
+    date, and then stays constant (2024-11-06)."""
     risen = min(1, step / hp.muon_momentum_steps) if hp.muon_momentum_steps else 1
     return hp.muon_momentum_start + risen * (hp.muon_momentum_end - hp.muon_momentum_start)
 
@@ -218,8 +219,8 @@ class GPT(nn.Module):
     ignores the block lists.
 
     The embeddings and the residual stream x_TD are in `dtype`. All other parameters are float32, so
-    cast a vector or matrix with type_as before you multiply the stream by it. Single numbers need
-    no cast."""
+    cast a vector or matrix with type_as before you multiply the stream by it. Scalars need no
+    cast."""
 
     # The head works on this many tokens at a time: logits [24576, 50304] in float32 take 4.6 GiB.
     LOGITS_TOKENS = 24576
@@ -253,9 +254,9 @@ class GPT(nn.Module):
         """Returns the normed residual stream [T, D] after the last layer."""
         masks = dict(zip("LS", build_block_masks(tokens_T, self.end_of_text, window, self.flex)))
         value_embed_of = {digit: table(tokens_T) for digit, table in self.value_tables.items()}
-        # A U-Net (2024-11-10): the output of layer 5 is added to the input of layer 6, that of 4 to
-        # 7, and so on.
         x_TD = x0_TD = norm(self.embed(tokens_T))
+        # A U-Net (2024-11-10): of 12 layers, layer 5's output is added to layer 6's input, layer
+        # 4's output to layer 7's input, and so on.
         skips = []
         half = len(self.layers) // 2
         for i, layer in enumerate(self.layers):
@@ -265,7 +266,7 @@ class GPT(nn.Module):
             x_TD = layer(x_TD, x0_TD, value_embed, masks[self.hp.windows[i]])
             if i < half:
                 skips.append(x_TD)
-            assert x_TD.dtype == x0_TD.dtype, f"layer {i} lacks a cast (type_as)"
+            assert x_TD.dtype == self.embed.weight.dtype, f"layer {i} or x0 lacks a type_as"
         return norm(x_TD)
 
     def logits(self, x_TD: Tensor) -> Tensor:
@@ -276,12 +277,12 @@ class GPT(nn.Module):
         return 2 * c * torch.sigmoid(self.lm_head(x_TD).float() * (2 / c))
 
 class Layer(nn.Module):
-    """Mixes the residual stream with x0, the token's own embedding, so that no layer loses sight of
-    it (2024-11-06). Then it adds attention and an MLP."""
+    """Mixes the residual stream with x0, the token's own normed embedding, so that no layer loses
+    sight of it (2024-11-06). Then it adds attention and an MLP."""
 
     def __init__(self, hp: Hyperparameters, index: int, rotary: "Rotary"):
         super().__init__()
-        # The eighth layer has no attention, which saves time (2024-12-17).
+        # Layer 7 of `speedrun` has no attention, to save time (2024-12-17).
         self.attn = CausalSelfAttention(hp, rotary) if hp.attention[index] == "x" else None
         self.mlp = MLP(hp.model_dim)
         self.residual_mix = nn.Parameter(torch.tensor([1.0, 0.0]))
@@ -294,8 +295,8 @@ class Layer(nn.Module):
 
 def add(x_TD: Tensor, y_TD: Tensor) -> Tensor:
     """Bit-identical to x_TD + y_TD. A plain sum would be fused with the preceding matmul into an
-    addmm, and torch 2.13 would first copy x_TD (75 MB). If y_TD was not cast, the result is not
-    cast either."""
+    addmm, and torch 2.13 would first copy x_TD (75 MB). If y_TD was left in float32, so is
+    the sum, and the assertion in `features` fails."""
     sum_TD = x_TD.float() + y_TD
     return sum_TD.type_as(x_TD) if x_TD.dtype == y_TD.dtype else sum_TD
 
@@ -314,7 +315,7 @@ class CausalSelfAttention(nn.Module):
         parts = hp.num_heads // hp.kv_heads + 2
         self.qkv = parameter(parts, hp.kv_heads * hp.head_dim, hp.model_dim)
         self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim)
-        self.value_mix = nn.Parameter(torch.tensor([0.5, 0.5]))  # for values, value embedding
+        self.value_mix = nn.Parameter(torch.tensor([0.5, 0.5]))  # weights of v, value embedding
 
     def forward(self, x_TD: Tensor, value_embed: Tensor | None, mask) -> Tensor:
         T, heads, kv_heads = len(x_TD), self.hp.num_heads, self.hp.kv_heads
@@ -353,9 +354,9 @@ class Rotary(nn.Module):
         # Angles are [T, 1, K/4]. In float32 they would be off by 0.005 at position 262143.
         angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float64), frequencies)[:, None]
         c, s = angles.cos().float(), angles.sin().float()
-        unrotated = torch.ones_like(c).repeat(1, 1, 2)
-        self.register_buffer("cos", torch.cat((c, c, unrotated), dim=-1), persistent=False)
-        self.register_buffer("sin", torch.cat((s, -s, 0 * unrotated), dim=-1), persistent=False)
+        ones = torch.ones_like(c).repeat(1, 1, 2)
+        self.register_buffer("cos", torch.cat((c, c, ones), dim=-1), persistent=False)
+        self.register_buffer("sin", torch.cat((s, -s, 0 * ones), dim=-1), persistent=False)
 
     def forward(self, x_THK: Tensor) -> Tensor:
         x = x_THK.float()
@@ -365,7 +366,7 @@ class Rotary(nn.Module):
 
 class Embedding(nn.Module):
     """An embedding in `dtype`. Where a token occurs several times in one sequence, its gradients
-    are summed in float32. Across micro-batches they are summed in `dtype`, the weight's dtype."""
+    are summed in float32. Across micro-batches they are summed in `dtype`."""
 
     def __init__(self, num_embeddings: int, width: int, dtype: torch.dtype):
         super().__init__()
@@ -394,15 +395,15 @@ def norm(x: Tensor) -> Tensor:
 # ---- 3. Block masks and attention ---------------------------------------------------------------
 
 def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: bool) -> list:
-    """Returns the long and the short mask for FlexAttention (arXiv:2412.05496). A token sees itself
-    and the earlier tokens of its document, as far back as the window reaches. The window is counted
-    in blocks of 128 tokens, the token's own block included. The short window has half as many
-    blocks, but at least one (2025-01-16).
+    """Returns the long and the short mask, for FlexAttention (arXiv:2412.05496) if flex is True. A
+    token sees itself and the earlier tokens of its document, as far back as the window reaches. The
+    window is counted in blocks of 128 tokens, the token's own block included. The short window has
+    half as many blocks, but at least one (2025-01-16).
 
-    For each query block FlexAttention needs two lists of key blocks. In a full block all pairs of
-    tokens are visible. In a partial block it asks `sees` about each pair. All other blocks are
-    skipped, which saves time. Here a second document begins within block 1, and the window has two
-    blocks (p: partial, f: full, w: outside of the window):
+    For each query block FlexAttention needs a list of full and one of partial key blocks. In a full
+    block all pairs of tokens are visible. In a partial block it asks `sees` about each pair. All
+    other blocks are skipped, which saves time. Here a second document begins within block 1, and
+    the window has two blocks (p: partial, f: full, w: beyond the window):
 
         query block   key block 0 1 2 3
                   0             p . . .     the diagonal is partial, since no token sees the future
@@ -413,7 +414,7 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     document_T = (tokens_T == end_of_text).cumsum(0, dtype=torch.int32)
 
     # If you change this rule, change any_visible_NN and all_visible_NN to match, because
-    # FlexAttention does not call it in full blocks. `./run.sh honest` compares them with `sees`.
+    # FlexAttention calls it in partial blocks only. `./run.sh honest` compares them with `sees`.
     def sees(batch, head, query, key):
         return (key <= query) & (document_T[query] == document_T[key])
 
@@ -421,16 +422,16 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     distance_NN = block_N[:, None] - block_N  # [query block, key block]
     first_N = document_T[::BLOCK]  # the document of each block's first token
     last_N = document_T[BLOCK - 1::BLOCK]
-    # Document numbers never decrease. So some pair is visible if the key block is not later and its
-    # last document reaches the query block's first. All pairs are visible if the key block comes
-    # earlier and its first document is the query block's last document.
+    # Document numbers never decrease. So some pair is visible if the key block does not come later
+    # and its last number is at least the query block's first. All pairs are visible if the key
+    # block comes earlier and its first number is the query block's last.
     any_visible_NN = (distance_NN >= 0) & (last_N >= first_N[:, None])
     all_visible_NN = (distance_NN > 0) & (first_N == last_N[:, None])
 
     def ordered(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
-        """For each query block: the number of chosen key blocks, and a list of all key blocks, the
-        chosen ones first. For the mask [0, 1, 0, 1], that is 2 and [1, 3, 0, 2]."""
-        # The place of each block, by counting. A sort would take minutes to compile.
+        """For each row: the number of chosen columns, and a list of all columns, the chosen ones
+        first. For the row [0, 1, 0, 1], that is 2 and [1, 3, 0, 2]."""
+        # The chosen columns come first, by count. A sort would take minutes to compile.
         count_NN = chosen_NN.cumsum(1)
         place_NN = torch.where(chosen_NN, count_NN - 1, count_NN[:, -1:] + block_N - count_NN)
         order_NN = torch.zeros_like(distance_NN).scatter_(1, place_NN, block_N.expand_as(place_NN))
@@ -481,13 +482,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
 # The head takes a third of all arithmetic, and FP8 halves its time (2025-01-13). But FP8 has a
 # small range, so each tensor is multiplied by a scale before the cast:
 #
-#     tensor     format   largest value                        times its scale     format's maximum
-#     input      e4m3     28 = sqrt(768), because it is normed      56                    448
+#     tensor     format   largest value                        after scaling       format's maximum
+#     input      e4m3     27.7 = sqrt(768), because it is normed    55.4                  448
 #     weight     e4m3     0.875, larger ones are clamped           448                    448
 #     gradient   e5m2     1 / tokens_per_step                       10.7                57344
 #
-# (e4m3 has 4 bits of exponent and 3 of mantissa, e5m2 5 and 2.) The gradient's scale is the
-# record's, 2^19 for a mean over 48K tokens. Validation does not clamp.
+# (e4m3 has 4 bits of exponent and 3 of mantissa, e5m2 5 and 2.) The gradient's scale
+# is 2^19 for 48K tokens, as in the record, and grows with tokens_per_step.
 INPUT_SCALE, WEIGHT_SCALE, TOKEN_GRADIENT_SCALE = 2.0, 2.0**9, 2.0**19 / (48 * 1024)
 
 def to_e4m3(x: Tensor, scale: float) -> Tensor:
@@ -500,7 +501,7 @@ def fp8_matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast: boo
     return torch._scaled_mm(a, b.T, one, inverse, out_dtype=dtype, use_fast_accum=fast)
 
 class FP8Linear(torch.autograd.Function):
-    """Computes x_TD @ w_VD.T, and both gradients, with FP8 matmuls."""
+    """Computes x_TD @ w_VD.T with FP8 matmuls, forward and backward."""
 
     @staticmethod
     def forward(ctx, x_TD: Tensor, w_VD: Tensor, gradient_scale: float) -> Tensor:
@@ -521,10 +522,11 @@ class FP8Linear(torch.autograd.Function):
 
 class CrossEntropy(torch.autograd.Function):
     """The sum of -log softmax(logits_TV)[target] over all tokens. A target of -1 does not count.
-    Logits above 76, twice the largest softcap, could overflow.
+    No maximum is subtracted, so logits above 76, twice the largest softcap, could overflow.
 
-    The value is that of F.cross_entropy. The compiler would fuse that function's backward pass, the
-    cast to FP8 and the transposed copy into one slow kernel, so the gradient is written out."""
+    It equals F.cross_entropy, whose backward pass sums over the vocabulary. The compiler would fuse
+    this loop with FP8Linear's cast and transposed copy into one slow kernel, so the gradient is
+    coded by hand, without a sum."""
 
     @staticmethod
     def forward(ctx, logits_TV: Tensor, target_T: Tensor) -> Tensor:
@@ -542,8 +544,7 @@ class CrossEntropy(torch.autograd.Function):
         return grad_TV.mul_(torch.where(target_T < 0, 0.0, grad)[:, None]), None
 
 # ---- 5. Parameters ------------------------------------------------------------------------------
-# The modules above create parameters. The table here says how each starts, and which optimizer
-# trains it.
+# The modules above create parameters. A table says how each starts and trains.
 
 def parameter(*shape: int, dtype=torch.float32) -> nn.Parameter:
     """A parameter full of NaN, so that one missed by draw_weights is noticed."""
@@ -560,11 +561,11 @@ def uniform(x: Tensor, generator):  # the standard deviation is 0.5 / sqrt(numbe
     x.uniform_(-bound, bound, generator=generator)
 
 # Each parameter follows the first rule whose pattern matches its full name. A rule gives the
-# function that draws the initial values, the optimizer (section 6) and its arguments; string
-# arguments name settings. None keeps the values that the module has set; only vectors and scalars
-# may use it. Muon treats a parameter of three dimensions as a stack of matrices.
+# function that draws the initial values, the optimizer (section 6) and its options. A string
+# option names a setting. `None` keeps what the module has set (vectors and scalars only). Muon
+# treats a parameter of three dimensions as a stack of matrices.
 PARAMETERS = [
-    # names                               initial  optimizer and its options       shape in speedrun
+    # names                               initial  optimizer and its options       one of the shapes
     (r"lm_head\.weight",                  zero,    "Adam", dict(lr="lm_head_lr")),  # [50304, 768]
     (r"(embed|value_tables\.\d)\.weight", normal,  "Adam", dict(lr="embed_lr")),    # [50304, 768]
     (r"layers\..*\.(qkv|fc\.weight)",     uniform, "Muon", dict(lr="muon_lr")),     # [3072, 768]
@@ -596,22 +597,22 @@ def draw_weights(model: nn.Module, seed: int):
             continue
         require(p.isnan().all(), f"{name} has values, which its rule in PARAMETERS would replace: "
                 "create it with parameter(...), and let the rule say how it starts")
-        values = torch.empty(p.shape)  # on the CPU, because other devices draw other numbers
+        values = torch.empty(p.shape)  # on the CPU; other devices draw other numbers
         number = int(sha256(f"{seed} {name}".encode()).hexdigest()[:15], 16)
         initial(values, torch.Generator().manual_seed(number))
         p.copy_(values)
 
 # ---- 6. Ranks and optimizers --------------------------------------------------------------------
-# torchrun starts one process for each GPU, which is called a rank. Every rank holds all weights and
+# torchrun starts one process, called a rank, for each GPU. Every rank holds all weights and
 # computes gradients on its own part of the batch.
 
-if not hasattr(dist, "all_gather_single"):  # torch 2.13 has renamed these two functions
+if not hasattr(dist, "all_gather_single"):  # torch 2.13 renamed these two functions
     dist.all_gather_single = dist.all_gather_into_tensor
     dist.reduce_scatter_single = dist.reduce_scatter_tensor
 
 class Pending(NamedTuple):
-    """A tensor that is still being sent between ranks. wait() returns it. On a GPU only the
-    queue of kernels waits, and Python goes on."""
+    """A tensor that ranks may still be exchanging. wait() returns it. On a GPU only the CUDA stream
+    waits, and Python goes on."""
     tensor: Tensor
     work: "dist.Work | None" = None
 
@@ -626,14 +627,14 @@ class World:
     sharded along the first if the ranks can divide it equally: with two ranks, each updates 25,152
     rows of [50304, 768]. For all other tensors every rank repeats the whole update."""
     rank: int  # this process, from 0
-    size: int  # the number of ranks
+    size: int
     device: torch.device
 
     def is_sharded(self, whole: Tensor) -> bool:
         return self.size > 1 and whole.ndim > 1 and len(whole) % self.size == 0
 
     def shard(self, whole: Tensor) -> Tensor:
-        """The rows that this rank updates, as a view."""
+        """A view of the rows that this rank updates."""
         return whole.chunk(self.size)[self.rank] if self.is_sharded(whole) else whole
 
     def reduce_scatter(self, whole: Tensor) -> Pending:
@@ -666,21 +667,21 @@ class Optimizer:
     before the next one starts, so that arithmetic and communication overlap. On two ranks:
 
                       rank 0                         rank 1
-        begin         sends its gradients   <---->   sends its gradients, and they are summed
-        update(step)  updates the first half         updates the second half
+        begin         sends its gradients   <---->   sends its gradients; both get sums
+        update(step)  computes the first half        computes the second half
                       sends it              <---->   sends it
         finish(step)  has everything                 has everything
 
-    Only update() sees gradients summed over all ranks, and of sharded tensors only this rank's
-    rows.
+    Adam's update() changes the weights. Muon's computes changes, which finish() makes. Only in
+    update() are the gradients summed over all ranks, and sharded ones have just this rank's rows.
 
-    `state` is what an optimizer remembers from step to step: {name: one tensor per parameter, of
-    the same length, or a padded stack}. It is saved, loaded on resume, and restored after the
-    warm-up, so do not keep state elsewhere. A rank reads and writes only its own rows,
-    world.shard(tensor)."""
+    `state` is what an optimizer remembers from step to step: {name: one tensor per parameter, with
+    the parameter's number of rows, or a padded stack}. It is saved, loaded on resume, and restored
+    after the warm-up, so keep all state here. A rank uses only its own rows, world.shard(tensor).
+    """
 
     def __init__(self, params: dict, hp: Hyperparameters, world: World, lr: float):
-        self.params = params  # {name: parameter}
+        self.params = params
         self.hp = hp
         self.world = world
         self.peak_lr = lr
@@ -713,7 +714,7 @@ class Adam(Optimizer):
 
     def update(self, step: int):
         gradients = [pending.wait() for pending in self.pending_sums]
-        self.pending_sums = []  # frees memory
+        self.pending_sums = []
         local = [self.world.shard(p.detach()) for p in self.params.values()]
         means = [self.world.shard(mean) for mean in self.state["mean"]]
         squares = [self.world.shard(square) for square in self.state["mean_square"]]
@@ -736,12 +737,12 @@ class Muon(Optimizer):
         weight -= lr * newton_schulz(ahead)
 
     A few directions of a gradient are usually much larger than all others. Muon makes all
-    directions of the update about equally large, so that rare ones are learned too. It suits the
+    directions of the update about equally large, so that small ones are learned too. It suits the
     matrices of the layers, not embeddings, the output head or vectors.
 
-    The parameters of one Muon have the same shape. Their gradients, updates and momentum lie in
+    A Muon optimizer's parameters have the same shape. Their gradients, updates and momentum lie in
     stacks, padded with zeros so that the ranks can divide them equally. With 11 parameters on two
-    ranks the stack has 12: rank 0 computes the updates 0 to 5, rank 1 the others."""
+    ranks the stack has 12, six for each rank."""
 
     def __init__(self, params, hp, world, lr):
         super().__init__(params, hp, world, lr)
@@ -777,23 +778,23 @@ class Muon(Optimizer):
         beta = muon_momentum(step, self.hp)
         momentum = self.world.shard(self.state["momentum"]).lerp_(gradients, 1 - beta)
         ahead = gradients.lerp(momentum, beta).to(self.updates.dtype)
-        # All singular values are near 1. A tall matrix spreads their effect over more outputs, so
-        # without this factor each output would change less than in a square matrix.
+        # All singular values become near 1. A tall matrix spreads their effect over more outputs,
+        # so without this factor each output would change less than in a square matrix.
         tall_factor = max(1, ahead.size(-2) / ahead.size(-1)) ** 0.5
         # Every matrix is orthogonalized by itself: qkv [n, 3, 768, 768] becomes [3n, 768, 768].
         return tall_factor * self.orthogonalize(ahead.flatten(0, -3)).view_as(ahead)
 
     def gather_state(self):
         for stack in self.state.values():
-            assert len(stack) == len(self.updates) and stack.ndim > 1, "state of another stack"
+            assert len(stack) == len(self.updates) and stack.ndim > 1, "not a padded stack"
             self.world.all_gather(stack).wait()
 
 def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
     """Replaces each matrix U S V^T of x [n, rows, columns] with approximately U V^T, so that all
     its singular values are near 1. A step multiplies the matrix by a polynomial in x x^T, which
-    leaves U and V as they are and maps each singular value s to a s + b s^3 + c s^5. The slope at
-    zero is large, so even 0.01 gets there in five steps: 0.03, 0.12, 0.40, 1.09, 0.70. All but tiny
-    values end between 0.7 and 1.2."""
+    leaves U and V as they are and maps each singular value s to a s + b s^3 + c s^5. Dividing x by
+    its norm brings them below 1. The slope at zero is large, so even 0.01 comes near 1 in five
+    steps: 0.03, 0.12, 0.40, 1.09, 0.70. All but tiny values end between 0.7 and 1.2."""
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = x.size(1) > x.size(2)
     x = x.mT if tall else x
@@ -805,8 +806,7 @@ def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
     return x.mT if tall else x
 
 def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> list[Optimizer]:
-    """Parameters of one rule and dtype share an optimizer. Those of a Muon optimizer also share a
-    shape."""
+    """Parameters with the same rule and dtype (for Muon also the same shape) share an optimizer."""
     groups = {}
     for name, rule in find_rules(model).items():
         p = model.get_parameter(name)
@@ -823,7 +823,7 @@ def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> lis
 
 # ---- 7. Data ------------------------------------------------------------------------------------
 # A shard is a file: a header of 256 int32 (magic number, version, number of tokens, zeros), then
-# the tokens in uint16. Each document begins with the end-of-text token, which is vocab_size - 1.
+# the tokens as uint16. Each document begins with the end-of-text token, which is vocab_size - 1.
 
 SHARD_MAGIC = 20240520
 SHARD_HEADER_BYTES = 4 * 256
@@ -831,7 +831,7 @@ SHARD_HEADER_BYTES = 4 * 256
 class Shard(NamedTuple):
     path: str
     tokens: int
-    fingerprint: str  # a hash of samples from 65 places in the file, to detect changed data
+    fingerprint: str  # a hash of samples from some 65 places in the file, to detect changed data
 
 def find_shards(pattern: str) -> list[Shard]:
     """The shards that a glob matches, sorted by path."""
@@ -848,23 +848,23 @@ def find_shards(pattern: str) -> list[Shard]:
         places = [*range(0, len(data), max(4096, len(data) // 64)), max(0, len(data) - 4096)]
         sample = b"".join(data[at:at + 4096].tobytes() for at in places)
         shards.append(Shard(path, tokens, sha256(sample).hexdigest()[:16]))
-    require(shards, f"no file matches {pattern}: clone the repository, make shards there with "
+    require(shards, f"no file matches {pattern}: in a clone of the repository, make shards with "
             "./run.sh demo --check, ./run.sh fineweb or ./run.sh tokenize, and run this there")
     return shards
 
 def read_tokens(path: str, start: int, count: int, vocab_size: int) -> Tensor:
-    """Reads tokens [count] in uint16. With a GPU they lie in pinned memory, so that copies to the
+    """Reads `count` tokens as uint16. With a GPU they lie in pinned memory, so that copies to the
     GPU are asynchronous."""
     tokens = torch.empty(count, dtype=torch.uint16, pin_memory=torch.cuda.is_available())
     with open(path, "rb") as f:
         f.seek(SHARD_HEADER_BYTES + 2 * start)
-        require(f.readinto(tokens.numpy()) == tokens.nbytes, f"{path} has become shorter")
+        require(f.readinto(tokens.numpy()) == tokens.nbytes, f"{path} was truncated")
     largest = tokens.numpy().max(initial=0)  # torch would start threads, which slow training down
     require(largest < vocab_size, f"{path} holds the token {largest}, which is not below "
             f"--vocab_size={vocab_size}; in the repository, ./run.sh inspect says where")
     return tokens
 
-UNREAD = 0.02  # the largest share of a shard's tokens that a pass may leave out
+UNREAD = 0.02  # the largest share of a shard's tokens that may be left after its last step
 
 def step_starts(shards: list[Shard], hp: Hyperparameters) -> Iterator[tuple[Shard, int]]:
     """Yields (shard, first token) for each step, the same on every rank and after a resume. Each
@@ -945,9 +945,9 @@ def evaluate(model, sequences: list, step: int, hp: Hyperparameters, world: Worl
     return loss / targets
 
 def gather_training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict:
-    """Everything on which further training depends: {"model": {name: tensor}, "Muon momentum":
-    ...}. These are the live tensors, whole on every rank. If your method remembers something else
-    from step to step, add it here."""
+    """All tensors on which further training depends: {"model": {name: tensor}, "Muon momentum":
+    ...}. These are the live tensors, whole and equal on every rank. If your method remembers
+    tensors outside of modules and optimizers, add them here."""
     state = {"model": dict(model.state_dict())}
     for optimizer in optimizers:
         optimizer.gather_state()
@@ -988,7 +988,7 @@ def warm_up(model, optimizers, shards: list[Shard], hp: Hyperparameters, world: 
     read = next(train_batches(shards, hp, world, 0))
     batches = tree_map(lambda x: x.random_(hp.vocab_size), read[:1])
     loss = model(*batches[0], window_tensor(0, hp, world.device))
-    (loss / hp.tokens_per_step).backward()  # so that train_step finds gradients, and adds to them
+    (loss / hp.tokens_per_step).backward()  # so that train_step accumulates too
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     require(not unused, f"no gradient reaches {', '.join(unused)}: use, freeze or remove it")
     train_step(model, batches, optimizers, 0, hp, world).to("cpu", non_blocking=True)
@@ -1002,7 +1002,7 @@ def warm_up(model, optimizers, shards: list[Shard], hp: Hyperparameters, world: 
 # ---- 9. The run ---------------------------------------------------------------------------------
 
 def main(argv: list[str]):
-    # What to do. Rank 0 makes a plan for all ranks; with --check, they do not connect.
+    # What to do. Rank 0 plans for all ranks; with --check, each plans alone.
     require(torch.__version__ >= (2, 9, 1), f"torch {torch.__version__}: install 2.9.1 or newer")
     script = SOURCE or Path(__file__).read_text(encoding="utf-8")
     hp, command = parse_flags(argv)
@@ -1044,7 +1044,7 @@ def main(argv: list[str]):
         log.write("\n".join(f"{type(each).__name__}, lr {each.peak_lr}: {', '.join(each.params)}"
                             for each in optimizers), console=False)
 
-        # Before the clock starts. Unlike torch.compile(model), this keeps the parameters' names.
+        # Before the clock starts. model.compile, unlike torch.compile, keeps the parameters' names.
         if compiles:
             model.compile(dynamic=False, fullgraph=True)
         batches_of_steps = train_batches(plan.train_shards, hp, world, plan.first_step)
@@ -1068,7 +1068,6 @@ def main(argv: list[str]):
                     log.write_loss("train_loss", done, hp, value, seconds)
                 val_loss = evaluate(model, val_sequences, step, hp, world)
                 log.write_loss("val_loss", step, hp, val_loss, clock.seconds)
-                # write_loss has made sure that the loss is finite.
                 if save_due and step > plan.first_step:
                     save_worked = save_checkpoint(step, clock.seconds, model, optimizers, plan, log,
                                                   warn=save_worked or last)
@@ -1098,13 +1097,14 @@ def world_of_this_process() -> World:
     rank, local_rank, size = (int(os.environ.get(name, default)) for name, default in
                               (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
     require("WORLD_SIZE" in os.environ or os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1",
-            "these processes do not know about each other: let srun start torchrun, once a node")
+            "these processes do not know about each other: let srun start torchrun, once per node")
     if not torch.cuda.is_available():
-        # One thread, as torchrun sets for several ranks
+        # One thread, which is torchrun's own default for several ranks
         torch.set_num_threads(torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1)
         return World(rank, size, torch.device("cpu"))
     require(local_rank < torch.cuda.device_count(), "start at most one process per GPU")
-    # The compiler starts processes of up to a gigabyte each: at most 32 per rank and one per core.
+    # The compiler's processes take up to a gigabyte each, so they are limited to one per core and
+    # 32 per rank.
     share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, min(32, share))))
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF",  # torch 2.9 knows only this name
@@ -1184,11 +1184,11 @@ def check_settings(hp: Hyperparameters, world_size: int):
     require(hp.window_start <= hp.window_end, "--window_start is above --window_end")
     require(hp.num_heads % hp.kv_heads == 0, "--num_kv_heads must divide --num_heads")
     require(hp.micro_batches % world_size == 0, f"{world_size} ranks cannot share "
-            f"{hp.micro_batches} micro-batches equally: start a number that divides them")
+            f"{hp.micro_batches} micro-batches equally: start a number of ranks that divides them")
 
 def resolve(hp: Hyperparameters, device: torch.device) -> Hyperparameters:
     """Decides what `auto` and a seed of -1 stand for, and whether FP8 is possible. A resumed run
-    keeps them, except FP8 on a GPU without it."""
+    keeps these decisions, but turns FP8 off where the GPU lacks it."""
     cuda = device.type == "cuda"
     has_fp8 = cuda and torch.cuda.get_device_capability(device) >= (8, 9)
     fast_bf16 = (torch.cuda.is_bf16_supported(including_emulation=False) if cuda else
@@ -1201,7 +1201,7 @@ def resolve(hp: Hyperparameters, device: torch.device) -> Hyperparameters:
 
 @dataclass
 class Plan:
-    """What a run will do, as rank 0 has checked it."""
+    """What a run will do, as checked by rank 0."""
     hp: Hyperparameters
     script: str  # the text of this file
     train_shards: list[Shard]
@@ -1220,7 +1220,7 @@ def make_plan(hp: Hyperparameters, command, script: str, world: World, saved: di
     """Checks the settings, the checkpoint's settings and the data. A resumed run has the settings
     of its checkpoint, except those that the command line names. Raises UserError."""
     if saved:
-        # Otherwise a setting that neither the checkpoint nor the flags name would get a default.
+        # Without this check, a setting that the checkpoint and the flags lack would get a default.
         own = {f.name for f in fields(Hyperparameters)}
         given = saved["settings"].keys() | command.named.keys()
         require(own == given, f"--resume: {sorted(own ^ given)} are only in the script or only in "
@@ -1237,7 +1237,7 @@ def make_plan(hp: Hyperparameters, command, script: str, world: World, saved: di
     available = sum(shard.tokens for shard in val_shards) - 1  # the first token is not predicted
     hp = replace(hp, val_tokens=hp.val_tokens or available)
     require(0 < hp.val_tokens <= available, f"--val_files={hp.val_files} has {available} tokens to "
-            f"predict, not {hp.val_tokens}: add shards, or lower --val_tokens (0 takes all)")
+            f"predict, not {hp.val_tokens}: add shards, or lower --val_tokens (0 uses all)")
     steps = sum(1 for _ in islice(step_starts(train_shards, hp), hp.num_iterations))
     require(steps == hp.num_iterations, f"--train_files={hp.train_files} suffices for {steps} "
             f"steps, not {hp.num_iterations}: add shards, raise --epochs or lower --num_iterations")
@@ -1326,7 +1326,7 @@ class RunLog:
         require(math.isfinite(loss), f"step {done}: {kind} is {loss}; try lower learning rates")
 
 def environment(plan: Plan, world: World) -> list[str]:
-    """Describes machine, software and data in lines `key: value`."""
+    """Machine, software and data in lines `key: value`."""
     cpu = cpu_info()
     units = re.findall(r"\b(?:avx2|avx512f|avx512_bf16|amx_bf16)\b", cpu.get("flags", ""))
     model = cpu.get("model name", platform.processor())
@@ -1419,7 +1419,7 @@ def read_checkpoint(path: Path) -> dict:
 
 def save_checkpoint(done: int, seconds: float, model, optimizers, plan: Plan, log, warn) -> bool:
     """Saves what a run needs to continue, on any number of ranks, and keeps the two newest files. A
-    file gets its name when it is complete. Returns whether saving worked."""
+    file gets its name when it is complete. Returns whether this worked."""
     state = gather_training_state(model, optimizers)
     if log.file is None:  # only rank 0 saves
         return True

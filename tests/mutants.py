@@ -36,7 +36,7 @@ class Mutant(NamedTuple):
 # {(section, file): [(mistake, text of the script with «right→wrong» in it, test)]}
 IN_THE_SCRIPT = {
     (1, "test_schedules.py"): [
-        ("the rates fall over the last 60 %, not 40 %", 'flag(0.«4→6», "final part'),
+        ("the rates fall over the last 60 %, not 40 %", 'flag(0.«4→6», "final fraction'),
         ("the window grows half a block too far", "hp.«window_end - BLOCK / 2→window_end»"),
         ("the window is rounded down", "math.«ceil→floor»(grown / BLOCK)"),
         ("the learning rate is one step late", "left = max(0, 1 - «step→(step - 1)»"),
@@ -54,7 +54,7 @@ IN_THE_SCRIPT = {
         ("an embedding's gradient is summed in bfloat16", "self.«weight.float()→weight»)"),
         ("the MLP's input is not normed", "self.mlp(«norm(x_TD)→x_TD»)"),
         ("skips from the first layer first", "skips.pop(«→0»)"),
-        ("a rotation with a wrong sign", "(s, «-s→s», 0 * unrotated)"),
+        ("a rotation with a wrong sign", "(s, «-s→s», 0 * ones)"),
         ("a softcap of twice the slope", "* («2→4» / c)"),
         ("a mean, not a sum", "        return «loss→loss / len(x_TD)»\n\n    def features")],
     (3, "test_masks_attention.py"): [
