@@ -43,16 +43,13 @@ def bold_curve(runs, axis):
         return validation_curve(middle, axis)
     return np.mean([validation_curve(run, axis) for run in runs], axis=0).tolist()
 
-def loss_range(runs, target):
-    """Of the losses that set the scale, and of a target near them, with room; None where all are
-    the same."""
+def loss_range(runs):
+    """Of the losses that set the scale, with room; None where all are the same."""
     shown = [line.loss for run in runs for line in run.validations
              if line.loss is not None and line.step >= FIRST * line.total]
     if len(set(shown)) < 2:
         return None
     low, high = min(shown), max(shown)
-    if target is not None and abs(target - (low + high) / 2) < high - low:
-        low, high = min(low, target), max(high, target)
     room = 0.05 * (high - low)
     return low - room, high + room
 
@@ -75,7 +72,7 @@ def draw_losses(place, sides, axis, target):
         name = short(side.name) + f": {len(runs)} runs" * (len(runs) > 1)
         draw_curves(place, [validation_curve(run, axis) for run in side.runs],
                     bold_curve(runs, axis), name, *style)
-    bounds = loss_range([run for side in sides for run in side.used or side.runs], target)
+    bounds = loss_range([run for side in sides for run in side.used or side.runs])
     if target is not None and bounds and bounds[0] < target < bounds[1]:
         place.axhline(target, **LEVEL, label=f"target {target:g}")
     several = axis == "seconds" and any(len(side.runs) > 1 for side in sides)

@@ -1,1 +1,0 @@
-"""The programs that start runs and read logs."""
