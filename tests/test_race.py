@@ -65,7 +65,8 @@ for step in range(N + 1):
 print(f"log: {path}", file=log)
 print(f"log: {path}", flush=True)
 '''
-LAUNCHER = "import os, sys\nos.execv(sys.executable, [sys.executable, *sys.argv[1:]])\n"
+LAUNCHER = ("import runpy, sys\nsys.argv = sys.argv[1:]\n"
+            "runpy.run_path(sys.argv[0], run_name='__main__')\n")
 HONESTY = """import sys
 text = open(sys.argv[1]).read()
 print(f"weights: embed.weight 4x4_{'DRAWS' in text}")
