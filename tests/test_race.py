@@ -264,7 +264,8 @@ def test_many_candidates_share_the_baseline_and_drop_out(place, capsys):
 @pytest.mark.parametrize("old, new, flags, expected, why", [
     ("tokens:{step}", "tokens:{2 * step}", [], (3, "no difference", False), "Unequal: record has "
      "100 % more tokens. The change had no effect"),
-    ("args.num_iterations\n", "args.num_iterations + 1\nOFFSET = -0.1\n", [], (3, "better", False),
+    ("args.num_iterations\n", "args.num_iterations + 1\nOFFSET, MS = -0.1, 80\n", [], (
+        3, "better", False),
      "Unequal: record has 20 % more tokens, 20 % more steps. record is better than base"),
     ("OFFSET = 0.0", "OFFSET = -0.1  # CHEATS", [], (2, "dishonest", False),
      "{place}/record.py, seed 1: its log lies"),
