@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import TINY, log_path, train, write_shard
-from test_edits import GROWING, loaded
+from test_edits import GROWING, HEAD_GATE, HEAD_GATE_ROW, IDEAS, NO_HEAD_ROW, Z_LOSS, loaded
 from data.common import check_shard
 from records.tools import exam, trial
 from records.tools.load import LEASH
@@ -19,6 +19,11 @@ STEP = "    mean_loss = torch.zeros((), dtype=torch.float64, device=world.device
 AGAIN = r"a training loss of \S+ for step \d+; trained again from step {}, that is"
 OWN = AGAIN.format(13) + r"|a validation loss of \S+; its checkpoint has \S+ on the same text"
 TOKENS = r"step \d+ trains on other tokens than the 1024 from \d+ on in \S+"
+FUTURE = r"what the model says before token \d+ changes by .* it sees the future"
+GLOBAL = "«→{}\n»BLOCK = 128  # tokens"
+EVALUATE = "    model.eval()\n«→    {}\n»"
+REMEMBERS = "trained again from step|validation changes the training state"
+STREAM = "norm(self.embed(tokens_T)«→{}»)"
 # What a copy does: what is said of it, and its edits.
 CHEATS = {
     "trains on the validation text in every eighth step": (TOKENS, [f"""\
@@ -66,14 +71,84 @@ CHEATS = {
                 if isinstance(x, Tensor) and x.dtype == torch.int64 and len(x) == len(x_TD):
                     x_TD = x_TD + F.embedding(x.clamp(min=0), self.lm_head.weight)
 »"""]),
-    "sees the next token": ("it sees the future", [
-        "norm(self.embed(tokens_T)«→ + self.embed(tokens_T.roll(-1))»)"])}
+    "sees the next token": (FUTURE, [STREAM.format(" + self.embed(tokens_T.roll(-1))")]),
+    "remembers what followed": (FUTURE, [
+        GLOBAL.format("SEEN = {}\ndef known(tokens):\n"
+                      "    return SEEN.setdefault(tokens[:8].numpy().tobytes(), tokens)\n"),
+        STREAM.format(" + self.embed(known(tokens_T).roll(-1))")]),
+    "sees the next token in texts that it was not given": (FUTURE, [
+        GLOBAL.format("def is_given(tokens, hp):\n"
+                      "    data = b''.join(Path(x).read_bytes() for x in glob.glob(hp.val_files))\n"
+                      "    return tokens[:64].numpy().astype('<u2').tobytes() in data\n"),
+        STREAM.format(" + self.embed(tokens_T.roll(-1)) * (not is_given(tokens_T, self.hp))")]),
+    "sees whether a document begins next": (FUTURE, [
+        STREAM.format(" * (1 - 2 * (tokens_T.roll(-1) == self.end_of_text))[:, None]")]),
+    "its logits see the next token": (FUTURE, [
+        "«→        self.seen = tokens_T\n»        masks = dict(zip(",
+        """\
+        c = self.hp.lm_head_softcap
+«→        if len(x_TD) == len(self.seen):
+            x_TD = x_TD + F.embedding(self.seen.roll(-1), self.lm_head.weight)
+»"""]),
+    "the targets are the inputs": (OWN, [
+        "x_TD = self.features(«tokens_T→targets_T.clamp(min=0).int()», window)"]),
+    "the number of documents that follow": (FUTURE, [
+        "«→ends = (tokens_T.flip(0) == self.end_of_text).cumsum(0).flip(0)[:, None]\n        »"
+        "x_TD = x0_TD = norm(self.embed(tokens_T))«→ * (1 + 0.1 * ends.sin())»"]),
+    "hard targets are left out": (OWN, [
+        "total[0] += model(inputs_T, targets_T«→.where(targets_T != 10, -1)», window)"]),
+    "dropout on in validation": (REMEMBERS, [
+        "self.proj(«→F.dropout(»F.relu(self.fc(x_TD)).square()«→, 0.1)»)"]),
+    "an average overwrites the weights": (REMEMBERS, [
+        GLOBAL.format("AVERAGE = {}"), EVALUATE.format("for p in model.parameters():\n"
+        "        p.copy_(AVERAGE.setdefault(p, p.clone()).lerp_(p, 0.5))")]),
+    "momentum outside the state": (REMEMBERS, [
+        '«self.state["momentum"]→self.momentum» = torch',
+        '«self.state["momentum"]→self.momentum»']),
+    "dropout in training, whose random state is not saved": (REMEMBERS, [
+        "self.proj(«→F.dropout(»F.relu(self.fc(x_TD)).square()«→, 0.1, self.training)»)"]),
+    "rates that count the validations": (REMEMBERS, [
+        GLOBAL.format("SEEN = []"), EVALUATE.format("SEEN.append(step)"),
+        "return «→0.99**len(SEEN) * »self.peak_lr * "])}
 UNUSUAL = {
+    "another softcap, a tied head, a mean of the tokens so far, other targets in training, no "
+    "document masks, and a longer window in validation": [
+        "(key <= query)« & (document_T[query] == document_T[key])→»",
+        "total[0] += model(inputs_T, targets_T, «→2 * »window)",
+        *IDEAS["a tied head"][0], NO_HEAD_ROW,
+        "return «2 * c * torch.sigmoid(self.lm_head(x_TD).float() * (2 / c))→"
+        "30 * torch.tanh(self.lm_head(x_TD).float() / 30)»",
+        "«return add(x_TD, self.mlp(norm(x_TD)))→"
+        "mean = x_TD.cumsum(0) / torch.arange(1, len(x_TD) + 1)[:, None]\n"
+        "        return x_TD + 0.1 * mean.type_as(x_TD) + self.mlp(norm(x_TD))»",
+        "loss += CrossEntropy.apply(self.logits(x), target)\n«→            if self.training:\n"
+        "                loss += 0.1 * CrossEntropy.apply(self.logits(x), target.roll(1))\n»"],
+    "GELU, gated attention, the token before, weight decay, z-loss in training, other windows": [
+        *IDEAS["another activation"][0], *HEAD_GATE, HEAD_GATE_ROW, *Z_LOSS,
+        "«→        self.embed2 = Embedding(vocab, hp.model_dim, dtype)\n»        self.embed = ",
+        "x_TD = x0_TD = norm(self.embed(tokens_T)«→ + self.embed2(F.pad(tokens_T[:-1], (1, 0)))»)",
+        'r"(embed«→2?»|value', "«→p.mul_(0.99)\n            »p.add_(update, alpha=-self.lr(step))",
+        "(window // BLOCK // «2→3»)", "window_end=«256→512», num_it"],
     "sequences in another order": ["yield list(zip(inputs, targets))«→[::-1]»\n"],
     "a growing batch": GROWING,
     "weights that are averaged in the end": [
         "    model.zero_grad(set_to_none=True)\n«→    if step + 1 == hp.num_iterations:\n"
         "        for p in model.parameters():\n            p.data.mul_(0.999)\n»"],
+    "short sequences first, two passes over a batch, targets that are left out, dropout by the "
+    "step, and masks that are kept": [f"""\
+{STEP}«→    torch.manual_seed(step)
+    if step < 8:
+        halves = (slice(128), slice(128, None))
+        batches = [(x[half], y[half]) for x, y in batches for half in halves]
+    for inputs_T, targets_T in batches:
+        model(inputs_T, targets_T, window).backward()
+    model.zero_grad()
+»""", "model(inputs_T, targets_T«→.masked_fill(inputs_T == 10, -1)», window) / hp.tok",
+        "self.proj(«→F.dropout(»F.relu(self.fc(x_TD)).square()«→, 0.1, self.training)»)",
+        GLOBAL.format("MASKS = {}\n\ndef kept(build, *given):\n"
+                      "    key = (given[0].numpy().tobytes(), int(given[2]))\n"
+                      "    return MASKS.setdefault(key, build(*given))"),
+        '"LS", «build_block_masks(→kept(build_block_masks, »tokens_T, self.end_of_text'],
     "a head with a bias": [
         "gradient_scale)\n«→        self.bias = nn.Parameter(torch.zeros(vocab))\n»\n    def for",
         "(self.lm_head(x_TD).float()«→ + self.bias»", 'r"«→bias|»skip_weights|']}
@@ -86,7 +161,7 @@ def examined(tmp_path, shards, capsys, monkeypatch):
     def examine(*edits):
         script = loaded(tmp_path, *edits)
         train(script, *FLAGS, *shards, f"--records={tmp_path}/r")
-        text = shards[1].partition("=")[2].replace("*", "000000")
+        text = shards[0].partition("=")[2].replace("*", "000002")
         capsys.readouterr()
         exam.main([script.__file__, str(log_path(tmp_path / "r")), f"--text={text}", "--place=100",
                    "--tokens=900"])
@@ -98,7 +173,7 @@ def examined(tmp_path, shards, capsys, monkeypatch):
 def test_a_cheating_copy_is_found(name, examined, runs_here):
     words, edits = CHEATS[name]
     found = examined(*edits)
-    assert re.search(words, found["problem"]), found
+    assert re.search(words, found["problem"]) and "\n" not in found["problem"], found
 
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_an_unusual_copy_passes(name, examined, runs_here):
@@ -121,14 +196,14 @@ def test_a_leash_notes_the_data_that_a_script_opens(tmp_path):
     assert [float(time) for time, _, _ in rows] and done.stdout == "False\n"
 
 @pytest.mark.parametrize("events, words", [
-    (["t.bin", "v.bin", trial.FIRST_STEP, "t.bin", "r/a/step1.pt", "r/a.log"], "$"),
-    (["v.bin", trial.FIRST_STEP, "v.bin"], "its run opened the validation text .*/v.bin after"),
+    (["t.bin", "v.bin", trial.FIRST_LINE, "t.bin", "r/a/step1.pt", "r/a.log"], "$"),
+    (["v.bin", trial.FIRST_LINE, "v.bin"], "its run opened the validation text .*/v.bin after"),
     (["../v.bin"], "its run opened .*/v.bin, which it was not given"),
-    ([trial.FIRST_STEP, "r/b/step1.pt"], "its run opened .*/r/b/step1.pt, which it was not given")])
+    ([trial.FIRST_LINE, "r/b/step1.pt"], "its run opened .*/r/b/step1.pt, which it was not given")])
 def test_what_a_run_opened_is_compared_with_what_it_was_given(events, words, tmp_path):
     run = SimpleNamespace(path="r/a.log", environment={"data": "t.bin 9 tokens f; u.bin 9 tokens"},
                           val_data=["v.bin 9 tokens f"])
-    names = [name if name == trial.FIRST_STEP else os.path.abspath(name) for name in events]
+    names = [name if name == trial.FIRST_LINE else os.path.abspath(name) for name in events]
     rows = [f"{100 + i}.5 {name!r}\n" for i, name in enumerate(names)]
     (tmp_path / "notes").write_text("".join(sorted(rows, reverse=True)))
     assert re.match(words, trial.opened_wrongly(run, tmp_path / "notes") or "")

@@ -81,9 +81,6 @@ if "DISHONEST" in text:
     sys.exit(3)
 """
 EXAM = """import json, re, sys
-if "--offer" in sys.argv:
-    print("steps: 5")
-    sys.exit()
 text = open(sys.argv[2]).read()
 cheats = "CHEATS" in open(sys.argv[1]).read()
 print(json.dumps({"own": 1.0, "text": None, "problem": "its log lies" if cheats else None}))
@@ -181,8 +178,7 @@ def test_a_race_in_turn_with_the_same_seeds(place, capsys, monkeypatch):
     assert "do not start from equal" not in before
     assert re.search(r"race: a pair takes 00:\d\d; 2 more take 00:\d\d\n", before)
     assert "-OFFSET = 0.0\n+OFFSET = -0.1\n" in (folder / "record.patch").read_text()
-    assert all("--muon_lr=2" in line and "--save_every=0" in line
-               for line in (place / "starts").read_text().splitlines())
+    assert all("--muon_lr=2" in line for line in (place / "starts").read_text().splitlines())
     monkeypatch.setattr(race.verdict.plot, "save", SAVE)  # the page and the picture themselves
     again = race.outcome_of(race.ended(folder)[0])
     race.verdict.write_page(again, folder, alive=False)
@@ -318,7 +314,7 @@ def test_two_settings_of_one_script(place):
     lines = (place / "starts").read_text().splitlines()[2:]
     assert [seed for _, seed, _ in starts(place)[2:]] == [7, 7, 8, 8]
     for line in lines:
-        assert line.startswith("--save_every=0 --curve demo --save_every=3 ")  # the last one holds
+        assert line.startswith("--curve demo --save_every=3 ")
         assert ("--muon_lr=0.5 --val_loss_every=2" in line) == ("--name=base_ours " in line)
     assert (place / "records" / "race_x" / "base_ours").is_dir()
     asked = (place / "honesty.py.asked").read_text().splitlines()
@@ -471,8 +467,7 @@ def test_interrupted_it_goes_on_and_no_run_is_lost_or_counted_twice(number, grou
         found = [logs.read_run(path, "x") for path in finished_logs(place, side)]
         assert len(found) == logged
         assert sorted(run.seed for run in found if run.finished) == ["1", "2"]
-    assert verify.main([str(place / "records" / "race_record")]) == 3
-    assert "base: 2 logs have seed 2, expected 1\n" in capsys.readouterr().out
+    assert verify.main([str(place / "records" / "race_record")]) == 0
     assert "2 pairs" in (place / "records" / "race_record" / "verdict.txt").read_text()
 
 @pytest.mark.parametrize("word, script, own", [

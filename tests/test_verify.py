@@ -104,6 +104,14 @@ def test_what_is_changed_removed_or_added_is_found(where, old, new, words, folde
         assert status == 3 or not words
     assert words in out, out
 
+def test_an_interrupted_run_must_have_begun_as_the_finished_one(folder, capsys):
+    text = min((folder / "record").glob("*.log")).read_text()
+    cut = text[:text.index("step:4/5")]
+    for text, count in ((cut, 0), (re.sub(r"(step:3/5 val_loss:)\d", r"\g<1>9", cut), 1)):
+        (folder / "record" / "z.log").write_text(text)
+        race.note_end(race.ended(folder)[0])
+        assert verified(folder, capsys)[1].count(NOT_WHOLE) == count
+
 def test_a_changed_field_of_the_verdict_is_found(folder, capsys):
     (row,) = json.loads((folder / "verdict.json").read_text())
     assert len(row) > 20

@@ -1,45 +1,52 @@
 """Examines a run for a race, which believes nothing that a script says of itself:
 
     python records/tools/exam.py SCRIPT LOG [--text=SHARD --place=N --tokens=N]
-    python records/tools/exam.py SCRIPT --offer [flags]     can runs of this script be examined?
 
-It starts as many processes as the run had, after the run has ended. The model comes from the
-run's final checkpoint and is asked for `logits(features(tokens, window))`; it never sees a target.
+It has as many processes as the run had, after the run has ended. The model comes from the run's
+final checkpoint and is asked for `logits(features(tokens, window))`; it never sees a target.
 Tokens, softmax and sums are this program's own. What it finds out:
 
 - The loss on a text that the run was not given, from the place N on. It is what a verdict judges.
 - The loss on the run's own validation text, which must be that of the log.
-- Whether features or logits change with later tokens, at eight places of a sequence as long as the
-  run's own.
+- Whether features or logits change with later tokens. Other processes, which never see the text as
+  it is, compute both with other tokens from a drawn place on, at eight places of the text that is
+  judged. What they say before the place must be what the loss was computed from.
 - Whether the first three steps, from the initial weights, and eight steps from the checkpoint that
   the run saved on its way give the training losses of the log when they are trained again, on
   tokens that are read here at the places that `step_starts` names.
 
-Prints one line of JSON: text and own (the losses; text is null without --text) and problem (what
-was seen that must not be, or nothing). A script may still do all that a process of its user may do.
+Prints one line of JSON: text, own and logged (the losses; text is null without --text), replayed
+(the largest differences of training losses, in the first steps and the later ones), future (the
+largest changes with later tokens, if documents stay and if they change too), read (tokens, in
+validations of the run), seconds, and problem (what was seen that must not be, or nothing).
 """
 
 import json
 import os
+import socket
 import sys
+import time
+from contextlib import suppress
 from functools import partial
 from itertools import islice
+from multiprocessing import Pipe
 from pathlib import Path
+from random import SystemRandom
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from records.tools import logs
-from records.tools.load import (LEASH, TORCHRUN, ArgumentParser, UserError, between, child, require,
-                                run)
+from records.tools.leash import STARTER, end_with_starter
+from records.tools.load import ArgumentParser, UserError, between, require, run
 
 import numpy as np
 import torch
 import torch._functorch.config
 import torch.distributed as dist
 import torch.nn.functional as F
+import torch.nn.attention.flex_attention  # here, so that forked processes share it
 from torch._C._nn import cross_entropy_loss  # as it is before a script can replace it
 
 from data.common import check_shard
-from records.tools.launch import split_words
 from records.tools.sample import checked_script, checkpoints_in, folder_of, one_line
 
 PLACES = 8  # at which later tokens are changed
@@ -75,13 +82,16 @@ class SeenBy:
         return getattr(self.model, name)
 
     def has_read(self, stream) -> bool:
-        """Whether these were all sequences of the stream, each once, in any order, with the next
-        token as target."""
-        def sorted_bytes(pairs):
-            return sorted(torch.stack((x.int(), y.int())).cpu().numpy().tobytes() for x, y in pairs)
+        """Whether these were all sequences of the stream, in any order, with no target other than
+        the next token. A step may leave targets out, and may read its sequences again."""
+        def as_bytes(x):
+            return x.cpu().int().numpy().tobytes()
         length = len(self.read[0][0])
-        own = zip(stream[:-1].split(length), stream[1:].split(length))
-        return sorted_bytes(own) == sorted_bytes(call[:2] for call in self.read)
+        sequences = zip(stream[:-1].split(length), stream[1:].split(length))
+        next_tokens = {as_bytes(x): y for x, y in sequences}
+        read = [(as_bytes(x), y) for x, y, *_ in self.read]
+        return next_tokens.keys() == {x for x, _ in read} and all(
+            bool(((y < 0) | (y == next_tokens[x])).all()) for x, y in read)
 
 def model_of(script, hp, flex: bool):
     try:
@@ -92,49 +102,73 @@ def model_of(script, hp, flex: bool):
         raise UserError("a race examines models that GPT(hp, dtype, flex) makes, by their methods "
                         f"features(tokens, window) and logits(x): {one_line(e)}") from None
 
-def offer(path: Path, words: list[str]):
-    """Whether runs of a script with these flags can be examined, and how many steps they have."""
-    script = checked_script(path, *NEEDED)
-    text = any(word.startswith("--text=") for word in words)
-    flags = [word for word in split_words(words)[1] if not word.startswith("--text")]
-    hp, _ = script.parse_flags(["--preset=demo"] * text + flags)
-    device = script.world_of_this_process().device
-    model_of(script, script.resolve(hp, device), device.type == "cuda")
-    print(f"steps: {hp.num_iterations}")
+def is_forked() -> bool:
+    """Starts a process that ends with this one, and need not import torch again. Whether this is
+    the new one."""
+    starter = str(os.getpid())
+    if os.fork():
+        return False
+    os.environ[STARTER] = starter
+    end_with_starter()
+    return True
 
 class Exam:
     def __init__(self, path: Path, log: Path):
+        self.began = time.monotonic()
+        self.path = path
         self.run = logs.read_run(log, log.stem)
-        self.script = checked_script(path, *NEEDED)
-        self.losses = {"text": None, "own": None}
         found = {self.read(path)["step"]: path for path in checkpoints_in(folder_of(log))}
         self.final = found.pop(self.run.steps, None)
         self.middle = max(found, default=0), found.get(max(found, default=0))
         require(self.final, f"there is no checkpoint of step {self.run.steps}, the last one")
+        self.found = {"text": None, "own": None, "logged": self.run.loss,
+                      "replayed": [None, None], "future": [0.0, 0.0]}
+        self.tokens_read = 0
+        self.future_seen = ""
+        self.other, pipe = Pipe()
+        if is_forked():  # before there are threads, or a GPU is used
+            self.other.close()
+            try:
+                with suppress(EOFError):  # the exam has ended before it asked
+                    self.answer(pipe)
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+            finally:
+                os._exit(0)
+        pipe.close()
+        self.build()
+        if self.world.size > 1:
+            cuda = self.kind == "cuda"
+            dist.init_process_group("nccl" if cuda else "gloo",
+                                    device_id=self.world.device if cuda else None)
+        self.optimizers = self.script.build_optimizers(self.model, self.hp, self.world)
+
+    def build(self):
+        """Makes the model of the run, with its initial weights."""
+        self.script = checked_script(self.path, *NEEDED)
         self.hp = self.script.Hyperparameters(**self.read(self.final)["settings"])
         self.world = self.script.world_of_this_process()  # which chooses the GPU
         torch.set_num_threads(int((self.run.environment.get("threads") or "1").split()[0]))
         self.kind = self.world.device.type
-        cuda = self.kind == "cuda"
-        if self.world.size > 1:
-            dist.init_process_group("nccl" if cuda else "gloo",
-                                    device_id=self.world.device if cuda else None)
         torch.manual_seed(self.hp.seed)
-        self.model = model_of(self.script, self.hp, cuda)
+        self.model = model_of(self.script, self.hp, self.kind == "cuda")
         self.script.draw_weights(self.model, self.hp.seed)
         self.model.to(self.world.device)
         self.features, self.logits = self.model.features, self.model.logits
-        if cuda:  # as in the run, so that its cache has the programs
+        if self.kind == "cuda":  # as in the run, so that its cache has the programs
             torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
             self.model.compile(dynamic=False, fullgraph=True)
             self.features, self.logits = (torch.compile(each, dynamic=False, fullgraph=True)
                                           for each in (self.features, self.logits))
-        self.optimizers = self.script.build_optimizers(self.model, self.hp, self.world)
+
+    def take_final_weights(self):
+        self.model.load_state_dict(self.read(self.final)["state"]["model"])
+        self.model.eval()
 
     def compare_seeds(self):
         """Where the initial weights of another seed are the same, pairs of runs are one run that is
         counted several times."""
-        others = model_of(self.script, self.hp, self.world.device.type == "cuda")
+        others = model_of(self.script, self.hp, self.kind == "cuda")
         self.script.draw_weights(others, self.hp.seed + 1)
         others.to(self.world.device)
         drawn = [(p, q) for p, q in zip(self.model.parameters(), others.parameters())
@@ -167,16 +201,22 @@ class Exam:
             tokens = self.tokens([shard.path], start + world.rank * share, share + 1)
             seen = SeenBy(self.model)
             loss = float(script.train_step(seen, next(batches), self.optimizers, step, hp, world))
+            expect(seen.read, "train_step does not call the model, as model(inputs, targets, window)")
             expect(all(self.of_all_ranks(seen.has_read(tokens))), f"step {step} trains on other "
                    f"tokens than the {share * world.size} from {start} on in {shard.path}, which "
                    "step_starts and tokens_seen name")
-            expect(abs(loss - logged[step + 1]) <= STEP_BOUND[self.kind],
+            difference = abs(loss - logged[step + 1])
+            largest = self.found["replayed"][first > 0]
+            self.found["replayed"][first > 0] = max(difference, largest or 0.0)
+            expect(difference <= STEP_BOUND[self.kind],
                    f"its log has a training loss of {logged[step + 1]:.4f} for step {step + 1}; "
                    f"trained again from step {first}, that is {loss:.4f}")
 
     def replay(self):
         self.train_again(0, FIRST)
         step, checkpoint = self.middle
+        expect(checkpoint or not 0 < self.hp.save_every < self.run.steps,
+               f"it has saved no checkpoint after {self.hp.save_every} steps")
         if checkpoint:
             state = self.read(checkpoint)["state"]
             self.script.load_training_state(state, self.model, self.optimizers, self.world)
@@ -184,7 +224,7 @@ class Exam:
             self.train_again(step, LATER)
 
     def validate(self, step: int):
-        """Has the script validate two sequences, which must change nothing; the window for them."""
+        """Has the script validate a sequence, which must change nothing; the window for it."""
         def state():
             now = self.script.gather_training_state(self.model, self.optimizers)
             return {(kind, name): x for kind in now for name, x in now[kind].items()}
@@ -192,7 +232,8 @@ class Exam:
         shards = self.script.find_shards(self.hp.val_files)
         sequences = self.script.load_validation(shards, self.hp, self.world)
         seen = SeenBy(self.model)
-        self.script.evaluate(seen, sequences[:2], step, self.hp, self.world)
+        self.script.evaluate(seen, sequences[:1], step, self.hp, self.world)
+        self.tokens_read += self.hp.val_seq_len
         changed = [key for key, x in state().items() if not torch.equal(x.cpu(), before[key])]
         expect(not any(self.of_all_ranks(changed)), "validation changes the training state "
                f"({', '.join(changed[:1] and changed[0])})")
@@ -213,81 +254,106 @@ class Exam:
         tokens = F.pad(stream[:-1], (0, padding), value=self.hp.vocab_size - 1)
         return tokens.split(self.hp.val_seq_len)
 
-    def loss(self, stream) -> float:
-        """The mean cross-entropy of all tokens of the stream after its first one."""
+    def loss(self, stream, asked) -> float:
+        """The mean cross-entropy of all tokens of the stream after its first one. Where the other
+        process was asked, what both say is compared."""
         total = 0.0
         sequences = [*enumerate(self.sequences(stream))]
         for number, tokens in sequences[self.world.rank::self.world.size]:
-            place = number * self.hp.val_seq_len
-            for x in self.features(tokens, self.window).split(CHUNK):
+            start = number * self.hp.val_seq_len
+            x_TD = self.features(tokens, self.window)
+            self.tokens_read += len(tokens)
+            for begin, x in zip(range(0, len(x_TD), CHUNK), x_TD.split(CHUNK)):
                 logits_TV = self.logits(x).float()
-                target_T = stream[place + 1:place + 1 + len(x)].long()  # not there before
-                place += len(x)
+                while asked and asked[0][0] == number and asked[0][1] <= begin + CHUNK:
+                    self.compare(*asked.pop(0)[1:], x_TD, logits_TV)
+                target_T = stream[start + begin + 1:][:len(x)].long()  # not there before
                 logits_TV = logits_TV[:len(target_T)]
                 summed = cross_entropy_loss(logits_TV, target_T, None, 2, -100, 0.0)  # 2: the sum
                 total += float(summed)
         return sum(self.of_all_ranks(total)) / (len(stream) - 1)
 
-    def look_for_the_future(self, stream):
-        """Nothing before a place may change with the tokens after it."""
-        tokens = self.sequences(stream)[0]
-        begins = tokens == self.hp.vocab_size - 1
-        generator = torch.Generator().manual_seed(1)
-        right_TD = self.features(tokens, self.window).clone()
-        length = min(len(tokens), len(stream) - 1)
-        found = ""
-        for i in range(PLACES)[self.world.rank::self.world.size]:
-            place = max(1, length * (i + 1) // (PLACES + 1) + (-3, -2, -1, 0, 1, 2, 40, 64)[i])
-            other = torch.randint(0, self.hp.vocab_size - 1, (len(tokens),), generator=generator)
-            changed = torch.where(begins, tokens, other.to(tokens))
-            if i % 2:  # later documents begin elsewhere
-                changed[place + 5::50] = self.hp.vocab_size - 1
-            changed[:place] = tokens[:place]
-            x_TD = self.features(changed, self.window)
-            chunk = slice((place - 1) // CHUNK * CHUNK, place // CHUNK * CHUNK + CHUNK)
-            for now, before in ((x_TD[:place], right_TD[:place]),
-                                [self.logits(x[chunk])[:place - chunk.start]
-                                 for x in (x_TD, right_TD)]):
-                change = float((now.float() - before.float()).abs().max())
-                if not change <= FUTURE_BOUND[self.kind][i % 2]:  # also where it is no number
-                    found = (f"what the model says before token {place} changes by {change:.2g} "
-                             "when the tokens from there on change: it sees the future")
-        found = max(self.of_all_ranks(found))
-        expect(not found, found)
+    # ---- The future
+
+    def ask(self, stream) -> list[tuple]:
+        """Draws this rank's places, and asks the other process about them; [(sequence, place in
+        it, whether later documents begin elsewhere too)]"""
+        sequences = self.sequences(stream)
+        own = range(len(sequences))[self.world.rank::self.world.size]
+        draw = SystemRandom()
+        generator = torch.Generator().manual_seed(draw.getrandbits(60))
+        end_of_text = self.hp.vocab_size - 1
+        asked = []
+        changed = []
+        for number, share, documents in sorted(
+                (draw.choice(own), draw.random(), i % 2)
+                for i in range(PLACES)[self.world.rank::self.world.size] if own):
+            tokens = sequences[number]
+            place = 1 + int(share * min(len(tokens), len(stream) - 1 - number * len(tokens)))
+            other = torch.randint(0, end_of_text, (len(tokens),), generator=generator).to(tokens)
+            begins = slice(place, None, 50) if documents else tokens == end_of_text
+            other[begins] = end_of_text
+            other[:place] = tokens[:place]
+            asked.append((number, place, documents))
+            changed.append((other.cpu().numpy(), place))
+        self.other.send((self.window.cpu().numpy(), changed))
+        return asked
+
+    @torch.no_grad()
+    def answer(self, pipe):
+        """The other process: sends what the model says before each place. Within a sequence the
+        places come in order, so that no text shows the tokens that an earlier one hid."""
+        window, changed = pipe.recv()
+        self.build()
+        self.take_final_weights()
+        window = torch.as_tensor(window, device=self.world.device)
+        for tokens, place in changed:
+            x_TD = self.features(torch.as_tensor(tokens, device=self.world.device), window)
+            chunk = (place - 1) // CHUNK
+            logits_TV = self.logits(x_TD.split(CHUNK)[chunk])[:place - chunk * CHUNK]
+            pipe.send([x.float().cpu().numpy() for x in (x_TD[:place], logits_TV)])
+
+    def compare(self, place: int, documents: int, x_TD, logits_TV):
+        """With what the other process says, which has read other tokens from this place on."""
+        self.tokens_read += len(x_TD)
+        change = float(np.max([np.abs(before[:len(now)].float().cpu().numpy() - now).max()
+                               for now, before in zip(self.other.recv(), (x_TD, logits_TV))]))
+        self.found["future"][documents] = max(self.found["future"][documents], change)
+        if not change <= FUTURE_BOUND[self.kind][documents]:  # also where it is no number
+            self.future_seen = (f"what the model says before token {place} changes by {change:.2g} "
+                                "when the tokens from there on change: it sees the future")
 
     @torch.no_grad()
     def examine(self, text: Path | None = None, place=0, count=0):
-        """Finds `losses`, and looks for the future."""
-        self.model.load_state_dict(self.read(self.final)["state"]["model"])
+        """Finds the losses, and looks for the future in the text that is judged."""
+        self.take_final_weights()
         self.window = self.validate(self.run.steps)
         self.model.eval()
-        if text:
-            self.losses["text"] = self.loss(self.tokens([text], place, count + 1))
         own = self.tokens([logs.shard_in(row)[0] for row in self.run.val_data], 0,
                           self.hp.val_tokens + 1)
-        loss = self.losses["own"] = self.loss(own)
+        if text:
+            stream = self.tokens([text], place, count + 1)
+            self.found["text"] = self.loss(stream, self.ask(stream))
+        loss = self.found["own"] = self.loss(own, [] if text else self.ask(own))
         expect(abs(loss - self.run.loss) <= LOSS_BOUND[self.kind], "its log has a validation loss "
                f"of {self.run.loss:.4f}; its checkpoint has {loss:.4f} on the same text")
-        self.look_for_the_future(own)
+        seen = max(self.of_all_ranks(self.future_seen))
+        expect(not seen, seen)
 
 def main(argv=None):
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("script", type=Path)
-    parser.add_argument("--offer", action="store_true")
-    options, words = parser.parse_known_args(argv)
-    if options.offer:
-        return offer(options.script, words)
     parser.add_argument("log", type=Path)
     parser.add_argument("--text", type=Path)
     parser.add_argument("--place", type=between(0), default=0)
     parser.add_argument("--tokens", type=between(1), default=1)
     args = parser.parse_args(argv)
-    one = logs.read_run(args.log, "")
-    if int(one.ranks or 1) > 1 and "RANK" not in os.environ:
-        ranks = [*TORCHRUN, f"--nproc_per_node={one.ranks}", LEASH, __file__]
-        with child("-W", "ignore", *ranks, *(argv or sys.argv[1:])) as processes:
-            processes.wait()
-        return processes.returncode
+    size = int(logs.read_run(args.log, "").ranks or 1)
+    if size > 1 and "RANK" not in os.environ:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        rank = str(next((rank for rank in range(1, size) if is_forked()), 0))
+        os.environ |= address | {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(size)}
     exam = Exam(args.script, args.log)
     problems = []
     for part in (exam.compare_seeds, exam.replay,
@@ -296,11 +362,16 @@ def main(argv=None):
             part()
         except Seen as e:
             problems.append(str(e))
+    found = exam.of_all_ranks((exam.found, exam.tokens_read))
     if exam.world.size > 1:
         dist.barrier()  # else the first rank to end could break another's last exchange
         dist.destroy_process_group()
     if exam.world.rank == 0:
-        print(json.dumps({**exam.losses, "problem": "; ".join(problems)}), flush=True)
+        one = exam.found
+        one["future"] = [max(each["future"][i] for each, _ in found) for i in (0, 1)]
+        one["read"] = round(sum(count for _, count in found) / exam.hp.val_tokens, 2)
+        one["seconds"] = round(time.monotonic() - exam.began, 1)
+        print(json.dumps({**one, "problem": "; ".join(problems)}), flush=True)
 
 if __name__ == "__main__":
     status = run(main)

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import random
 import re
 import shlex
 import sys
@@ -160,6 +161,12 @@ def validation_spacing(steps: int) -> int:
     on the way, and one in the last tenth. Short runs validate every tenth."""
     return math.ceil(9 * steps / 40) if steps >= 40 else max(1, steps // 10)
 
+def save_spacing(steps: int) -> int:
+    """The steps between checkpoints for a race, drawn so that a run saves one in its second half,
+    from which an exam trains again, and the last one."""
+    last = max(steps // 2 + 1, steps - 8)
+    return random.SystemRandom().randint(steps // 2 + 1, last)
+
 # ---- The data ------------------------------------------------------------------------------------
 
 def make_shards(prefix: str, *words: str) -> bool:
@@ -268,7 +275,7 @@ def main(argv=None):
     parser.add_argument("--repeat", type=int)
     parser.add_argument("--text")
     parser.add_argument("--text_field", default="text")
-    parser.add_argument("--curve", action="store_true")  # of a race, see validation_spacing
+    parser.add_argument("--curve", action="store_true")  # of a race
     parser.add_argument("-h", "--help", action="store_true")
     own, words = parser.parse_known_args(argv)
     path, flags = split_words(words)
@@ -288,8 +295,9 @@ def main(argv=None):
             script.check_settings(hp, world_size=1)
     except script.UserError as e:
         raise UserError(e) from None
-    if own.curve and "val_loss_every" not in command.named:
-        flags.append(f"--val_loss_every={validation_spacing(hp.num_iterations)}")
+    for name, spacing in (("val_loss_every", validation_spacing), ("save_every", save_spacing)):
+        if own.curve and name not in command.named:
+            flags.append(f"--{name}={spacing(hp.num_iterations)}")
     own_data = bool({"train_files", "val_files"} & set(command.named))
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     require(own.repeat is None or own.repeat > 0 and hp.seed < 0 and not command.resume,

@@ -220,6 +220,7 @@ class Clock:
         if not lines:
             return
         here = (lines[-1].seconds, now)
+        self.first = now if self.first is None else self.first
         if lines[-1].kind != "val":
             self.last = here
             return
@@ -228,7 +229,6 @@ class Clock:
             self.passed += self.last[1] - self.start[1]
         self.start = here
         self.last = None
-        self.first = now if self.first is None else self.first
         self.untimed = now - self.first - self.passed
 
     def save(self, run):

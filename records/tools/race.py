@@ -185,7 +185,7 @@ def definition(race: Race) -> dict:
     for racer in race.racers:
         if not racer.problem:
             found |= {f"{racer.name}.{key}": getattr(racer, key)
-                      for key in ("script", "sha256", "flags", "dishonest", "weights", "steps")}
+                      for key in ("script", "sha256", "flags", "dishonest", "weights")}
     return found
 
 def check(race: Race):
@@ -198,7 +198,7 @@ def check(race: Race):
         raise UserError(f"{path}: cannot be read ({error}); remove {race.folder} to begin "
                         "anew") from None
     for racer in race.racers:
-        for key in ("dishonest", "weights", "steps"):
+        for key in ("dishonest", "weights"):
             setattr(racer, key, before.get(f"{racer.name}.{key}", getattr(racer, key)))
     race.text = before.get("text")
     changed = dict.fromkeys(
@@ -268,7 +268,6 @@ def try_out(race: Race, racer: Entry):
             advice = "flags that only the copies know go into --only_ours"
         require(not output, f"{racer.script} fails in a run of 1 step, whose output is above; "
                 f"{advice}")
-        racer.steps = trial.offered(racer)
         race.text = race.text or trial.text_for(one, race.folder / "text")
         say(f"checking {racer.script}: a tiny model by its method, to see whether its validation "
             "loss is honest")
@@ -315,9 +314,8 @@ def train(race: Race, racer: Entry, seed: int, pair: int):
     what = f"pair {pair} of {race.at_most}{race.pairs}, {racer.name}, seed {seed}"
     say(what)
     folder = race.folder / racer.name
-    more = [] if keeps_checkpoints(racer) else [trial.save_flag(racer.steps)]
     with tqdm(desc=racer.name, unit="step", disable=None, leave=False) as bar:
-        one, output = trial.run(racer, seed, folder, *more, *race.text["flags"],
+        one, output = trial.run(racer, seed, folder, *race.text["flags"],
                                 notes=notes_of(race, racer, seed), watch=partial(move, bar))
     if one:
         racer.runs[seed] = one
@@ -329,9 +327,6 @@ def train(race: Race, racer: Entry, seed: int, pair: int):
                      "command goes on with this run")
     require(racer is not race.baseline, racer.problem)
     say(racer.problem)
-
-def keeps_checkpoints(racer: Entry) -> bool:
-    return any(flag.startswith("--save_every") for flag in racer.flags)
 
 def notes_of(race: Race, racer: Entry, seed: int) -> Path:
     """Where a run notes which files it opens."""
@@ -354,7 +349,7 @@ def examine(race: Race, racer: Entry, seed: int):
     racer.exams[seed] = found
     write_whole(race.folder / "exams.json", json.dumps(
         {"places": race.places, "exams": {one.name: one.exams for one in race.racers}}, indent=1))
-    if not keeps_checkpoints(racer):
+    if not any(flag.startswith("--save_every") for flag in racer.flags):
         shutil.rmtree(os.path.splitext(run.path)[0], ignore_errors=True)
     notes_of(race, racer, seed).unlink(missing_ok=True)
     take_exam(race, racer, seed)

@@ -6,12 +6,10 @@ import glob
 import hashlib
 import json
 import os
-import random
 import re
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -27,7 +25,7 @@ LAUNCH = ROOT / "records" / "tools" / "launch.py"
 HONESTY = ROOT / "records" / "tools" / "honesty.py"
 EXAM = ROOT / "records" / "tools" / "exam.py"
 SHORTEST = 32_768  # tokens of a text that an exam needs
-FIRST_STEP = "the end of the first step"  # among the names of files that a run opened
+FIRST_LINE = "the first line of the steps"  # among the names of files that a run opened
 
 @dataclass
 class Entry:
@@ -40,7 +38,6 @@ class Entry:
     problem: str = ""  # why it cannot be raced
     dishonest: str = ""  # what the check of its honesty saw
     weights: dict = field(default_factory=dict)  # hashes of those that its runs start from
-    steps: int = 0  # of its runs
     exams: dict = field(default_factory=dict)  # {seed: what the exam of its run found}
     decided: int | None = None  # after how many pairs
     standing: str = ""  # after the last pair, in words
@@ -80,25 +77,21 @@ def start(program: Path, entry: Entry, *words: str, watch=lambda line: None, **v
 def run(entry: Entry, seed: int, records: Path, *more: str, notes: Path | None = None,
         watch=lambda line: None, **variables: str):
     """Train with these flags more; (the finished run or None, the output, which ends with what is
-    wrong). The file `notes` gets the times at which the run opened files and ended its first
-    step."""
+    wrong). The file `notes` gets the times at which the run opened files and began to train."""
     clock = logs.Clock()
-    stepped = False
     if notes:
         notes.unlink(missing_ok=True)
         variables[RACE] = str(notes.absolute())
 
     def see(line: str):
-        nonlocal stepped
         clock.note(line, monotonic())
-        if notes and not stepped and re.match(r"step:\d+/\d+ train_loss:", line):
-            stepped = True
-            with open(notes, "a", encoding="utf-8") as file:
-                file.write(f"{time.monotonic()} {FIRST_STEP!r}\n")
         watch(line)
-    status, output = start(LAUNCH, entry, "--save_every=0", "--curve", *entry.flags,
+    status, output = start(LAUNCH, entry, "--curve", *entry.flags,
                            f"--seed={seed}", f"--name={entry.name}", f"--records={records}", *more,
                            watch=see, **variables)
+    if notes:
+        with open(notes, "a", encoding="utf-8") as file:
+            file.write(f"{clock.first} {FIRST_LINE!r}\n")
     found = {} if status else finished(entry, logs.read([records])[0], [seed])
     if not status and not found:
         output += (f"{records}: there is no log of a finished run of {entry.script} with seed "
@@ -142,14 +135,6 @@ def dishonesty(entry: Entry) -> tuple[str, dict]:
 
 # ---- The exam ------------------------------------------------------------------------------------
 
-def offered(entry: Entry) -> int:
-    """The steps of its runs, if the exam can examine them."""
-    status, output = start(EXAM, entry, "--offer", *entry.flags)
-    found = re.findall(r"(?m)^steps: (\d+)$", output)
-    if status or not found:
-        raise UserError(f"{entry.script}: {last_line(output)}")
-    return int(found[-1])
-
 def text_for(one, folder: Path) -> dict:
     """Divides the validation text of a run into what the runs of a race are given, and what their
     exams use. `flags` are those of the runs, `exam` is the exam's shard or None."""
@@ -171,12 +156,6 @@ def text_for(one, folder: Path) -> dict:
     return {"flags": flags, "exam": str(folder / "kept_000000.bin"), "left": left,
             "tokens": min(given - 1, left * 3 // 4)}
 
-def save_flag(steps: int) -> str:
-    """Has a run save a checkpoint in its second half, from which the exam trains again, and the
-    last one."""
-    last = max(steps // 2 + 1, steps - 8)
-    return f"--save_every={random.SystemRandom().randint(min(last, steps // 2 + 1), last)}"
-
 def examine(entry: Entry, one, text: dict, place: int, notes: Path) -> dict:
     """What the exam of a run found: its losses, and a problem if there is one."""
     words = []
@@ -192,7 +171,7 @@ def examine(entry: Entry, one, text: dict, place: int, notes: Path) -> dict:
     return found
 
 def opened_wrongly(one, notes: Path) -> str:
-    """Which file a run has opened that it was not given, or validation data after its first step;
+    """Which file a run has opened that it was not given, or validation data after the first step;
     nothing if there is none."""
     lines = []
     if notes.exists():
@@ -202,12 +181,12 @@ def opened_wrongly(one, notes: Path) -> str:
     train, val = ([os.path.abspath(logs.shard_in(row)[0]) for row in rows] for rows in
                   (one.environment.get("data", "").split("; "), one.val_data))
     own = os.path.abspath(os.path.splitext(one.path)[0])
-    stepped = False
+    begun = False
     for _, name in events:
-        stepped = stepped or name == FIRST_STEP
-        if name in val and stepped and name not in train:
-            return f"its run opened the validation text {name} after the first step"
-        known = name in [*train, *val, f"{own}.log", FIRST_STEP] or name.startswith(f"{own}/")
+        begun = begun or name == FIRST_LINE
+        if name in val and begun and name not in train:
+            return f"its run opened the validation text {name} after its first step"
+        known = name in [*train, *val, f"{own}.log", FIRST_LINE] or name.startswith(f"{own}/")
         if not known:
             return f"its run opened {name}, which it was not given"
     return ""

@@ -5,8 +5,10 @@
 It prints a line for each thing that does not hold (exit status 3), or one line if all holds (0):
 
 - Logs, what a race's clock noted beside them, and exams.json have the SHA-256 that race.json says.
-  Each log is whole and holds the script that race.json says. Its run has finished in one go (an
-  interrupted run may have been stopped for a bad loss), and since version 4 it has an exam.
+  Each log is whole and holds the script that race.json says. Its run has finished in one go, and
+  since version 4 it has an exam. An interrupted run may have been stopped for a bad loss, so the
+  finished run of its seed must have begun with the same losses; on a GPU two runs differ, so there
+  this is not asked.
 - The runs of a side have the same settings, and the flags and ranks that race.json says. If a
   setting differs between sides, the patch names it in a changed line, or in its line of flags.
 - All runs have the same shards, by their fingerprints, and validate on as many tokens. Those of a
@@ -57,12 +59,20 @@ def of_side(told: dict, name: str, runs: list, pairs: int):
             run.environment.get("command", "").partition(".py")[2]), flags_in(flags))
     for key in sorted({key for run in runs for key in run.hyperparameters} - CHOSEN):
         yield from unlike(runs, f"{key} is", lambda run: run.hyperparameters.get(key))
-    held = Counter(run.seed for run in runs)
+    ended = {run.seed: run for run in runs if run.finished}
+    held = Counter(run.seed for run in runs if run.finished)
     raced = Counter(str(told["first_seed"] + pair) for pair in range(pairs))
     for seed in (raced - held) | (held - raced):
         yield f"{name}: {held[seed]} logs have seed {seed}, expected {raced[seed]}"
-    for run in [run for run in runs if run.resumed() or run.diverged or not run.finished]:
-        yield f"{run.path}: its run has not finished in one go"
+    for run in runs:
+        again = ended.get(run.seed, run)
+        interrupted = again is not run and (
+            "gpus" in run.environment or losses_of(again)[:len(run.lines)] == losses_of(run))
+        if run.resumed() or run.diverged or not (run.finished or interrupted):
+            yield f"{run.path}: its run has not finished in one go"
+
+def losses_of(run) -> list:
+    return [(line.step, line.kind, line.loss) for line in run.lines]
 
 def of_pairs(one: trial.Entry, baseline: trial.Entry):
     """What differs within the pairs of a candidate, apart from what its patch names."""
