@@ -21,7 +21,8 @@ def test_the_program_for_a_gpu_keeps_to_its_limits(capability, cases, tmp_path):
     assert not open(f"{tmp_path}.txt").read()
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-@pytest.mark.parametrize("ranks", [None, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [None, 2])
 def test_a_run_compiles_in_its_warmup_and_an_exam_what_a_run_has_not(ranks, shards, tmp_path):
     """After the warm-up of a run, steps, growing windows and validations follow, where a recompile
     is an error. An exam adds features and logits, which a run has as parts of its model, and a
