@@ -45,6 +45,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torch.nn.attention.flex_attention  # here, so that forked processes share it
 from torch._C._nn import cross_entropy_loss  # as it is before a script can replace it
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from data.common import check_shard
 from records.tools.sample import checked_script, checkpoints_in, folder_of, one_line
@@ -84,14 +85,14 @@ class SeenBy:
     def __getattr__(self, name):
         return getattr(self.model, name)
 
-    def has_read(self, stream) -> bool:
-        """Whether these were all sequences of the stream, in any order, with no target other than
+    def has_read(self, streams: list) -> bool:
+        """Whether these were all sequences of the streams, in any order, with no target other than
         the next token. A step may leave targets out, and may read its sequences again."""
         def as_bytes(x):
             return x.cpu().int().numpy().tobytes()
         length = len(self.read[0][0])
-        sequences = zip(stream[:-1].split(length), stream[1:].split(length))
-        next_tokens = {as_bytes(x): y for x, y in sequences}
+        next_tokens = {as_bytes(x): y for stream in streams
+                       for x, y in zip(stream[:-1].split(length), stream[1:].split(length))}
         read = [(as_bytes(x), y) for x, y, *_ in self.read]
         return next_tokens.keys() == {x for x, _ in read} and all(
             bool(((y < 0) | (y == next_tokens[x])).all()) for x, y in read)
@@ -203,12 +204,13 @@ class Exam:
         places = islice(script.step_starts(shards, hp), first, min(first + count, self.run.steps))
         for step, (shard, start) in enumerate(places, first):
             share = (script.tokens_seen(step + 1, hp) - script.tokens_seen(step, hp)) // world.size
-            tokens = self.tokens([shard.path], start + world.rank * share, share + 1)
+            streams = self.streams(shard.path, start, share)
             seen = SeenBy(self.model)
             loss = float(script.train_step(seen, next(batches), self.optimizers, step, hp, world))
             expect(seen.read, "train_step does not call the model, as model(inputs, targets, window)")
-            expect(all(self.of_all_ranks(seen.has_read(tokens))), f"step {step} trains on other "
-                   f"tokens than the {share * world.size} from {start} on in {shard.path}, which "
+            right = seen.has_read(streams) and sum(len(x) - 1 for x in streams) == share
+            expect(all(self.of_all_ranks(right)), f"step {step} trains on other tokens than the "
+                   f"{share * world.size} from {str(start)[:50]} on in {shard.path}, which "
                    "step_starts and tokens_seen name")
             difference = abs(loss - logged[step + 1])
             largest = self.found["replayed"][first > 0]
@@ -216,6 +218,16 @@ class Exam:
             expect(difference <= STEP_BOUND[self.kind],
                    f"its log has a training loss of {logged[step + 1]:.4f} for step {step + 1}; "
                    f"trained again from step {first}, that is {loss:.4f}")
+
+    def streams(self, path, start, share: int) -> list:
+        """What this rank reads in a step: the tokens from a place on; or packs, if the script names
+        pieces (begin, end) of a shard for each of them."""
+        if isinstance(start, int):
+            return [self.tokens([path], start + self.world.rank * share, share + 1)]
+        count = len(start) // self.world.size
+        mine = start[self.world.rank * count:][:count]
+        text = self.tokens([path], 0, max(end for pack in mine for _, end in pack))
+        return [torch.cat([text[begin:end] for begin, end in pack]) for pack in mine]
 
     def replay(self):
         self.train_again(0, FIRST)
@@ -301,7 +313,7 @@ class Exam:
             other[:place] = tokens[:place]
             asked.append((number, place, documents))
             changed.append((other.cpu().numpy(), place))
-        self.other.send((self.window.cpu().numpy(), changed))
+        self.other.send(([x.cpu().numpy() for x in tree_leaves(self.window)], changed))
         return asked
 
     @torch.no_grad()
@@ -311,7 +323,8 @@ class Exam:
         window, changed = pipe.recv()
         self.build()
         self.take_final_weights()
-        window = torch.as_tensor(window, device=self.world.device)
+        _, spec = tree_flatten(self.script.window_tensor(self.run.steps, self.hp, "cpu"))
+        window = tree_unflatten([torch.as_tensor(x, device=self.world.device) for x in window], spec)
         for tokens, place in changed:
             x_TD = self.features(torch.as_tensor(tokens, device=self.world.device), window)
             chunk = (place - 1) // CHUNK
