@@ -16,10 +16,10 @@ records: settings, machine, this source, and a line per step. You can kill a run
 continue from its last checkpoint with --resume. Read sections 1 to 9 in order; section 10 is
 support code.
 
-The model has 539 million parameters: 75 million in its layers, and 464 million in tables that are
-looked up (embedding, output head, five value embeddings, one embedding of token pairs). A run has
-1,490 steps, which train on 131,072 to 393,216 tokens each. Losses are in nats per token. The first
-one is near ln 50304 = 10.83, because the head starts near zero.
+The model has 539 million parameters: 75 million in its layers, and 464 million in the output head
+and in the embeddings of tokens, of token pairs, and of values. A run has 1,490 steps, which train
+on 131,072 to 393,216 tokens each. Losses are in nats per token. The first one is near ln 50304 =
+10.83, because the head starts near zero.
 
 A date such as (2024-11-24) names the record that introduced that part. All records are listed at
 https://github.com/KellerJordan/modded-nanogpt#world-record-history. This folder's README.md says
@@ -32,13 +32,17 @@ what each part gained, and lists everything that differs from the record. The ma
 
 A step, with the shapes of the last stage of `speedrun`, for each of its eight packs of documents:
 
-    tokens [49152] ---> 3 block masks, 5 value embeddings [49152, 768], pair embedding [49152, 768]
-       |                                  |
-       v                                  v
-    x [49152, 768] ---> layers 0-3 -------+----> 4, 5 ---> 6 ---> 7 ----> 8-10 ----> norm, lm_head
-                               |                           ^      |        ^    -      |
-                               +--- gated skip ------------+      +--------+----+      v
-                                                                           loss <-- logits, softcap
+    tokens [49152] ----> 3 block masks, 5 value embeddings [49152, 768]
+       |
+       v
+    x0 and pair embedding [49152, 768], which each layer with attention adds to x [49152, 768]
+       |
+       v
+    layers 0-3 --+--> 4, 5 --> 6, 7 --+--> 8-10 --> minus --> norm, lm_head, softcap
+                 |             ^      |      ^        ^                 |
+                 +-- skip, ----+      +------+--------+                 v
+                     gated           queries, keys, values     loss <-- logits [49152, 50304]
+
     loss.backward(), then for all optimizers: begin, update, finish
 
 A tensor's name ends in its shape: x_TD is [T, D]. T is the number of tokens, D the model width, H
@@ -133,9 +137,9 @@ class Hyperparameters:
     short_windows: str = flag("128,384,640,768", "short window, in tokens", pattern=WHOLE)
     long_windows: str = flag("384,896,1408,1664", "long window, in tokens", pattern=WHOLE)
     stage_lr: str = flag("1,1.52,1.73,1", "factor on all learning rates", pattern=NUMBERS)
-    second_target: str = flag("0.5,0.5:0,0,0", "weight of the token after the next one, or its "
-                              "weights at the start and end of a stage", pattern=RAMPS)
-    third_target: str = flag("0.25:0,0,0,0", "weight of the token after that", pattern=RAMPS)
+    second_target: str = flag("0.5,0.5:0,0,0", "weight of the token after the next one in each "
+                              "stage; with a:b it goes from a to b", pattern=RAMPS)
+    third_target: str = flag("0.25:0,0,0,0", "weight of the one after it, likewise", pattern=RAMPS)
     final_window: int = flag(2560, "long window of the last validation", low=BLOCK, unit=BLOCK)
     extension_frac: float = flag(0.0268, "the last stage, as a share of all steps", high=1)
     untie_stage: int = flag(2, "stage at whose start lm_head is untied from the embedding")
@@ -192,8 +196,8 @@ PRESETS = {
         adam_eps=1e-7)}
 
 def stage_starts(hp: Hyperparameters) -> list[int]:
-    """The first step of each stage: 0, 483, 967 and 1450. Small batches come first, because early
-    gradients point the same way in every batch, and larger ones later (2025-11-29)."""
+    """The first step of each stage: 0, 483, 967 and 1450. Batches grow from stage to stage, because
+    at first even small ones give a clear gradient (2025-11-29)."""
     last_start = hp.num_iterations - round(hp.num_iterations * hp.extension_frac)
     stages = len(hp.pack_shares.split(",")) - 1
     return [round(last_start * i / stages) for i in range(stages)] + [last_start]
@@ -213,8 +217,8 @@ def pack_len(step: int, hp: Hyperparameters) -> int:
     return math.ceil(share * hp.train_seq_len / BLOCK) * BLOCK
 
 def doc_len(step: int, hp: Hyperparameters) -> int:
-    """Documents are cut after this many tokens (2025-09-03): after 896 while the windows are short
-    (2026-02-10), then after 2048. So long documents do not crowd out others."""
+    """Documents are cut after this many tokens, so that a batch has more of them: after 2048
+    (2025-09-03), and after 896 while windows are short (2026-02-10)."""
     return int(hp.doc_lens.split(",")[stage_of(step, hp)[0]])
 
 def tokens_seen(done: int, hp: Hyperparameters) -> int:
@@ -256,7 +260,7 @@ def lr_factor(step: int, hp: Hyperparameters) -> float:
 
 def muon_momentum(step: int, hp: Hyperparameters) -> float:
     """NorMuon's momentum. It rises at first, because early gradients are soon out of date
-    (2024-11-06), and falls in the last steps (2025-10-04)."""
+    (2024-11-06), and falls in the last steps (2025-09-30)."""
     start, end = hp.muon_momentum_start, hp.muon_momentum_end
     if step < hp.muon_momentum_steps:
         return start + step / hp.muon_momentum_steps * (end - start)
@@ -348,8 +352,8 @@ class GPT(nn.Module):
         self.smear_scale = nn.Parameter(torch.tensor(0.0))
         self.skip_scale = nn.Parameter(torch.tensor(-1.5))
         self.back_scale = nn.Parameter(torch.tensor(0.5))
-        # One number per layer. The stream is multiplied by sqrt(1.1) before attention and before
-        # the MLP, so each layer counts 1.1 times as much as the one before it (2025-11-18).
+        # One number per layer. The stream is multiplied by sqrt(1.1) at each sum, so what earlier
+        # layers have added grows by 1.1 per layer (2025-11-18).
         each = torch.ones(len(hp.layers))
         self.attn_keep = nn.Parameter(each * 1.1**0.5)
         self.mlp_keep = nn.Parameter(each * 1.1**0.5)
@@ -433,8 +437,8 @@ class GPT(nn.Module):
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """Caps logits smoothly between 0 and 23, so that no confident error costs too much
-        (2024-11-06). The cap is not symmetric: a logit of 0 becomes 15.2, so there is more room
-        below it than above it, as most tokens are improbable (2025-12-26)."""
+        (2024-11-06). The cap is not symmetric: a logit of 0 becomes 15.2, so
+        there is more room below it than above, since most tokens are improbable (2025-12-26)."""
         return 23 * torch.sigmoid((self.lm_head(x_TD).float() + 5) / 7.5)
 
 def bigram_rows(tokens_T: Tensor, rows: int) -> Tensor:
@@ -463,8 +467,8 @@ class CausalSelfAttention(nn.Module):
       (2025-12-29). The gate looks at the stream, and without pairs also at the embedding
       (2026-02-03).
     - Key offset: in layers with the long window, the unrotated half of each key is that of the
-      token before. So a query finds what followed an earlier occurrence of its token, with one
-      layer instead of two (2025-12-14, 2026-01-19).
+      token before. So one layer suffices to find what followed an earlier occurrence of a token
+      (2025-12-14).
     - Paired heads: heads 0, 1 and 2 of token t become row 2t of a sequence of 2T rows, and heads 3,
       4 and 5 become row 2t + 1. Each of three heads of this sequence sees both rows of earlier
       tokens, so it chooses among twice as many keys. The window counts rows, so it reaches half as
@@ -697,8 +701,7 @@ class FP8Linear(torch.autograd.Function):
 
 class CrossEntropy(torch.autograd.Function):
     """The sum over all tokens and their three targets of weight * -log softmax(logits_TV)[target].
-    A target of -1 does not count (multi-token prediction, 2025-12-22). Logits above 76 could
-    overflow.
+    A target of -1 does not count (multi-token prediction, 2025-12-22).
 
     Like the record since 2026-04-04, the gradient has one flaw at the end of a pack: softmax counts
     with all three weights, although the last two tokens lack targets. The compiler would fuse the
@@ -1019,8 +1022,7 @@ class NorMuon(Optimizer):
     suits the matrices of the layers, not embeddings, the output head or vectors.
 
     A tall matrix spreads its effect over more outputs, so its rate is multiplied by the square root
-    of rows / columns: 2 for the MLP. The MLP's second matrix learns twice as fast again
-    (2025-12-11).
+    of rows / columns: 2 for the MLP. The MLP's second matrix learns twice as fast again.
 
     The parameters of one NorMuon have the same shape. Their gradients, updates and momentum lie in
     stacks, padded with zeros so that the ranks can divide them equally. With 11 parameters on two
