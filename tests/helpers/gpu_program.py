@@ -151,11 +151,14 @@ def case_exam(capability):
     sums = [count for name, count in configs.items() if re.match("triton_(red|per)", name)]
     assert set(sums) == {1} and len(sums) > 3, configs
 
-if __name__ == "__main__":
+def prepare(capability):
     torch.set_num_threads(1)
     wrapper.EfficientPeakEstimate.__init__ = note
-    pretend(int(sys.argv[1]))
+    pretend(capability)
     CachingAutotuner.precompile = lambda self, *args, **kwargs: None  # of the Triton kernels
     CachingAutotuner.prepare_for_pickle = lambda self: (None,) * 10
+
+if __name__ == "__main__":
+    prepare(int(sys.argv[1]))
     for case in sys.argv[2:]:
         globals()[f"case_{case}"](int(sys.argv[1]))
