@@ -10,27 +10,25 @@
     python train_gpt.py --help                             # every setting is a flag
 
 This is the method of the world record of 2026-04-04 in plain PyTorch. That record took 85 s on
-eight H100 GPUs, with nine kernels of its own in 3,169 lines. The speed of this script is not
-measured. To try an idea, copy this file and change the copy. Every run writes a log into the folder
-records: settings, machine, this source, and a line per step. You can kill a run at any time and
-continue from its last checkpoint with --resume. Read sections 1 to 9 in order; section 10 is
-support code.
+eight H100 GPUs, in 3,169 lines with nine custom kernels. The speed of this script is not measured.
+To try an idea, change a copy of this file. Every run writes a log into the folder records:
+settings, machine, this source, and a line per step. You can kill a run at any time and continue
+from its last checkpoint with --resume. Read sections 1 to 9 in order; section 10 is support code.
 
-The model has 539 million parameters: 75 million in its layers, and 464 million in the output head
-and in the embeddings of tokens, of token pairs, and of values. A run has 1,490 steps, which train
-on 131,072 to 393,216 tokens each. Losses are in nats per token. The first one is near ln 50304 =
-10.83, because the head starts near zero.
+The model has 539 million parameters, 464 million of them in the output head and the embeddings of
+tokens, token pairs and values. A run has 1,490 steps, which train on 131,072 to 393,216 tokens
+each. Losses are in nats per token. The first validation loss is near ln 50304 = 10.83, because the
+head starts near zero. The first training loss is near 19, because it counts three targets.
 
 A date such as (2024-11-24) names the record that introduced that part. All records are listed at
 https://github.com/KellerJordan/modded-nanogpt#world-record-history. This folder's README.md says
-what each part gained, and lists everything that differs from the record. The main differences:
+what each part gained, and lists all differences from the record. The largest:
 
 - Weights of the layers are float32 numbers that are rounded to bfloat16. The record truncates them.
-- Rotary angles are computed in float64, and rotations in float32.
-- The number of GPUs does not change the batch.
-- The clock starts at step 0, and the initial weights come from other random numbers.
+- Rotary angles are computed in float64, rotations and the loss in float32.
+- The initial weights are drawn differently.
 
-A step, with the shapes of the last stage of `speedrun`, for each of its eight packs of documents:
+One step of `speedrun`'s last stage, with the shapes of one of its eight packs of documents:
 
     tokens [49152] ----> 3 block masks, 5 value embeddings [49152, 768]
        |
@@ -43,12 +41,12 @@ A step, with the shapes of the last stage of `speedrun`, for each of its eight p
                  +-- skip, ----+      +------+--------+                 v
                      gated           queries, keys, values     loss <-- logits [49152, 50304]
 
-    loss.backward(), then for all optimizers: begin, update, finish
+    loss.backward(); after the last sequence, for all optimizers: begin, update, finish
 
-A tensor's name ends in its shape: x_TD is [T, D]. T is the number of tokens, D the model width, H
-the number of attention heads, K the head width, V the padded vocabulary, N the number of 128-token
-blocks. There is no batch dimension: the model takes one long pack of many documents at a time.
-Steps count from 0.
+Many names end in the tensor's shape: x_TD is [T, D]. T is the number of tokens, D the model width,
+H the number of attention heads, K the head width, V the padded vocabulary, N the number of
+128-token blocks. There is no batch dimension: the model takes one long pack of many documents at a
+time. Steps start at 0.
 """
 
 import argparse
@@ -80,7 +78,7 @@ if __name__ == "__main__" and not (find_spec("torch") and find_spec("numpy")):
     print("error: this Python lacks torch or numpy: install them", file=sys.stderr)
     sys.exit(2)
 
-# The source is read before importing torch, which takes seconds.
+# Importing torch takes seconds, and the file could change meanwhile.
 SOURCE = Path(__file__).read_text(encoding="utf-8") if __name__ == "__main__" else None
 
 import numpy as np
@@ -121,14 +119,14 @@ class Hyperparameters:
     seed: int = flag(-1, "seed of the initial weights; -1 draws a seed", low=-1, high=2**63 - 1)
     dtype: str = flag("auto", "bfloat16, float32 or auto", pattern="auto|bfloat16|float32")
     save_every: int = flag(500, "steps between checkpoints; 0 never saves, not even at the end")
-    val_loss_every: int = flag(250, "steps between validations; saves and the end also validate")
-    # Data. In one step all ranks together train on micro_batches packs of documents.
+    val_loss_every: int = flag(250, "steps between validations (also at saves and the end)")
+    # Data. In one step all ranks together train on `micro_batches` packs of documents.
     train_files: str = flag("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
     val_files: str = flag("data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
-    vocab_size: int = flag(50257, "tokens; the last one begins each document", low=2, high=65536)
+    vocab_size: int = flag(50257, "token types; the last begins each document", low=2, high=65536)
     train_seq_len: int = flag(48 * 1024, "tokens in the longest packs", low=1, unit=BLOCK)
     val_seq_len: int = flag(256 * 1024, "tokens per validation sequence", low=1, unit=BLOCK)
-    val_tokens: int = flag(10485760, "validation tokens; 0 takes all", high=10**12)
+    val_tokens: int = flag(10485760, "validation tokens; 0 uses all", high=10**12)
     micro_batches: int = flag(8, "packs per step, on all ranks together", low=1, high=10**5)
     epochs: int = flag(1, "at most this many passes over the training shards", low=1, high=10**5)
     # The stages of training: a number for each. All stages except the last are equally long.
@@ -142,7 +140,7 @@ class Hyperparameters:
     third_target: str = flag("0.25:0,0,0,0", "weight of the one after it, likewise", pattern=RAMPS)
     final_window: int = flag(2560, "long window of the last validation", low=BLOCK, unit=BLOCK)
     extension_frac: float = flag(0.0268, "the last stage, as a share of all steps", high=1)
-    untie_stage: int = flag(2, "stage at whose start lm_head is untied from the embedding")
+    untie_stage: int = flag(2, "stage at whose start lm_head is untied (by Adam's next update)")
     # The layers. Each of these strings has one character per layer.
     layers: str = flag("PSPLSP.SSPL", "attention with P: paired heads and the short window, S: the "
                        "short window, L: the long window; .: no attention", pattern="[PSL.]+")
@@ -159,8 +157,8 @@ class Hyperparameters:
     use_fp8: bool = flag(True, "train lm_head in FP8, if the GPU and dtype allow it")
     # Optimization
     num_iterations: int = flag(1490, "training steps", high=10**7)
-    cooldown_frac: float = flag(0.6, "part of the stages before the last one in which rates fall",
-                                high=1)
+    cooldown_frac: float = flag(0.6, "share of the steps before the last stage in which learning "
+                                "rates fall", high=1)
     lr_floor: float = flag(0.15, "factor on all learning rates at the end", high=1)
     muon_lr: float = flag(0.023, "learning rate of the layers' matrices (NorMuon)")
     muon_momentum_start: float = flag(0.85, "momentum at the first and the last step", high=1)
@@ -171,7 +169,7 @@ class Hyperparameters:
     muon_decay: float = flag(1.2, "weight decay of the layers' matrices")
     adam_lr: float = flag(0.008, "learning rate of Adam; PARAMETERS has factors on it")
     adam_decay: float = flag(0.005, "weight decay of Adam; PARAMETERS has factors on it")
-    adam_eps: float = flag(1e-10, "Adam's epsilon; keep it above rounding noise", low=1e-18)
+    adam_eps: float = flag(1e-10, "Adam's epsilon; keep it above gradient noise", low=1e-18)
 
     @property
     def tokens_per_step(self) -> int:
@@ -217,8 +215,8 @@ def pack_len(step: int, hp: Hyperparameters) -> int:
     return math.ceil(share * hp.train_seq_len / BLOCK) * BLOCK
 
 def doc_len(step: int, hp: Hyperparameters) -> int:
-    """Documents are cut after this many tokens, so that a batch has more of them: after 2048
-    (2025-09-03), and after 896 while windows are short (2026-02-10)."""
+    """Documents are cut to this many tokens, so that a batch has more of them: 2048 (2025-09-03),
+    or 896 while windows are short (2026-02-10)."""
     return int(hp.doc_lens.split(",")[stage_of(step, hp)[0]])
 
 def tokens_seen(done: int, hp: Hyperparameters) -> int:
@@ -229,8 +227,8 @@ def tokens_seen(done: int, hp: Hyperparameters) -> int:
 
 def window_sizes(step: int, hp: Hyperparameters) -> tuple[int, int]:
     """The short and the long window in tokens. They grow during the run, since short distances are
-    learned first and cost less (2024-11-24). The last validation looks farther still, which the
-    model can do untrained (2025-09-15, 2025-09-21)."""
+    learned first and cost less (2024-11-24). The last validation looks farther still, without
+    training for it (2025-09-15, 2025-09-21)."""
     stage, _ = stage_of(step, hp)
     short, long = (int(x.split(",")[stage]) for x in (hp.short_windows, hp.long_windows))
     return short, hp.final_window if step >= hp.num_iterations else long
@@ -296,8 +294,8 @@ def rotary_tables(stage: int, hp: Hyperparameters, device: torch.device) -> tupl
     return angles.cos().float(), angles.sin().float()
 
 class Schedule(NamedTuple):
-    """What changes between steps, for the model. These are tensors because torch.compile would
-    recompile for each new number."""
+    """The parts of the schedule that the model sees. They are tensors, because torch.compile would
+    recompile for each new value of a Python number. Constants of a run may be Python numbers."""
     windows: Tensor  # [2], short and long, in tokens
     cos: Tensor  # [positions, K/4]
     sin: Tensor
@@ -315,7 +313,7 @@ def schedule_tensors(step: int, hp: Hyperparameters, device: torch.device) -> Sc
                     *rotary_tables(stage, hp, device), on_device([scale], device)[0],
                     on_device(target_weights(step, hp), device))
 
-window_tensor = schedule_tensors  # the name by which the programs of records/tools know it
+window_tensor = schedule_tensors  # the name in train_gpt.py, by which records/tools calls it
 
 # ---- 2. The model -------------------------------------------------------------------------------
 
@@ -326,9 +324,9 @@ class GPT(nn.Module):
     training, the loss also counts the two tokens after the next one. With flex=True the model uses
     FlexAttention and must be compiled, because uncompiled FlexAttention ignores the block lists.
 
-    The residual stream x_TD, the tables, the head and the gates are in `dtype`. All other
-    parameters are float32. Single numbers need no cast when they multiply the stream, and vectors
-    and matrices need type_as."""
+    The residual stream x_TD, the embeddings, the head and the gates are in `dtype`. All other
+    parameters are float32. Scalars multiply the stream without a cast. Vectors and matrices need
+    type_as."""
 
     # The head works on this many tokens at a time: logits [24576, 50304] in float32 take 4.6 GiB.
     LOGITS_TOKENS = 24576
@@ -352,8 +350,9 @@ class GPT(nn.Module):
         self.smear_scale = nn.Parameter(torch.tensor(0.0))
         self.skip_scale = nn.Parameter(torch.tensor(-1.5))
         self.back_scale = nn.Parameter(torch.tensor(0.5))
-        # One number per layer. The stream is multiplied by sqrt(1.1) at each sum, so what earlier
-        # layers have added grows by 1.1 per layer (2025-11-18).
+        # One number per layer. The layer without attention uses none of attn_* and *_add except
+        # mlp_add. Each sum scales the stream by sqrt(1.1), so what a layer has added grows by 1.1
+        # in each later layer with attention (2025-11-18).
         each = torch.ones(len(hp.layers))
         self.attn_keep = nn.Parameter(each * 1.1**0.5)
         self.mlp_keep = nn.Parameter(each * 1.1**0.5)
@@ -385,8 +384,8 @@ class GPT(nn.Module):
 
         - x0 is the embedding of the token. Each layer with attention adds x0 and the embedding of
           the token pair again, with learned weights (2024-11-06, 2026-01-19).
-        - The layer without attention adds the output of layer skip_from instead, which has just
-          looked far back. A gate decides how much of it (2024-12-17, 2025-11-18, 2025-12-29).
+        - The layer without attention adds the output of layer skip_from instead, which has the
+          long window. A gate decides how much of it (2024-12-17, 2025-11-18, 2025-12-29).
         - Layers after back_from attend to the output of that layer, not to the newest stream
           (2026-03-06). The first layers serve as context, so the output of layer back_from is
           subtracted before the head (2025-10-04)."""
@@ -437,14 +436,15 @@ class GPT(nn.Module):
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """Caps logits smoothly between 0 and 23, so that no confident error costs too much
-        (2024-11-06). The cap is not symmetric: a logit of 0 becomes 15.2, so
-        there is more room below it than above, since most tokens are improbable (2025-12-26)."""
+        (2024-11-06). A logit of 0 becomes 15.2, which leaves more room below it than above, since
+        most tokens are improbable (2025-12-26)."""
         return 23 * torch.sigmoid((self.lm_head(x_TD).float() + 5) / 7.5)
 
 def bigram_rows(tokens_T: Tensor, rows: int) -> Tensor:
     """The row of the pair of each token and the one before it, by a hash, so some pairs share a row
-    (2026-01-19). The first token of a pack has the last row. Like the record, this hashes the
-    second token with the number of that row, and products overflow in int32."""
+    (2026-01-19). The first token of a pack has the last row. As in the record, the second token is
+    hashed with the number of that row instead of the first token, and this product overflows in
+    int32."""
     last = rows - 1
     before_T = F.pad(tokens_T[1:-1], (2, 0), value=last)
     hashed_T = ((36313 * tokens_T) ^ (27191 * before_T)) % last
@@ -464,7 +464,7 @@ class CausalSelfAttention(nn.Module):
 
     - Value embedding: a second embedding of the token is added to the values, because deep layers
       lose track of the token (arXiv:2410.17897, 2024-12-04). A gate per head decides how much of it
-      (2025-12-29). The gate looks at the stream, and without pairs also at the embedding
+      (2025-12-29). The gate looks at the stream, and in unpaired layers also at the embedding
       (2026-02-03).
     - Key offset: in layers with the long window, the unrotated half of each key is that of the
       token before. So one layer suffices to find what followed an earlier occurrence of a token
@@ -472,9 +472,10 @@ class CausalSelfAttention(nn.Module):
     - Paired heads: heads 0, 1 and 2 of token t become row 2t of a sequence of 2T rows, and heads 3,
       4 and 5 become row 2t + 1. Each of three heads of this sequence sees both rows of earlier
       tokens, so it chooses among twice as many keys. The window counts rows, so it reaches half as
-      far (2026-01-07).
+      far (2026-01-07). Positions follow heads instead: even heads have position 2t, odd ones
+      2t + 1. This is the record's own code, and not a mistake here.
     - Gate: each head's output is multiplied by a number between 0 and 1, which depends on the
-      token, so that a head can say nothing (2025-08-23)."""
+      token, so that a head can abstain (2025-08-23)."""
 
     def __init__(self, hp: Hyperparameters, index: int, dtype: torch.dtype):
         super().__init__()
@@ -527,9 +528,8 @@ class MLP(nn.Module):
         return F.relu(F.linear(x_TD, self.fc.type_as(x_TD))).square() @ self.proj.type_as(x_TD)
 
 def rotations_of(schedule: Schedule, T: int, head_dim: int) -> dict:
-    """For each kind of layer cosines, sines and the scale of attention. Angles are [T, 1, 1, K],
-    and for paired heads [T, 1, 2, K]: there, even heads are at position 2t and odd ones at
-    2t + 1."""
+    """Cosines, sines and the scale of attention for each kind of layer. Cosines are [T, 1, 1, K],
+    and for paired heads [T, 1, 2, K], for even and odd heads."""
     rotations = {}
     for kinds, heads in (("SL", 1), ("P", 2)):
         c, s = (x[:heads * T].view(T, 1, heads, -1) for x in (schedule.cos, schedule.sin))
@@ -548,8 +548,8 @@ def rotate(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + swapped * sin).flatten(1, 2)
 
 class Embedding(nn.Module):
-    """An embedding in `dtype`. The rows are looked up before any cast, because a float32 copy of
-    251,520 rows would take 0.8 GB."""
+    """An embedding in `dtype`. Nothing is cast before the look-up, since a float32 copy of 251,520
+    rows would take 0.8 GB."""
 
     def __init__(self, num_embeddings: int, width: int, dtype: torch.dtype):
         super().__init__()
@@ -578,14 +578,14 @@ def norm(x: Tensor) -> Tensor:
 # ---- 3. Block masks and attention ---------------------------------------------------------------
 
 def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: bool) -> list:
-    """Returns a mask for FlexAttention (arXiv:2412.05496) for each window. A token sees itself and
-    the earlier tokens of its document, as far back as the window reaches: with a window of W, as in
-    FlashAttention (2025-09-03), it sees W earlier tokens. W is a multiple of 128.
+    """Returns a mask for each window, for FlexAttention (arXiv:2412.05496) if flex is True. A token
+    sees itself and the earlier tokens of its document, as far back as the window reaches. With a
+    window of W, as in FlashAttention (2025-09-03), it sees W earlier tokens.
 
-    For each query block FlexAttention needs two lists of key blocks. In a full block all pairs of
-    tokens are visible. In a partial block it asks `sees` about each pair. All other blocks are
-    skipped, which saves time. Here a second document begins within block 1, and W is 256 (p:
-    partial, f: full, w: outside of the window):
+    For each query block FlexAttention needs a list of full and one of partial key blocks. In a full
+    block all pairs of tokens are visible. In a partial block it asks `sees` about each pair. All
+    other blocks are skipped, which saves time. Here a second document begins within block 1, and W
+    is 256 (p: partial, f: full, w: beyond the window):
 
         query block   key block 0 1 2 3 4
                   0             p . . . .     the diagonal is partial: no token sees the future
@@ -599,24 +599,24 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     distance_NN = block_N[:, None] - block_N  # [query block, key block]
     first_N = document_T[::BLOCK]  # the document of each block's first token
     last_N = document_T[BLOCK - 1::BLOCK]
-    # Document numbers never decrease. So some pair is visible if the key block is not later and its
-    # last document reaches the query block's first. All pairs are visible if the key block comes
-    # earlier and its first document is the query block's last document.
+    # Document numbers never decrease. So some pair is visible if the key block does not come later
+    # and its last number is at least the query block's first. All pairs are visible if the key
+    # block comes earlier and its first number is the query block's last.
     any_visible_NN = (distance_NN >= 0) & (last_N >= first_N[:, None])
     all_visible_NN = (distance_NN > 0) & (first_N == last_N[:, None])
 
     def ordered(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
-        """For each query block: the number of chosen key blocks, and a list of all key blocks, the
-        chosen ones first. For the mask [0, 1, 0, 1], that is 2 and [1, 3, 0, 2]."""
-        # The place of each block, by counting. A sort would take minutes to compile.
+        """For each row: the number of chosen columns, and a list of all columns, the chosen ones
+        first. For the row [0, 1, 0, 1], that is 2 and [1, 3, 0, 2]."""
+        # The chosen columns come first, by count. A sort would take minutes to compile.
         count_NN = chosen_NN.cumsum(1)
         place_NN = torch.where(chosen_NN, count_NN - 1, count_NN[:, -1:] + block_N - count_NN)
         order_NN = torch.zeros_like(distance_NN).scatter_(1, place_NN, block_N.expand_as(place_NN))
         return count_NN[:, -1].int()[None, None], order_NN[None, None]  # [batch, head, ...]
 
     def make_mask(window: Tensor):
-        # If you change this rule, change the lists of blocks to match, because FlexAttention does
-        # not call it in full blocks. `./run.sh honest` compares them with `sees`.
+        # If you change this rule, change visible_NN and full_NN to match, because FlexAttention
+        # calls it in partial blocks only. `./run.sh honest` compares them with `sees`.
         def sees(batch, head, query, key):
             near = (key <= query) & (query - key <= window)
             return near & (document_T[query] == document_T[key])
@@ -661,13 +661,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
 # The head takes a large part of all arithmetic, and FP8 halves its time (2025-01-13). But FP8 has a
 # small range, so each tensor is multiplied by a scale before the cast (2025-12-19):
 #
-#     tensor     format   largest value                        times its scale     format's maximum
-#     input      e4m3     28 = sqrt(768), because it is normed      124                   448
+#     tensor     format   largest value                        after scaling       format's maximum
+#     input      e4m3     27.7 = sqrt(768), because it is normed    124                   448
 #     weight     e4m3     1.6, larger ones are clamped              448                   448
 #     gradient   e5m2     1.75 * 23 / 30 = 1.34                     801                 57344
 #
 # (e4m3 has 4 bits of exponent and 3 of mantissa, e5m2 5 and 2.) The gradient is that of one pack's
-# summed loss, before it is divided by the number of packs. Validation does not clamp.
+# summed loss, before it is divided by the number of packs.
 INPUT_SCALE, WEIGHT_SCALE, TOKEN_GRADIENT_SCALE = 448 / 100, 448 / 1.6, 448 / 0.75
 
 def to_e4m3(x: Tensor, scale: float) -> Tensor:
@@ -680,7 +680,7 @@ def fp8_matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast: boo
     return torch._scaled_mm(a, b.T, one, inverse, out_dtype=dtype, use_fast_accum=fast)
 
 class FP8Linear(torch.autograd.Function):
-    """Computes x_TD @ w_VD.T, and both gradients, with FP8 matmuls."""
+    """Computes x_TD @ w_VD.T with FP8 matmuls, forward and backward."""
 
     @staticmethod
     def forward(ctx, x_TD: Tensor, w_VD: Tensor, gradient_scale: float) -> Tensor:
@@ -703,10 +703,10 @@ class CrossEntropy(torch.autograd.Function):
     """The sum over all tokens and their three targets of weight * -log softmax(logits_TV)[target].
     A target of -1 does not count (multi-token prediction, 2025-12-22).
 
-    Like the record since 2026-04-04, the gradient has one flaw at the end of a pack: softmax counts
-    with all three weights, although the last two tokens lack targets. The compiler would fuse the
-    backward pass of F.cross_entropy, the cast to FP8 and the transposed copy into one slow kernel,
-    so the gradient is written out."""
+    Since 2026-04-04 the record's gradient, and this one, errs at the end of a pack: softmax counts
+    with all three weights, although the last two tokens lack targets. So the gradient is coded by
+    hand. The compiler would also fuse the backward pass of F.cross_entropy with FP8Linear's cast
+    and transposed copy into one slow kernel."""
 
     @staticmethod
     def forward(ctx, logits_TV: Tensor, targets_T3: Tensor, weights_3: Tensor) -> Tensor:
@@ -725,8 +725,7 @@ class CrossEntropy(torch.autograd.Function):
         return grad_TV.mul_(grad), None, None
 
 # ---- 5. Parameters ------------------------------------------------------------------------------
-# The modules above create parameters. The table here says how each starts, and which optimizer
-# trains it.
+# The modules above create parameters. A table says how each starts and trains.
 
 def parameter(*shape: int, dtype=torch.float32) -> nn.Parameter:
     """A parameter full of NaN, so that one missed by draw_weights is noticed."""
@@ -744,11 +743,10 @@ def uniform(x: Tensor, generator):  # the standard deviation is 0.5 / sqrt(numbe
 
 # Each parameter follows the first rule whose pattern matches its full name. A rule gives the
 # function that draws the initial values, the optimizer (section 6) and its options. `rate` is a
-# factor on the optimizer's learning rate, and `decay` one on Adam's weight decay. None keeps the
-# values that the module has set; only vectors and scalars may use it.
+# factor on the optimizer's learning rate, and `decay` one on Adam's weight decay. `None` keeps what
+# the module has set (vectors and scalars only).
 PARAMETERS = [
-    # names, shape in speedrun, initial values
-    # optimizer and its options
+    # names, initial values, one of the shapes; optimizer and its options
     (r"(lm_head|embed)\.weight", normal(0.005),  # [50304, 768]
      "TiedAdam", dict(rate=1, betas=(0.5, 0.95), decay=150)),
     (r"value_tables\.\d\.weight", normal(0.01),  # [50304, 768]
@@ -802,23 +800,23 @@ def draw_weights(model: nn.Module, seed: int):
             continue
         require(p.isnan().all(), f"{name} has values, which its rule in PARAMETERS would replace: "
                 "create it with parameter(...), and let the rule say how it starts")
-        values = torch.empty(p.shape)  # on the CPU, because other devices draw other numbers
+        values = torch.empty(p.shape)  # on the CPU; other devices draw other numbers
         drawn_as = START_OF.get(name, name)
         number = int(sha256(f"{seed} {drawn_as}".encode()).hexdigest()[:15], 16)
         initial(values, torch.Generator().manual_seed(number))
         p.copy_(values)
 
 # ---- 6. Ranks and optimizers --------------------------------------------------------------------
-# torchrun starts one process for each GPU, which is called a rank. Every rank holds all weights and
+# torchrun starts one process, called a rank, for each GPU. Every rank holds all weights and
 # computes gradients on its own part of the batch.
 
-if not hasattr(dist, "all_gather_single"):  # torch 2.13 has renamed these two functions
+if not hasattr(dist, "all_gather_single"):  # torch 2.13 renamed these two functions
     dist.all_gather_single = dist.all_gather_into_tensor
     dist.reduce_scatter_single = dist.reduce_scatter_tensor
 
 class Pending(NamedTuple):
-    """A tensor that is still being sent between ranks. wait() returns it. On a GPU only the
-    queue of kernels waits, and Python goes on."""
+    """A tensor that ranks may still be exchanging. wait() returns it. On a GPU only the CUDA stream
+    waits, and Python goes on."""
     tensor: Tensor
     work: "dist.Work | None" = None
 
@@ -833,14 +831,14 @@ class World:
     sharded along the first if the ranks can divide it equally: with two ranks, each updates 25,152
     rows of [50304, 768]. For all other tensors every rank repeats the whole update."""
     rank: int  # this process, from 0
-    size: int  # the number of ranks
+    size: int
     device: torch.device
 
     def is_sharded(self, whole: Tensor) -> bool:
         return self.size > 1 and whole.ndim > 1 and len(whole) % self.size == 0
 
     def shard(self, whole: Tensor) -> Tensor:
-        """The rows that this rank updates, as a view."""
+        """A view of the rows that this rank updates."""
         return whole.chunk(self.size)[self.rank] if self.is_sharded(whole) else whole
 
     def reduce_scatter(self, whole: Tensor) -> Pending:
@@ -873,21 +871,21 @@ class Optimizer:
     before the next one starts, so that arithmetic and communication overlap. On two ranks:
 
                       rank 0                         rank 1
-        begin(step)   sends its gradients   <---->   sends its gradients, and they are summed
-        update(step)  updates the first half         updates the second half
+        begin(step)   sends its gradients   <---->   sends its gradients; both get sums
+        update(step)  computes the first half        computes the second half
                       sends it              <---->   sends it
         finish(step)  has everything                 has everything; gradients are cleared
 
-    Only update() sees gradients summed over all ranks, and of sharded tensors only this rank's
-    rows.
+    Adam's update() changes the weights. Muon's computes changes, which finish() makes. Only in
+    update() are the gradients summed over all ranks, and sharded ones have just this rank's rows.
 
-    `state` is what an optimizer remembers from step to step: {name: one tensor per parameter, of
-    the same length, or a padded stack}. It is saved, loaded on resume, and restored after the
-    warm-up, so do not keep state elsewhere. A rank reads and writes only its own rows,
-    world.shard(tensor)."""
+    `state` is what an optimizer remembers from step to step: {name: one tensor per parameter, with
+    the parameter's number of rows, or a padded stack}. It is saved, loaded on resume, and restored
+    after the warm-up, so keep all state here. A rank uses only its own rows, world.shard(tensor).
+    """
 
     def __init__(self, params: dict, hp: Hyperparameters, world: World, lr: float, rate: float):
-        self.params = params  # {name: parameter}
+        self.params = params
         self.hp = hp
         self.world = world
         self.base_lr = lr
@@ -916,8 +914,8 @@ class Optimizer:
                 self.world.all_gather(x).wait()
 
 class Adam(Optimizer):
-    """Adam (arXiv:1412.6980). It updates at odd steps only, with the gradients of two steps summed
-    up, because these parameters tolerate larger batches (2025-09-30). Its state is float32
+    """Adam (arXiv:1412.6980). It updates at odd steps only, with the summed gradients of two steps,
+    because these parameters tolerate larger batches (2025-09-30). Its state is float32
     (2025-12-31). For one parameter:
 
         mean = beta1 * mean + (1 - beta1) * gradient
@@ -949,8 +947,10 @@ class Adam(Optimizer):
     def update(self, step: int):
         if step % 2 == 0:
             return
-        gradients = [pending.wait() for pending in self.pending_sums]
-        self.pending_sums = []  # frees memory
+        # detach makes two tensors of one that the tied head and embedding share. Otherwise
+        # torch.compile would recompile when they are untied.
+        gradients = [pending.wait().detach() for pending in self.pending_sums]
+        self.pending_sums = []
         local = [self.world.shard(p.detach()) for p in self.params.values()]
         means, squares = ([self.world.shard(x) for x in self.state[name]]
                           for name in ("mean", "mean_square"))
@@ -995,13 +995,13 @@ def adam_update(params, gradients, means, squares, size: Tensor, decay: Tensor, 
 class TiedAdam(Adam):
     """Trains the embedding and the output head, which are one matrix at first (2025-12-19) and two
     in the last third of the run (2025-12-22). For as long as they are tied, both get the sum of
-    their gradients. They also start equal, so they stay equal, and so does what Adam remembers of
-    them."""
+    their gradients. They also start equal, so they and their Adam state stay equal."""
 
     def sum_gradients(self, gradients, step):
         if step > untie_step(self.hp):
             return super().sum_gradients(gradients, step)
-        return [self.world.reduce_scatter(sum(gradients))] * len(gradients)
+        head, embedding = gradients
+        return [self.world.reduce_scatter(head + embedding)] * 2
 
 def untie_step(hp: Hyperparameters) -> int:
     """The last step at which the head is tied: 967. It is odd, so that Adam updates."""
@@ -1014,19 +1014,20 @@ class NorMuon(Optimizer):
         momentum = beta * momentum + (1 - beta) * gradient
         ahead = beta * momentum + (1 - beta) * gradient  # as in Nesterov momentum
         x = polar_express(ahead), and each row is divided by its usual size
-        weight -= lr * x, and also 1.2 * base_lr * lr * weight, where x has the same sign
+        weight -= lr * x, and also 1.2 * muon_lr * lr_factor * lr * weight, where x has its sign
 
     A few directions of a gradient are usually much larger than all others. Muon makes all
-    directions of the update about equally large, so that rare ones are learned too. Some rows
-    (hidden units) still get larger updates than others, which the second normalization mends. It
+    directions of the update about equally large, so that small ones are learned too. Some rows
+    (hidden units) still get larger updates than others, which the second normalization mends. Muon
     suits the matrices of the layers, not embeddings, the output head or vectors.
 
-    A tall matrix spreads its effect over more outputs, so its rate is multiplied by the square root
-    of rows / columns: 2 for the MLP. The MLP's second matrix learns twice as fast again.
+    The rate of a tall matrix is multiplied by the square root of rows / columns: 2 for both
+    matrices of the MLP. The second one learns twice as fast again. Ranks exchange updates in
+    `dtype`, which are half as large as the float32 weights.
 
-    The parameters of one NorMuon have the same shape. Their gradients, updates and momentum lie in
-    stacks, padded with zeros so that the ranks can divide them equally. With 11 parameters on two
-    ranks the stack has 12: rank 0 computes the updates 0 to 5, rank 1 the others."""
+    A NorMuon optimizer's parameters have the same shape. Their gradients, updates and momentum lie
+    in stacks, padded with zeros so that the ranks can divide them equally. With 11 parameters on
+    two ranks the stack has 12, six for each rank."""
 
     def __init__(self, params, hp, world, rate):
         ((rows, columns),) = {p.shape for p in params.values()}
@@ -1068,7 +1069,7 @@ class NorMuon(Optimizer):
 
     def gather_state(self):
         for stack in self.state.values():
-            assert len(stack) == len(self.updates) and stack.ndim > 1, "state of another stack"
+            assert len(stack) == len(self.updates) and stack.ndim > 1, "not a padded stack"
             self.world.all_gather(stack).wait()
 
 def normuon_update(gradients: Tensor, momentum: Tensor, square: Tensor, beta: Tensor, beta2: float):
@@ -1090,9 +1091,8 @@ def normuon_update(gradients: Tensor, momentum: Tensor, square: Tensor, beta: Te
 def apply_updates(params: list, updates, lr: Tensor, decay: Tensor):
     for p, update in zip(params, updates):
         x = update.float()
-        p.sub_(lr * x + torch.where(x * p >= 0, decay * p, 0.0))
+        p.sub_(torch.where(x * p >= 0, decay * p, 0.0)).sub_(lr * x)
 
-# Five polynomials, each for the singular values that the one before it leaves.
 POLAR_EXPRESS = [
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -1106,8 +1106,8 @@ def polar_express(x: Tensor) -> Tensor:
     its singular values are near 1 (arXiv:2505.16932, 2025-09-29). A step multiplies the matrix by a
     polynomial in x x^T, which leaves U and V as they are and maps each singular value s to
     a s + b s^3 + c s^5. Muon's own Newton-Schulz iteration uses the same polynomial in every step.
-    Here each step has the one that is best after the steps before it. The slopes at zero multiply
-    to 990, so even tiny values reach 1 in five steps."""
+    Here each polynomial fits the singular values that the last one leaves. The slopes at zero
+    multiply to 990, so even tiny values come near 1 in five steps."""
     tall = x.size(1) > x.size(2)
     x = x.mT if tall else x
     x = x / (x.norm(dim=(1, 2), keepdim=True) * 1.02 + 1e-6)
@@ -1118,8 +1118,8 @@ def polar_express(x: Tensor) -> Tensor:
     return x.mT if tall else x
 
 def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> list[Optimizer]:
-    """Parameters of one rule and dtype share an optimizer. Those of a NorMuon optimizer also have
-    one shape."""
+    """Parameters with the same rule and dtype (for NorMuon also the same shape) share an
+    optimizer."""
     groups = {}
     for name, rule in find_rules(model).items():
         p = model.get_parameter(name)
@@ -1135,7 +1135,7 @@ def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> lis
 
 # ---- 7. Data ------------------------------------------------------------------------------------
 # A shard is a file: a header of 256 int32 (magic number, version, number of tokens, zeros), then
-# the tokens in uint16. Each document begins with the end-of-text token, which is vocab_size - 1.
+# the tokens as uint16. Each document begins with the end-of-text token, which is vocab_size - 1.
 
 SHARD_MAGIC = 20240520
 SHARD_HEADER_BYTES = 4 * 256
@@ -1143,7 +1143,7 @@ SHARD_HEADER_BYTES = 4 * 256
 class Shard(NamedTuple):
     path: str
     tokens: int
-    fingerprint: str  # a hash of samples from 65 places in the file, to detect changed data
+    fingerprint: str  # a hash of samples from some 65 places in the file, to detect changed data
 
 def find_shards(pattern: str) -> list[Shard]:
     """The shards that a glob matches, sorted by path."""
@@ -1160,23 +1160,23 @@ def find_shards(pattern: str) -> list[Shard]:
         places = [*range(0, len(data), max(4096, len(data) // 64)), max(0, len(data) - 4096)]
         sample = b"".join(data[at:at + 4096].tobytes() for at in places)
         shards.append(Shard(path, tokens, sha256(sample).hexdigest()[:16]))
-    require(shards, f"no file matches {pattern}: clone the repository, make shards there with "
+    require(shards, f"no file matches {pattern}: in a clone of the repository, make shards with "
             "./run.sh demo --check, ./run.sh fineweb or ./run.sh tokenize, and run this there")
     return shards
 
 def read_tokens(path: str, start: int, count: int, vocab_size: int) -> Tensor:
-    """Reads tokens [count] in uint16. With a GPU they lie in pinned memory, so that copies to the
+    """Reads `count` tokens as uint16. With a GPU they lie in pinned memory, so that copies to the
     GPU are asynchronous."""
     tokens = torch.empty(count, dtype=torch.uint16, pin_memory=torch.cuda.is_available())
     with open(path, "rb") as f:
         f.seek(SHARD_HEADER_BYTES + 2 * start)
-        require(f.readinto(tokens.numpy()) == tokens.nbytes, f"{path} has become shorter")
+        require(f.readinto(tokens.numpy()) == tokens.nbytes, f"{path} was truncated")
     largest = tokens.numpy().max(initial=0)  # torch would start threads, which slow training down
     require(largest < vocab_size, f"{path} holds the token {largest}, which is not below "
             f"--vocab_size={vocab_size}; in the repository, ./run.sh inspect says where")
     return tokens
 
-UNREAD = 0.02  # the largest share of the training tokens that may lie in shards without a step
+UNREAD = 0.02  # the largest share of training tokens in shards that are too small for a step
 
 def documents(shard: Shard, hp: Hyperparameters) -> Iterator[tuple[int, int]]:
     """Yields (begin, end) for each document of a shard, reading a megabyte of it at a time."""
@@ -1193,8 +1193,8 @@ def documents(shard: Shard, hp: Hyperparameters) -> Iterator[tuple[int, int]]:
 
 def next_pack(rest: Iterator[tuple[int, int]], length: int, longest: int) -> list | None:
     """A pack of `length` tokens: pieces (begin, end) of the next documents, each cut after its
-    first `longest` tokens, and the last one where the pack is full. What is cut off is not read
-    again, so that every piece begins where a document begins (2025-07-13). Returns None if the
+    first `longest` tokens, and the last one where the pack is full. What is cut off is never
+    used, so that every piece begins where a document begins (2025-07-13). Returns None if the
     shard ends before."""
     pack = []
     while length > 0:
@@ -1233,20 +1233,25 @@ def step_starts(shards: list[Shard], hp: Hyperparameters) -> Iterator[tuple[Shar
 
 def train_batches(shards: list[Shard], hp: Hyperparameters, world: World, first_step: int):
     """Yields the micro-batches of this rank for each step: a list of (inputs_T int32, targets_T
-    int64). Python does not wait for their copy to the GPU."""
+    int64). What the first steps have read is passed over at once, before the clock starts."""
+    steps = step_starts(shards, hp)
+    for _ in islice(steps, first_step):
+        pass
+    return (read_packs(shard, packs, hp, world) for shard, packs in steps)
+
+def read_packs(shard: Shard, packs: list, hp: Hyperparameters, world: World) -> list:
+    """Python does not wait for the copy of the tokens to the GPU."""
     count = hp.micro_batches // world.size
-    for step, (shard, packs) in islice(enumerate(step_starts(shards, hp)), first_step, None):
-        mine = packs[world.rank * count:(world.rank + 1) * count]
-        first, last = mine[0][0][0], mine[-1][-1][1]
-        text = read_tokens(shard.path, first, last - first, hp.vocab_size).numpy()
-        tokens = torch.empty(count, pack_len(step, hp) + 1, dtype=torch.uint16,
-                             pin_memory=torch.cuda.is_available())
-        for pack, row in zip(mine, tokens.numpy()):
-            np.concatenate([text[begin - first:end - first] for begin, end in pack], out=row)
-        # torch cannot compute with uint16, so the bits are read as int16. & 0xFFFF undoes the sign.
-        tokens = tokens.view(torch.int16).to(world.device, non_blocking=True)
-        tokens = tokens.to(torch.int32) & 0xFFFF
-        yield list(zip(tokens[:, :-1].contiguous(), tokens[:, 1:].to(torch.int64)))
+    mine = packs[world.rank * count:(world.rank + 1) * count]
+    first, last = mine[0][0][0], mine[-1][-1][1]
+    text = read_tokens(shard.path, first, last - first, hp.vocab_size).numpy()
+    length = sum(end - begin for begin, end in mine[0])
+    tokens = torch.empty(count, length, dtype=torch.uint16, pin_memory=torch.cuda.is_available())
+    for pack, row in zip(mine, tokens.numpy()):
+        np.concatenate([text[begin - first:end - first] for begin, end in pack], out=row)
+    # torch cannot compute with uint16, so the bits are read as int16. & 0xFFFF undoes the sign.
+    tokens = tokens.view(torch.int16).to(world.device, non_blocking=True).to(torch.int32) & 0xFFFF
+    return list(zip(tokens[:, :-1].contiguous(), tokens[:, 1:].to(torch.int64)))
 
 def load_validation(shards: list[Shard], hp: Hyperparameters, world: World) -> list:
     """The validation sequences of this rank. Together the ranks predict val_tokens tokens, starting
@@ -1269,8 +1274,8 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
     """Takes one training step on this rank's micro-batches. Returns the mean loss over all ranks,
     as a tensor, so that Python need not wait for the GPU. It counts the further targets too.
 
-    The gradient is that of the record: losses are summed over the tokens of a pack, and averaged
-    over the packs of a step. So larger packs have larger gradients."""
+    As in the record, losses are summed over the tokens of a pack, and averaged over the packs of a
+    step. So larger packs have larger gradients, but Adam and NorMuon ignore their scale."""
     schedule = schedule_tensors(step, hp, world.device)
     total_loss = torch.zeros((), dtype=torch.float64, device=world.device)
     for inputs_T, targets_T in batches:
@@ -1300,9 +1305,9 @@ def evaluate(model, sequences: list, step: int, hp: Hyperparameters, world: Worl
     return loss / targets
 
 def gather_training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict:
-    """Everything on which further training depends: {"model": {name: tensor}, "Muon momentum":
-    ...}. These are the live tensors, whole on every rank. If your method remembers something else
-    from step to step, add it here."""
+    """All tensors on which further training depends: {"model": {name: tensor}, "Muon momentum":
+    ...}. These are the live tensors, whole and (except gradients) equal on every rank. If your
+    method remembers tensors outside of modules and optimizers, add them here."""
     state = {"model": dict(model.state_dict())}
     for optimizer in optimizers:
         optimizer.gather_state()
@@ -1330,11 +1335,11 @@ def load_training_state(saved: dict | None, model: nn.Module, optimizers: list, 
                 tensor.zero_()  # gradients are summed over the ranks later
 
 def warm_up(model, optimizers, shards: list[Shard], hp: Hyperparameters, world: World):
-    """Runs a validation, and two training steps for each stage, on random tokens before the clock
-    starts, and undoes them. This compiles all code and allocates the memory: stages have packs of
-    different lengths, and Adam updates in one of two steps. On a GPU, compiling anything afterwards
-    raises an error, because it would count as training time. If your method runs different code at
-    some steps, run that code here once too.
+    """Runs a validation, and two training steps with the packs of each stage, on random tokens
+    before the clock starts, and undoes them. This compiles all code and allocates the memory: packs
+    have different lengths, and Adam updates every other step. On a GPU, compiling anything
+    afterwards raises an error, because it would count as training time. If your method runs
+    different code at some steps, run that code here once too.
 
     Undoing the steps also makes the weights of all ranks equal to those of rank 0."""
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
@@ -1348,11 +1353,11 @@ def warm_up(model, optimizers, shards: list[Shard], hp: Hyperparameters, world: 
         batches = tree_map(lambda x: x.random_(hp.vocab_size), read[:1])
         model.zero_grad(set_to_none=True)
         loss = model(*batches[0], schedule_tensors(start, hp, world.device))
-        (loss / hp.micro_batches).backward()  # so that train_step finds gradients, and adds to them
+        (loss / hp.micro_batches).backward()  # so that train_step accumulates too
         unused = [name for name, p in model.named_parameters()
                   if p.requires_grad and p.grad is None]
         require(not unused, f"no gradient reaches {', '.join(unused)}: use, freeze or remove it")
-        for step in (start, start + 1):
+        for step in (0, hp.num_iterations | 1):  # an even and an odd one
             train_step(model, batches, optimizers, step, hp, world).to("cpu", non_blocking=True)
     load_training_state(before, model, optimizers, world)
     if world.device.type == "cuda":
@@ -1364,7 +1369,7 @@ def warm_up(model, optimizers, shards: list[Shard], hp: Hyperparameters, world: 
 # ---- 9. The run ---------------------------------------------------------------------------------
 
 def main(argv: list[str]):
-    # What to do. Rank 0 makes a plan for all ranks; with --check, they do not connect.
+    # What to do. Rank 0 plans for all ranks; with --check, each plans alone.
     require(torch.__version__ >= (2, 9, 1), f"torch {torch.__version__}: install 2.9.1 or newer")
     script = SOURCE or Path(__file__).read_text(encoding="utf-8")
     hp, command = parse_flags(argv)
@@ -1406,7 +1411,7 @@ def main(argv: list[str]):
         log.write("\n".join(f"{type(each).__name__}, lr {each.peak_lr}: {', '.join(each.params)}"
                             for each in optimizers), console=False)
 
-        # Before the clock starts. Unlike torch.compile(model), this keeps the parameters' names.
+        # Before the clock starts. model.compile, unlike torch.compile, keeps the parameters' names.
         if compiles:
             model.compile(dynamic=False, fullgraph=True)
         batches_of_steps = train_batches(plan.train_shards, hp, world, plan.first_step)
@@ -1430,7 +1435,6 @@ def main(argv: list[str]):
                     log.write_loss("train_loss", done, hp, value, seconds)
                 val_loss = evaluate(model, val_sequences, step, hp, world)
                 log.write_loss("val_loss", step, hp, val_loss, clock.seconds)
-                # write_loss has made sure that the loss is finite.
                 if save_due and step > plan.first_step:
                     save_worked = save_checkpoint(step, clock.seconds, model, optimizers, plan, log,
                                                   warn=save_worked or last)
@@ -1460,13 +1464,14 @@ def world_of_this_process() -> World:
     rank, local_rank, size = (int(os.environ.get(name, default)) for name, default in
                               (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
     require("WORLD_SIZE" in os.environ or os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1",
-            "these processes do not know about each other: let srun start torchrun, once a node")
+            "these processes do not know about each other: let srun start torchrun, once per node")
     if not torch.cuda.is_available():
-        # One thread, as torchrun sets for several ranks
+        # One thread, which is torchrun's own default for several ranks
         torch.set_num_threads(torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1)
         return World(rank, size, torch.device("cpu"))
     require(local_rank < torch.cuda.device_count(), "start at most one process per GPU")
-    # The compiler starts processes of up to a gigabyte each: at most 32 per rank and one per core.
+    # The compiler's processes take up to a gigabyte each, so they are limited to one per core and
+    # 32 per rank.
     share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, min(32, share))))
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF",  # torch 2.9 knows only this name
@@ -1546,7 +1551,7 @@ def check_settings(hp: Hyperparameters, world_size: int):
             f"{hp.layers}: give one layer no attention (.), after layer --skip_from={hp.skip_from}")
     require(hp.back_from < len(hp.layers), "--back_from is no layer; the first is layer 0")
     require(hp.micro_batches % world_size == 0, f"{world_size} ranks cannot share "
-            f"{hp.micro_batches} micro-batches equally: start a number that divides them")
+            f"{hp.micro_batches} micro-batches equally: start a number of ranks that divides them")
 
 def check_stages(hp: Hyperparameters):
     """Checks the settings that have a number for each stage."""
@@ -1569,7 +1574,7 @@ def check_stages(hp: Hyperparameters):
 
 def resolve(hp: Hyperparameters, device: torch.device) -> Hyperparameters:
     """Decides what `auto` and a seed of -1 stand for, and whether FP8 is possible. A resumed run
-    keeps them, except FP8 on a GPU without it."""
+    keeps these decisions, but turns FP8 off where the GPU lacks it."""
     cuda = device.type == "cuda"
     has_fp8 = cuda and torch.cuda.get_device_capability(device) >= (8, 9)
     fast_bf16 = (torch.cuda.is_bf16_supported(including_emulation=False) if cuda else
@@ -1582,7 +1587,7 @@ def resolve(hp: Hyperparameters, device: torch.device) -> Hyperparameters:
 
 @dataclass
 class Plan:
-    """What a run will do, as rank 0 has checked it."""
+    """What a run will do, as checked by rank 0."""
     hp: Hyperparameters
     script: str  # the text of this file
     train_shards: list[Shard]
@@ -1601,7 +1606,7 @@ def make_plan(hp: Hyperparameters, command, script: str, world: World, saved: di
     """Checks the settings, the checkpoint's settings and the data. A resumed run has the settings
     of its checkpoint, except those that the command line names. Raises UserError."""
     if saved:
-        # Otherwise a setting that neither the checkpoint nor the flags name would get a default.
+        # Without this check, a setting that the checkpoint and the flags lack would get a default.
         own = {f.name for f in fields(Hyperparameters)}
         given = saved["settings"].keys() | command.named.keys()
         require(own == given, f"--resume: {sorted(own ^ given)} are only in the script or only in "
@@ -1618,7 +1623,7 @@ def make_plan(hp: Hyperparameters, command, script: str, world: World, saved: di
     available = sum(shard.tokens for shard in val_shards) - 1  # the first token is not predicted
     hp = replace(hp, val_tokens=hp.val_tokens or available)
     require(0 < hp.val_tokens <= available, f"--val_files={hp.val_files} has {available} tokens to "
-            f"predict, not {hp.val_tokens}: add shards, or lower --val_tokens (0 takes all)")
+            f"predict, not {hp.val_tokens}: add shards, or lower --val_tokens (0 uses all)")
     steps = sum(1 for _ in islice(step_starts(train_shards, hp), hp.num_iterations))
     require(steps == hp.num_iterations, f"--train_files={hp.train_files} suffices for {steps} "
             f"steps, not {hp.num_iterations}: add shards, raise --epochs or lower --num_iterations")
@@ -1631,7 +1636,11 @@ def make_plan(hp: Hyperparameters, command, script: str, world: World, saved: di
         plan = replace(plan, first_step=(done := saved["step"]), seconds=saved["seconds"])
         require(done <= hp.num_iterations, f"the run has already done {done} steps")
         require(plan.data_read(done) == saved["data_read"], "--resume: do not change "
-                "micro_batches, train_seq_len, the shards already read, or how they are read")
+                "micro_batches, train_seq_len, num_iterations, extension_frac, pack_shares, "
+                "doc_lens, the shards already read, or how they are read")
+        before = Hyperparameters(**saved["settings"])
+        require((done > untie_step(hp)) == (done > untie_step(before)), "--resume: do not move "
+                f"--untie_stage to the other side of step {done}")
     return plan
 
 def notices(plan: Plan, saved: dict | None, world: World) -> Iterator[str]:
@@ -1707,7 +1716,7 @@ class RunLog:
         require(math.isfinite(loss), f"step {done}: {kind} is {loss}; try lower learning rates")
 
 def environment(plan: Plan, world: World) -> list[str]:
-    """Describes machine, software and data in lines `key: value`."""
+    """Machine, software and data in lines `key: value`."""
     cpu = cpu_info()
     units = re.findall(r"\b(?:avx2|avx512f|avx512_bf16|amx_bf16)\b", cpu.get("flags", ""))
     model = cpu.get("model name", platform.processor())
@@ -1800,7 +1809,7 @@ def read_checkpoint(path: Path) -> dict:
 
 def save_checkpoint(done: int, seconds: float, model, optimizers, plan: Plan, log, warn) -> bool:
     """Saves what a run needs to continue, on any number of ranks, and keeps the two newest files. A
-    file gets its name when it is complete. Returns whether saving worked."""
+    file gets its name when it is complete. Returns whether this worked."""
     state = gather_training_state(model, optimizers)
     if log.file is None:  # only rank 0 saves
         return True
