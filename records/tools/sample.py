@@ -187,9 +187,8 @@ def features(trained: Trained, tokens: list[int]) -> Tensor:
     model, hp, script = trained
     device = model.embed.weight.device
     padded = tokens + [hp.vocab_size - 1] * (-len(tokens) % script.BLOCK)
-    window = script.window_tokens(hp.num_iterations, hp)
     return model.features(torch.tensor(padded, dtype=torch.int32, device=device),
-                          torch.tensor(window, dtype=torch.int32, device=device))
+                          script.window_tensor(hp.num_iterations, hp, device))
 
 @torch.no_grad()
 def generate(trained: Trained, tokens: list[int], temperature: float = 0.8, top_k: int = 50,
