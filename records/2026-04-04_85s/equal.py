@@ -14,6 +14,7 @@ import sys
 import tempfile
 import textwrap
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -117,60 +118,51 @@ def between(text: str, first: str, last: str) -> str:
 
 ONE_RANK = SimpleNamespace(get_world_size=lambda: 1, is_initialized=lambda: False)
 
-class Record:
-    """The record's functions and classes, as `module`, and the lines of its main program that train
-    a step and that validate, as `train` and `validate`."""
+def load_record(path: str):
+    """The record's functions and classes as a module, with its kernels. The lines of its main
+    program that compute the gradients of a step, and that validate, are two functions of it."""
+    source = Path(path).read_text().split("\n" + "=" * 100)[0]
+    main, kernels = re.split("\n-{40}\n# triton_kernels.py\n-{40}\n", source)
+    functions = "import os, sys, copy\n" + between(main, "import copy\n", "# int main")
+    functions, kernels = changed(functions + "\0" + kernels, CHANGES).split("\0")
+    # Triton reads its kernels in their file.
+    (FOLDER / "record_2026.py").write_text(functions)
+    (FOLDER / "triton_kernels.py").write_text(kernels)
+    flash = SimpleNamespace(flash_attn_varlen_func=attention)
+    sys.modules["kernels"] = SimpleNamespace(
+        get_kernel=lambda name: SimpleNamespace(flash_attn_interface=flash))
+    torch.cuda._compile_kernel = compile_kernel
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
+    torch._scaled_mm = scaled_mm
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    import record_2026
+    record_2026.dist = ONE_RANK
+    for name, first, last in (
+            ("compute_gradients", "TRAINING SECTION -----------------", "training_manager.step_"),
+            ("validate", "ms += 1000 * (time.perf_counter() - t0)\n", "del val_loader")):
+        code = compile(textwrap.dedent(between(main, first, last)), name, "exec")
+        setattr(record_2026, name, partial(exec, code, vars(record_2026)))
+    record_2026.source = main
+    return record_2026
 
-    def __init__(self, path: str):
-        source = Path(path).read_text().split("\n" + "=" * 100)[0]
-        self.main, kernels = re.split("\n-{40}\n# triton_kernels.py\n-{40}\n", source)
-        texts = "import os, sys, copy\n" + between(self.main, "import copy\n", "# int main"), kernels
-        functions, kernels = changed("\0".join(texts), CHANGES).split("\0")
-        # Triton reads its kernels in their file.
-        (FOLDER / "record_2026.py").write_text(functions)
-        (FOLDER / "triton_kernels.py").write_text(kernels)
-        flash = SimpleNamespace(flash_attn_varlen_func=attention)
-        sys.modules["kernels"] = SimpleNamespace(
-            get_kernel=lambda name: SimpleNamespace(flash_attn_interface=flash))
-        torch.cuda._compile_kernel = compile_kernel
-        torch.cuda.get_device_properties = lambda d: SimpleNamespace(multi_processor_count=132)
-        torch._scaled_mm = scaled_mm
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-        import record_2026
-        import triton_kernels
-        self.module, self.kernels = record_2026, triton_kernels
-        self.module.dist = ONE_RANK
-        self.train = self.lines("# --------------- TRAINING SECTION -----------------", "# logging")
-        self.validate = self.lines("ms += 1000 * (time.perf_counter() - t0)\n", "del val_loader")
+def small_manager(record, packs=(), cuts=()):
+    """A TrainingManager with a small model. With packs, each stage has three steps."""
+    for stage, pack, cut in zip(record.TRAINING_STAGES, packs, cuts):
+        stage.batch_size, stage.train_max_seq_len = 8 * pack, cut
+    if packs:
+        record.training_schedule = record.TrainingSchedule(record.TRAINING_STAGES, 9, 3, 0.6)
+    return record.TrainingManager(record.GPT(636, 11, 6, 16, 96, max_seq_len=512))
 
-    def lines(self, first: str, last: str):
-        code = textwrap.dedent(between(self.main, first, last))
-        return lambda: exec(code, vars(self.module))
-
-    def manager(self, packs=(), cuts=()):
-        """A TrainingManager with a small model. With packs, each stage has three steps."""
-        module = self.module
-        for stage, pack, cut in zip(module.TRAINING_STAGES, packs, cuts):
-            stage.batch_size, stage.train_max_seq_len = 8 * pack, cut
-        if packs:
-            module.training_schedule = module.TrainingSchedule(module.TRAINING_STAGES, 9, 3,
-                                                               cooldown_frac=0.6)
-        return module.TrainingManager(module.GPT(636, 11, 6, 16, 96, max_seq_len=512))
-
-class EightRanks:
+def eight_ranks(record, *arguments):
     """The record's training loader, as its eight ranks call it one after another."""
-
-    def __init__(self, module, *arguments):
-        self.module, self.turn = module, 0
-        self.loaders = [module.distributed_data_generator(*arguments) for _ in range(8)]
-
-    def send(self, new):
-        rank, self.turn = self.turn % 8, self.turn + 1
-        self.module.dist = SimpleNamespace(get_rank=lambda: rank, get_world_size=lambda: 8,
-                                           is_initialized=lambda: True)
-        batch = self.loaders[rank].send(new and (*new[:2], 1))
-        self.module.dist = ONE_RANK
-        return batch
+    loaders, new = [record.distributed_data_generator(*arguments) for _ in range(8)], None
+    while True:
+        for rank, loader in enumerate(loaders):
+            record.dist = SimpleNamespace(get_rank=lambda: rank, get_world_size=lambda: 8,
+                                          is_initialized=lambda: True)
+            batch = loader.send(new and (*new[:2], 1))
+            record.dist = ONE_RANK
+            new = yield batch
 
 # ---- What is compared ---------------------------------------------------------------------------
 
@@ -186,7 +178,8 @@ def differ(part: str, what: str, ours, theirs, most=0.0):
     if not error <= row[0]:  # also where it is not a number
         row[0] = error
 
-def compare_kernels(record: Record):
+def compare_kernels(record):
+    import triton_kernels as kernels
     square, tall = torch.randn(2, 160, 160), torch.randn(3, 200, 96)
     a, b = torch.randn(300, 96), torch.randn(400, 96)
     for name, *arguments, shape in (
@@ -194,26 +187,24 @@ def compare_kernels(record: Record):
             ("XTX", a, (96, 96)), ("ba_plus_cAA", square + square.mT, 0.7, -0.3, square.shape),
             ("linear_relu_square", a, b, None),
             ("linear_relu_square", a, b, torch.randn(300, 400), None)):
-        results = []
-        for function in (STAND_INS[name], getattr(record.kernels, name)):
-            out = [torch.empty(shape)] if shape else []
-            returned = function(*arguments, *out)
-            results.append(returned if isinstance(returned, tuple) else (returned,))
-        for ours, theirs in zip(*results):
-            differ("stand-ins for kernels", f"{name}, in Triton's interpreter", ours, theirs, 1e-12)
-        vars(record.kernels)[name] = vars(record.module)[name] = STAND_INS[name]
+        found = []
+        for kernel in (STAND_INS[name], getattr(kernels, name)):
+            result = kernel(*arguments, *([torch.empty(shape)] if shape else []))
+            found.append(torch.cat(result) if isinstance(result, tuple) else result)
+        differ("stand-ins for kernels", f"{name}, in Triton's interpreter", *found, 1e-12)
+    for name, function in STAND_INS.items():
+        vars(kernels)[name] = vars(record)[name] = function
 
-def compare_mantissa(record: Record):
+def compare_mantissa(record):
     """In float32, before main replaces Tensor.float. The record keeps the upper 16 bits of a weight
     apart from the lower ones, and computes with the upper ones only."""
-    name = "_cautious_wd_and_update_inplace"
-    text = textwrap.dedent(between(record.main, "dynamic=False, fullgraph=True)\n    def " + name,
-                                   "    @staticmethod"))
+    text = between(record.source, "    def _cautious_wd_and_update_inplace", "    @staticmethod")
     # CPUs cannot shift uint32. The bits are the same.
-    exec("def update" + text.replace("torch.uint32", "torch.int32"), space := {"torch": torch})
+    text = textwrap.dedent("    def update" + text).replace("torch.uint32", "torch.int32")
+    exec(text, space := {"torch": torch})
     p, rest = torch.randn(200, 100).bfloat16(), torch.zeros(200, 100, dtype=torch.uint16)
     ours, lr, decay = p.float(), *torch.tensor((0.0123, 0.0321), dtype=torch.float32)
-    for step in range(100):
+    for _ in range(100):
         x = (torch.randn(200, 100) * (torch.rand(200, 100) > 0.1)).bfloat16()
         space["update"](p.view(torch.uint16), rest, x, decay, lr)
         train_gpt.apply_updates([ours], [x], lr, decay * lr)
@@ -222,32 +213,32 @@ def compare_mantissa(record: Record):
     differ(part, "float32", ours, whole, 1e-6)
     differ(part, "bfloat16, rounded here and truncated there", ours.bfloat16(), p, 2**-7)
 
-def compare_schedules(record: Record):
-    part, hp, module = "schedules, steps 0 to 1490", PRESETS["speedrun"], record.module
-    manager = record.manager()
-    yarns = module.Yarn(128, 4), module.Yarn(128, 4, paired=True)
+def compare_schedules(record):
+    part, hp, manager = "schedules, steps 0 to 1490", PRESETS["speedrun"], small_manager(record)
+    yarns = record.Yarn(128, 4), record.Yarn(128, 4, paired=True)
     manager.model = SimpleNamespace(yarn=yarns[0], yarn_paired_head=yarns[1])
-    differ(part, "number of steps", hp.num_iterations, module.training_schedule.total_steps)
+    differ(part, "number of steps", hp.num_iterations, record.training_schedule.total_steps)
     differ(part, "step of the untying", train_gpt.untie_step(hp), manager.split_step)
     for step in range(1491):
         manager.advance_schedule(step)
         if step == 1490:
             manager.apply_final_ws_ext()
-        else:
-            differ(part, "learning rates", train_gpt.lr_factor(step, hp),
-                   module.training_schedule.get_lr(step))
-            differ(part, "Muon's momentum", train_gpt.muon_momentum(step, hp),
-                   module.get_muon_momentum(step))
         theirs = manager.get_forward_args()
-        differ(part, "windows", train_gpt.window_sizes(step, hp), (theirs.ws_short, theirs.ws_long))
-        differ(part, "tokens of a step", 8 * train_gpt.pack_len(step, hp), manager.batch_size)
-        differ(part, "cut of documents", train_gpt.doc_len(step, hp), theirs.train_max_seq_len)
-        differ(part, "weights of the targets", train_gpt.target_weights(step, hp),
-               [*theirs.mtp_weights.tolist(), 0.0, 0.0][:3])
+        weights = [*theirs.mtp_weights.tolist(), 0.0, 0.0][:3]
         frequencies, scale = train_gpt.rotary_state(train_gpt.stage_of(step, hp)[0], hp)
-        for yarn in yarns:
-            differ(part, "YaRN's frequencies", frequencies, yarn.angular_freq[:64:2])
-            differ(part, "scale of attention", scale, yarn.attn_scale)
+        for what, mine, its in (
+                ("windows", train_gpt.window_sizes(step, hp), (theirs.ws_short, theirs.ws_long)),
+                ("tokens of a step", 8 * train_gpt.pack_len(step, hp), manager.batch_size),
+                ("cut of documents", train_gpt.doc_len(step, hp), theirs.train_max_seq_len),
+                ("weights of the targets", train_gpt.target_weights(step, hp), weights),
+                ("learning rates", train_gpt.lr_factor(step, hp),
+                 record.training_schedule.get_lr(step)),
+                ("Muon's momentum", train_gpt.muon_momentum(step, hp),
+                 record.get_muon_momentum(step)),
+                ("YaRN's frequencies", frequencies, yarns[0].angular_freq[:64:2]),
+                ("YaRN's frequencies", frequencies, yarns[1].angular_freq[:64:2]),
+                ("scale of attention", 2 * [scale], [yarn.attn_scale for yarn in yarns])):
+            differ(part, what, mine, its)
 
 def write_text(name: str, lengths, bos: int, shard_size: int) -> str:
     """Shards of documents of these lengths, divided anywhere. Returns their pattern."""
@@ -257,14 +248,14 @@ def write_text(name: str, lengths, bos: int, shard_size: int) -> str:
     write_shards([tokens.astype("<u2")], FOLDER / name, 0, shard_size)
     return f"{FOLDER}/{name}_*.bin"
 
-def compare_loader(record: Record):
+def compare_loader(record):
     """Packs of full size across all stages, by our loader on one rank and on each of eight."""
     lengths = np.random.default_rng(0).lognormal(6, 1.04, size=12000)
     lengths[:40] = 512  # so that 32 documents end where a pack does
     files = write_text("full", lengths, 50256, 1_200_000)
     hp = replace(PRESETS["speedrun"], num_iterations=12, extension_frac=0.25, train_files=files)
-    manager = record.manager((16384, 32768, 49152, 49152), (896, 2048, 2048, 2048))
-    shards, theirs = train_gpt.find_shards(files), EightRanks(record.module, files, 8 * 16384, 896)
+    manager = small_manager(record, (16384, 32768, 49152, 49152), (896, 2048, 2048, 2048))
+    shards, theirs = train_gpt.find_shards(files), eight_ranks(record, files, 8 * 16384, 896)
     ours = [train_gpt.train_batches(shards, hp, World(rank, size, CPU), 0)
             for rank, size in ((0, 1), *((rank, 8) for rank in range(8)))]
     read = {shard.path for (shard, _), _ in zip(train_gpt.step_starts(shards, hp), range(12))}
@@ -303,11 +294,11 @@ def by_our_names(x: dict) -> dict:
             ours[f"layers.{i}.attn.scales"] = scalars[2 * i:2 * i + 2]
     return ours
 
-def compare_training(record: Record):
+def compare_training(record):
     """Twelve steps of small models from the record's start, each with its own loader. Then the loss
     of a validation, and the gradient of one of its sequences."""
-    part, module, args = "training, 12 steps", record.module, record.module.args
-    module.BOS_ID, args.bigram_vocab_size = 635, 5 * 640
+    part, args, world = "training, 12 steps", record.args, World(0, 1, CPU)
+    record.BOS_ID, args.bigram_vocab_size = 635, 5 * 640
     args.val_tokens = args.val_batch_size = 8 * 256
     lengths = np.random.default_rng(0).lognormal(3.4, 0.9, size=2000)
     args.train_files, args.val_files = (write_text(name, lengths, 635, 30000)
@@ -318,65 +309,59 @@ def compare_training(record: Record):
         short_windows="8,24,40,48", long_windows="24,56,88,104", final_window=160,
         num_iterations=12, extension_frac=0.25, val_seq_len=256, val_tokens=2048,
         train_files=args.train_files, val_files=args.val_files)
-    manager = module.training_manager = record.manager((128, 256, 384, 384), (56, 100, 100, 100))
+    manager = record.training_manager = small_manager(record, (128, 256, 384, 384),
+                                                      (56, 100, 100, 100))
     manager.block_size = 8
-    module.train_loader = EightRanks(module, args.train_files, 8 * 128, 56)
-    theirs, ours = manager.model, train_gpt.GPT(hp, torch.float64, flex=False).double()
-    module.model, parameters = theirs, dict(ours.named_parameters())
+    record.train_loader = eight_ranks(record, args.train_files, 8 * 128, 56)
+    theirs = record.model = manager.model
+    ours = train_gpt.GPT(hp, torch.float64, flex=False).double()
 
-    def recorded(of) -> dict:
-        return by_our_names({p.label: of(p) for p in theirs.parameters()})
+    def pairs(of) -> list:
+        """(name, ours, theirs) for each parameter, or for its gradient."""
+        wanted = by_our_names({p.label: of(p) for p in theirs.parameters()})
+        found = {name: of(p) for name, p in ours.named_parameters()}
+        assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
+        return [(name, x, wanted[name].view(x.shape)) for name, x in found.items()]
+
+    def compare(what, of):
+        scales = [(x.flatten(), y.flatten()) for name, x, y in pairs(of) if "scale" in name]
+        differ(part, what, *map(torch.cat, zip(*scales)), 1e-9)  # one tensor in the record
+        for name, x, y in pairs(of):
+            if "scale" not in name:
+                differ(part, what, x, y, 1e-9)
 
     def gradient(p):
-        return torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        return torch.zeros_like(p) if p.grad is None else p.grad
 
-    def compare(part, what, found, wanted):
-        assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
-        scales = [name for name in found if "scale" in name]  # one tensor in the record
-        for names in (scales, *([name] for name in found if name not in scales)):
-            differ(part, what, *(torch.cat([x[name].flatten() for name in names])
-                                 for x in (found, wanted)), 1e-9)
-
-    with torch.no_grad():
-        for name, p in recorded(torch.clone).items():
-            parameters[name].copy_(p.view(parameters[name].shape))
-    start, gradients, losses = {name: p.clone() for name, p in parameters.items()}, {}, []
-    theirs.register_forward_hook(lambda module, inputs, loss: losses.append(loss.detach().sum()))
-    note = SimpleNamespace(update=abs, finish=abs, begin=lambda step: gradients.update(
-        {name: gradient(p) for name, p in parameters.items()}))
-    plain_step = manager.optimizer.step
-
-    def step_after_comparing(do_adam):
-        compare(part, "each gradient", gradients, recorded(gradient))
-        plain_step(do_adam)
-    manager.optimizer.step = step_after_comparing
-    world = World(0, 1, CPU)
-    optimizers = [note, *train_gpt.build_optimizers(ours, hp, world)]
+    for _, x, y in pairs(torch.detach):
+        x.copy_(y)
+    losses = []
+    theirs.register_forward_hook(lambda model, inputs, loss: losses.append(loss.detach().sum()))
+    optimizers = train_gpt.build_optimizers(ours, hp, world)
     batches = train_gpt.train_batches(train_gpt.find_shards(hp.train_files), hp, world, 0)
-    for module.step in range(12):
-        loss = train_gpt.train_step(ours, next(batches), optimizers, module.step, hp, world)
+    for step in range(12):
+        loss = train_gpt.train_step(ours, next(batches), [], step, hp, world)  # only gradients
+        manager.advance_schedule(step)
+        record.step = step
         losses.clear()
-        manager.advance_schedule(module.step)
-        record.train()
-        tokens = 8 * train_gpt.pack_len(module.step, hp)
-        differ(part, "loss", loss * tokens, sum(losses), 1e-9)
-        compare(part, "each weight", parameters, recorded(torch.clone))
-    still = [name for name, p in parameters.items() if torch.equal(p, start[name])]
-    assert not still, f"{still} have not moved"
+        record.compute_gradients()
+        differ(part, "loss", loss * 8 * train_gpt.pack_len(step, hp), sum(losses), 1e-9)
+        compare("each gradient", gradient)
+        train_gpt.train_step(ours, [], optimizers, step, hp, world)
+        manager.step_optimizers(step)
+        compare("each weight", torch.detach)
 
     part = "validation after them, at the last windows"
     manager.advance_schedule(12)
     manager.apply_final_ws_ext()
     record.validate()
     sequences = train_gpt.load_validation(train_gpt.find_shards(hp.val_files), hp, world)
-    differ(part, "loss", train_gpt.evaluate(ours, sequences, 12, hp, world), module.val_loss, 1e-9)
-    inputs, targets, *others = next(module.distributed_data_generator(
+    differ(part, "loss", train_gpt.evaluate(ours, sequences, 12, hp, world), record.val_loss, 1e-9)
+    inputs, targets, *others = next(record.distributed_data_generator(
         args.val_files, args.val_batch_size, -1, 8, align_to_bos=False))
     theirs.eval()(inputs, targets, *others[:2], manager.get_forward_args()).sum().backward()
-    ours.zero_grad()
     ours.eval()(inputs, targets, train_gpt.schedule_tensors(12, hp, CPU)).backward()
-    compare(part, "each gradient", {name: gradient(p) for name, p in parameters.items()},
-            recorded(gradient))
+    compare("each gradient", gradient)
 
 def definitions(text: str) -> dict:
     """{name of a function or class: its text}"""
@@ -399,7 +384,7 @@ def compare_definitions():
 def main():
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
-    record = Record(sys.argv[1])
+    record = load_record(sys.argv[1])
     compare_mantissa(record)
     torch.Tensor.float = torch.Tensor.double  # what both compute in float32
     for compare in (compare_kernels, compare_schedules, compare_loader, compare_training):
