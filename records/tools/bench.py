@@ -182,7 +182,7 @@ def run_script(path: Path, steps: int, flags: list[str], meter: Meter):
              "--val_tokens=0", f"--num_iterations={steps}", "--epochs=1000", "--val_loss_every=0",
              "--save_every=0", f"--records={here}"]
     hp, _ = script.parse_flags(flags)
-    meter.found["tokens"] = hp.micro_batches * hp.train_seq_len
+    meter.found["tokens"] = script.tokens_seen(steps, hp) // steps
     write_documents("train.bin", (steps + 1) * meter.found["tokens"], hp.vocab_size)
     write_documents("val.bin", hp.val_seq_len + 1, hp.vocab_size)
 
