@@ -82,9 +82,9 @@ def compile_kernel(source: str, name: str, **options):
     launch = ctypes.CDLL(str(FOLDER / "kernel.so")).launch
 
     def kernel(grid, block, arguments, shared_mem):
-        tensors, (rows, predict, *numbers) = arguments[:5], arguments[5:]
-        launch(rows, predict, *(ctypes.c_void_p(x.data_ptr()) for x in tensors),
-               *map(ctypes.c_double, numbers))
+        tensors = *arguments[:5], torch.tensor(arguments[7:])
+        *pointers, numbers = (ctypes.c_void_p(x.data_ptr()) for x in tensors)
+        launch(*pointers, *arguments[5:7], numbers)
     kernel.set_shared_memory_config = lambda size: None
     return kernel
 
@@ -98,18 +98,13 @@ def attention(q, k, v, cu_seqlens_q, window_size, softmax_scale, **others):
     weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, v).contiguous()
 
-def scaled_mm(a, b, scale_a, scale_b, **options):
-    return a @ b * scale_a * scale_b
-
-def linear_relu_square(a, b, aux=None):
-    c = a @ b.T
-    return (c, c.relu().square()) if aux is None else 2 * c * aux.relu()
-
-# Triton's interpreter would take half an hour for these.
+# Triton's interpreter would take half an hour for these in twelve steps.
 STAND_INS = dict(
-    linear_relu_square=linear_relu_square, XXT=lambda A, out: out.copy_(A @ A.mT),
+    XXT=lambda A, out: out.copy_(A @ A.mT),
     XTX=lambda A, out: out.copy_(A.mT @ A),
-    ba_plus_cAA=lambda A, alpha, beta, out: out.copy_(beta * A + alpha * A @ A.mT))
+    ba_plus_cAA=lambda A, alpha, beta, out: out.copy_(beta * A + alpha * A @ A.mT),
+    linear_relu_square=lambda a, b, aux=None: 2 * (a @ b.T) * aux.relu() if aux is not None else (
+        a @ b.T, (a @ b.T).relu().square()))
 
 def between(text: str, first: str, last: str) -> str:
     """The text from the end of the one to the next of the other."""
@@ -133,7 +128,7 @@ def load_record(path: str):
         get_kernel=lambda name: SimpleNamespace(flash_attn_interface=flash))
     torch.cuda._compile_kernel = compile_kernel
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
-    torch._scaled_mm = scaled_mm
+    torch._scaled_mm = lambda a, b, scale_a, scale_b, **options: a @ b * scale_a * scale_b
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     import record_2026
     record_2026.dist = ONE_RANK
@@ -196,8 +191,8 @@ def compare_kernels(record):
         vars(kernels)[name] = vars(record)[name] = function
 
 def compare_mantissa(record):
-    """In float32, before main replaces Tensor.float. The record keeps the upper 16 bits of a weight
-    apart from the lower ones, and computes with the upper ones only."""
+    """In float32, before main replaces Tensor.float. The record keeps the upper and the lower 16
+    bits of a weight apart, and the model knows only the upper ones."""
     text = between(record.source, "    def _cautious_wd_and_update_inplace", "    @staticmethod")
     # CPUs cannot shift uint32. The bits are the same.
     text = textwrap.dedent("    def update" + text).replace("torch.uint32", "torch.int32")
@@ -274,24 +269,22 @@ def compare_loader(record):
 
 def by_our_names(x: dict) -> dict:
     """Tensors of the record, by its labels, as views by our names."""
-    scalars = x["scalars"]
-    ours = {"embed.weight": x["embed"], "lm_head.weight": x["lm_head"].T,
-            "bigram_embed.weight": x["bigram_embed"], "smear_gate": x["smear_gate"],
-            "skip_gate": x["skip_gate"], "x0_add": x["x0_lambdas"],
-            "bigram_add": x["bigram_lambdas"], "attn_keep": x["resid_lambdas"][:, 0],
-            "mlp_keep": x["resid_lambdas"][:, 1], "attn_add": x["post_lambdas"][:, 0],
-            "mlp_add": x["post_lambdas"][:, 1], "smear_scale": scalars[22],
-            "back_scale": scalars[23], "skip_scale": scalars[24]}
+    ours = {name: x[name] for name in ("smear_gate", "skip_gate")}
+    ours |= {f"{name}.weight": x[name] for name in ("embed", "bigram_embed")}
+    ours |= {"lm_head.weight": x["lm_head"].T, "x0_add": x["x0_lambdas"]}
+    ours |= zip(("attn_keep", "mlp_keep"), x["resid_lambdas"].T)
+    ours |= zip(("attn_add", "mlp_add", "bigram_add"), (*x["post_lambdas"].T, x["bigram_lambdas"]))
+    ours |= zip(("smear_scale", "back_scale", "skip_scale"), x["scalars"][22:])
     for number, i in enumerate((1, 2, 8, 9, 10)):
         ours[f"value_tables.{number}.weight"] = x["value_embeds"].chunk(5)[number]
         ours[f"layers.{i}.attn.value_gate"] = x["ve_gate_bank"][number]
     for i in range(11):
         ours |= zip((f"layers.{i}.mlp.fc", f"layers.{i}.mlp.proj"), x["mlp_bank"][i])
-        if i != 6:
-            names = (f"layers.{i}.attn.{name}" for name in ("q", "k", "v", "proj"))
-            ours |= zip(names, x["attn_bank"][i - (i > 6)].chunk(4))
-            ours[f"layers.{i}.attn.gate"] = x["attn_gate_bank"][i - (i > 6)]
-            ours[f"layers.{i}.attn.scales"] = scalars[2 * i:2 * i + 2]
+    for row, i in enumerate((0, 1, 2, 3, 4, 5, 7, 8, 9, 10)):
+        ours |= zip((f"layers.{i}.attn.{name}" for name in ("q", "k", "v", "proj")),
+                    x["attn_bank"][row].chunk(4))
+        ours[f"layers.{i}.attn.gate"] = x["attn_gate_bank"][row]
+        ours[f"layers.{i}.attn.scales"] = x["scalars"][2 * i:2 * i + 2]
     return ours
 
 def compare_training(record):
@@ -363,22 +356,19 @@ def compare_training(record):
     ours.eval()(inputs, targets, train_gpt.schedule_tensors(12, hp, CPU)).backward()
     compare("each gradient", gradient)
 
-def definitions(text: str) -> dict:
-    """{name of a function or class: its text}"""
-    return {node.name: ast.get_source_segment(text, node) for node in ast.parse(text).body
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-
 def compare_definitions():
     commit = re.search(r"commit `(\w+)`", (HERE / "README.md").read_text())[1]
-    theirs = definitions(subprocess.run(["git", "-C", HERE, "show", f"{commit}:train_gpt.py"],
-                                        check=True, capture_output=True, text=True).stdout)
-    ours = definitions((HERE / "train_gpt.py").read_text())
-    kinds = {"equal": [], "changed": [], "new": [], "gone": sorted(theirs.keys() - ours.keys())}
-    for name, text in ours.items():
-        kind = "new" if name not in theirs else "equal" if text == theirs[name] else "changed"
-        kinds[kind].append(name)
+    theirs = subprocess.run(["git", "-C", HERE, "show", f"{commit}:train_gpt.py"], check=True,
+                            capture_output=True, text=True).stdout
+    ours, theirs = ({node.name: ast.get_source_segment(text, node) for node in ast.parse(text).body
+                     if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+                    for text in ((HERE / "train_gpt.py").read_text(), theirs))
+    both = [name for name in ours if name in theirs]
     print(f"\n| against train_gpt.py of {commit} | functions and classes |\n|---|---|")
-    for kind, names in kinds.items():
+    for kind, names in (("equal", [name for name in both if ours[name] == theirs[name]]),
+                        ("changed", [name for name in both if ours[name] != theirs[name]]),
+                        ("new", [name for name in ours if name not in theirs]),
+                        ("gone", [name for name in theirs if name not in ours])):
         print(f"| {kind}: {len(names)} | {', '.join(f'`{name}`' for name in names)} |")
 
 def main():

@@ -5,19 +5,16 @@
 #include <functional>
 #include <ucontext.h>
 
-struct Index { int x; };
-static Index threadIdx, blockIdx;
-static ucontext_t scheduler, threads[1024];
-static char stacks[1024][1 << 14];
-static double shared_memory[65536], lanes[2][1024];
-static int turn, finished;
-static std::function<void()> body;
+struct { int x; } threadIdx, blockIdx;
+ucontext_t scheduler, threads[1024];
+char stacks[1024][1 << 14];
+double shared_memory[65536], lanes[2][1024];
+int turn, finished;
+std::function<void()> body;
 
-static void start() { body(); finished++; }
+void __syncthreads() { swapcontext(&threads[threadIdx.x], &scheduler); }
 
-static void __syncthreads() { swapcontext(&threads[threadIdx.x], &scheduler); }
-
-static double __shfl_down_sync(unsigned, double x, int offset) {
+double __shfl_down_sync(unsigned, double x, int offset) {
   double *sent = lanes[turn % 2];
   sent[threadIdx.x] = x;
   __syncthreads();
@@ -26,17 +23,16 @@ static double __shfl_down_sync(unsigned, double x, int offset) {
 
 #include "kernel.h"
 
-extern "C" void launch(int rows, int predict, const double *logits, const long long *targets,
-                       const double *weights, double *losses, double *gradient, double a, double b,
-                       double c, double grad_s, double scale) {
-  body = [=] { ce_fwd_bwd_kernel(logits, targets, weights, losses, gradient, rows, predict, a, b, c,
-                                 grad_s, scale); };
+extern "C" void launch(double *logits, long long *targets, double *weights, double *losses,
+                       double *gradient, int rows, int predict, double *n) {
+  body = [=] { ce_fwd_bwd_kernel(logits, targets, weights, losses, gradient, rows, predict, n[0],
+                                 n[1], n[2], n[3], n[4]); };
   for (blockIdx.x = 0; blockIdx.x < rows; blockIdx.x++) {
     for (int i = 0; i < BLOCK_SIZE; i++) {
       getcontext(&threads[i]);
       threads[i].uc_stack = {stacks[i], 0, sizeof stacks[i]};
       threads[i].uc_link = &scheduler;
-      makecontext(&threads[i], start, 0);
+      makecontext(&threads[i], [] { body(); finished++; }, 0);
     }
     for (finished = 0; finished < BLOCK_SIZE; turn++)
       for (threadIdx.x = 0; threadIdx.x < BLOCK_SIZE; threadIdx.x++)
