@@ -10,15 +10,15 @@
     python train_gpt.py --help                             # every setting is a flag
 
 This is the method of the world record of 2026-04-04 in plain PyTorch. That record took 85 s on
-eight H100 GPUs, in 3,169 lines with nine custom kernels. The speed of this script is not measured.
+eight H100 GPUs, in 3,169 lines with seven custom kernels. The speed of this script is not measured.
 To try an idea, change a copy of this file. Every run writes a log into the folder records:
 settings, machine, this source, and a line per step. You can kill a run at any time and continue
 from its last checkpoint with --resume. Read sections 1 to 9 in order; section 10 is support code.
 
 The model has 539 million parameters, 464 million of them in the output head and the embeddings of
 tokens, token pairs and values. A run has 1,490 steps, which train on 131,072 to 393,216 tokens
-each. Losses are in nats per token. The first validation loss is near ln 50304 = 10.83, because the
-head starts near zero. The first training loss is near 19, because it counts three targets.
+each. Losses are in nats per token. Validation starts near ln 50304 = 10.83, because the head starts
+near zero. The training loss starts near 19, because it counts three targets.
 
 A date such as (2024-11-24) names the record that introduced that part. All records are listed at
 https://github.com/KellerJordan/modded-nanogpt#world-record-history. This folder's README.md says
@@ -135,8 +135,8 @@ class Hyperparameters:
     short_windows: str = flag("128,384,640,768", "short window, in tokens", pattern=WHOLE)
     long_windows: str = flag("384,896,1408,1664", "long window, in tokens", pattern=WHOLE)
     stage_lr: str = flag("1,1.52,1.73,1", "factor on all learning rates", pattern=NUMBERS)
-    second_target: str = flag("0.5,0.5:0,0,0", "weight of the token after the next one in each "
-                              "stage; with a:b it goes from a to b", pattern=RAMPS)
+    second_target: str = flag("0.5,0.5:0,0,0", "weight of the token after the next one; a:b goes "
+                              "from a to b", pattern=RAMPS)
     third_target: str = flag("0.25:0,0,0,0", "weight of the one after it, likewise", pattern=RAMPS)
     final_window: int = flag(2560, "long window of the last validation", low=BLOCK, unit=BLOCK)
     extension_frac: float = flag(0.0268, "the last stage, as a share of all steps", high=1)
@@ -146,7 +146,7 @@ class Hyperparameters:
                        "short window, L: the long window; .: no attention", pattern="[PSL.]+")
     value_embeds: str = flag(".01.....234", "digit: value embedding, .: none", pattern="[0-9.]+")
     skip_from: int = flag(3, "layer whose output is added again in the layer without attention")
-    back_from: int = flag(7, "layer whose output later layers attend to, and which is backed out")
+    back_from: int = flag(7, "layer whose output is backed out, and read by later attention")
     # The model
     model_dim: int = flag(768, "width of the residual stream", low=16, high=2**16, unit=16)
     num_heads: int = flag(6, "attention heads, independent of model_dim", low=2, high=2**10, unit=2)
@@ -164,7 +164,7 @@ class Hyperparameters:
     muon_momentum_start: float = flag(0.85, "momentum at the first and the last step", high=1)
     muon_momentum_end: float = flag(0.95, "momentum in between", high=1)
     muon_momentum_steps: int = flag(300, "steps in which the momentum rises")
-    muon_cooldown_steps: int = flag(50, "final steps in which the momentum falls again")
+    muon_cooldown_steps: int = flag(50, "final steps in which the momentum falls again", low=1)
     muon_beta2: float = flag(0.9, "decay of NorMuon's mean squares", high=1 - 1e-9)
     muon_decay: float = flag(1.2, "weight decay of the layers' matrices")
     adam_lr: float = flag(0.008, "learning rate of Adam; PARAMETERS has factors on it")
@@ -189,7 +189,7 @@ PRESETS = {
         val_files="data/demo/demo_val_*.bin", vocab_size=257, train_seq_len=1024, val_seq_len=16384,
         val_tokens=262144, micro_batches=4, short_windows="128,128,128,128",
         long_windows="128,256,256,256", final_window=384, layers="PL.S", value_embeds="01.2",
-        skip_from=1, back_from=2, model_dim=128, num_heads=4, head_dim=32, attention_scale=0.2,
+        skip_from=1, back_from=2, model_dim=128, num_heads=6, head_dim=32, attention_scale=0.2,
         bigram_rows=4096, num_iterations=720, muon_momentum_steps=140, muon_cooldown_steps=24,
         adam_eps=1e-7)}
 
@@ -248,8 +248,7 @@ def target_weights(step: int, hp: Hyperparameters) -> list[float]:
 
 def lr_factor(step: int, hp: Hyperparameters) -> float:
     """The factor on every learning rate. It rises with the size of the batches (1, 1.52, 1.73).
-    From step 580 on, it is mixed with lr_floor along a straight line, and only lr_floor is left at
-    step 1450 (2025-11-29, 2026-02-10)."""
+    From step 580 to 1450, lr_floor replaces it linearly (2025-11-29, 2026-02-10)."""
     factor = float(Fraction(hp.stage_lr.split(",")[stage_of(step, hp)[0]]))
     end = stage_starts(hp)[-1]
     start = int(end * (1 - hp.cooldown_frac))
@@ -263,7 +262,7 @@ def muon_momentum(step: int, hp: Hyperparameters) -> float:
     if step < hp.muon_momentum_steps:
         return start + step / hp.muon_momentum_steps * (end - start)
     late = step - (hp.num_iterations - hp.muon_cooldown_steps)
-    fallen = min(1, late / hp.muon_cooldown_steps) if late > 0 and hp.muon_cooldown_steps else 0
+    fallen = min(1, max(0, late) / hp.muon_cooldown_steps)
     return end - fallen * (end - start)
 
 def rotary_state(stage: int, hp: Hyperparameters) -> tuple[Tensor, float]:
@@ -287,7 +286,7 @@ def rotary_state(stage: int, hp: Hyperparameters) -> tuple[Tensor, float]:
 @lru_cache(maxsize=1)
 def rotary_tables(stage: int, hp: Hyperparameters, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines [positions, K/4]. Paired heads have two positions per token. In float32 the
-    angle of position 524287 would be off by 0.03."""
+    angle of position 524287 would be off by up to 0.03."""
     frequencies, _ = rotary_state(stage, hp)
     positions = torch.arange(2 * max(hp.train_seq_len, hp.val_seq_len), device=device)
     angles = torch.outer(positions.double(), frequencies.to(device))
@@ -387,8 +386,8 @@ class GPT(nn.Module):
         - The layer without attention adds the output of layer skip_from instead, which has the
           long window. A gate decides how much of it (2024-12-17, 2025-11-18, 2025-12-29).
         - Layers after back_from attend to the output of that layer, not to the newest stream
-          (2026-03-06). The first layers serve as context, so the output of layer back_from is
-          subtracted before the head (2025-10-04)."""
+          (2026-03-06). It serves as their context only, so back_scale of it is subtracted before
+          the head (2025-10-04)."""
         masks = self.block_masks(tokens_T, schedule.windows)
         rotations = rotations_of(schedule, len(tokens_T), self.hp.head_dim)
         e_TD = self.embed(tokens_T)
@@ -446,9 +445,9 @@ def bigram_rows(tokens_T: Tensor, rows: int) -> Tensor:
     hashed with the number of that row instead of the first token, and this product overflows in
     int32."""
     last = rows - 1
-    before_T = F.pad(tokens_T[1:-1], (2, 0), value=last)
-    hashed_T = ((36313 * tokens_T) ^ (27191 * before_T)) % last
-    return torch.cat((torch.full_like(tokens_T[:1], last), hashed_T[1:]))
+    seen_T = torch.cat((torch.full_like(tokens_T[:1], last), tokens_T[1:]))
+    hashed_T = ((36313 * seen_T[1:]) ^ (27191 * seen_T[:-1])) % last
+    return torch.cat((seen_T[:1], hashed_T))
 
 class Layer(nn.Module):
     """Attention, except where the table of layers says ".", and an MLP."""
@@ -462,18 +461,18 @@ class CausalSelfAttention(nn.Module):
     """Attention with normed queries and keys, which bounds the scores (arXiv:2010.04245). Its four
     matrices are separate parameters, because NorMuon orthogonalizes each by itself.
 
-    - Value embedding: a second embedding of the token is added to the values, because deep layers
-      lose track of the token (arXiv:2410.17897, 2024-12-04). A gate per head decides how much of it
-      (2025-12-29). The gate looks at the stream, and in unpaired layers also at the embedding
-      (2026-02-03).
+    - Value embedding: a second embedding of the token is added to the values, because layers lose
+      track of the token (arXiv:2410.17897, 2024-12-04). A gate per head decides how much of it
+      (2025-12-29). It sees 12 channels of x, or if heads are unpaired, 6 of x and 6 of the
+      embedding (2026-02-03).
     - Key offset: in layers with the long window, the unrotated half of each key is that of the
       token before. So one layer suffices to find what followed an earlier occurrence of a token
       (2025-12-14).
     - Paired heads: heads 0, 1 and 2 of token t become row 2t of a sequence of 2T rows, and heads 3,
       4 and 5 become row 2t + 1. Each of three heads of this sequence sees both rows of earlier
       tokens, so it chooses among twice as many keys. The window counts rows, so it reaches half as
-      far (2026-01-07). Positions follow heads instead: even heads have position 2t, odd ones
-      2t + 1. This is the record's own code, and not a mistake here.
+      far (2026-01-07). Rotary positions follow heads instead: even heads turn by 2t, odd ones
+      by 2t + 1, whatever their row. So it is in the record.
     - Gate: each head's output is multiplied by a number between 0 and 1, which depends on the
       token, so that a head can abstain (2025-08-23)."""
 
@@ -548,8 +547,7 @@ def rotate(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + swapped * sin).flatten(1, 2)
 
 class Embedding(nn.Module):
-    """An embedding in `dtype`. Nothing is cast before the look-up, since a float32 copy of 251,520
-    rows would take 0.8 GB."""
+    """An embedding, stored in `dtype`: 251,520 rows in float32 would take 0.8 GB."""
 
     def __init__(self, num_embeddings: int, width: int, dtype: torch.dtype):
         super().__init__()
@@ -704,9 +702,9 @@ class CrossEntropy(torch.autograd.Function):
     A target of -1 does not count (multi-token prediction, 2025-12-22).
 
     Since 2026-04-04 the record's gradient, and this one, errs at the end of a pack: softmax counts
-    with all three weights, although the last two tokens lack targets. So the gradient is coded by
-    hand. The compiler would also fuse the backward pass of F.cross_entropy with FP8Linear's cast
-    and transposed copy into one slow kernel."""
+    with all three weights, although the last two tokens lack targets. The gradient is coded by hand
+    for another reason too: the compiler would fuse the backward pass of F.cross_entropy, which sums
+    over the vocabulary, with FP8Linear's cast and transposed copy into one slow kernel."""
 
     @staticmethod
     def forward(ctx, logits_TV: Tensor, targets_T3: Tensor, weights_3: Tensor) -> Tensor:
@@ -876,7 +874,7 @@ class Optimizer:
                       sends it              <---->   sends it
         finish(step)  has everything                 has everything; gradients are cleared
 
-    Adam's update() changes the weights. Muon's computes changes, which finish() makes. Only in
+    Adam's update() changes the weights. NorMuon's computes changes, which finish() makes. Only in
     update() are the gradients summed over all ranks, and sharded ones have just this rank's rows.
 
     `state` is what an optimizer remembers from step to step: {name: one tensor per parameter, with
@@ -884,17 +882,15 @@ class Optimizer:
     after the warm-up, so keep all state here. A rank uses only its own rows, world.shard(tensor).
     """
 
-    def __init__(self, params: dict, hp: Hyperparameters, world: World, lr: float, rate: float):
+    def __init__(self, params: dict, hp: Hyperparameters, world: World, lr: float):
         self.params = params
         self.hp = hp
         self.world = world
-        self.base_lr = lr
-        self.rate = rate
-        self.peak_lr = lr * rate
+        self.peak_lr = lr
         self.state = {}
 
     def lr(self, step: int) -> float:
-        return self.base_lr * lr_factor(step, self.hp) * self.rate
+        return self.peak_lr * lr_factor(step, self.hp)
 
     def numbers(self, *values: float) -> list[Tensor]:
         """Numbers that change between steps, for a compiled function."""
@@ -913,6 +909,10 @@ class Optimizer:
                 assert (x.ndim, x.shape[:1]) == (p.ndim, p.shape[:1]), f"{x.shape} for {p.shape}"
                 self.world.all_gather(x).wait()
 
+def adam_updates_at(step: int) -> bool:
+    """Whether Adam updates at a step. At other steps gradients are only added up."""
+    return step % 2 == 1
+
 class Adam(Optimizer):
     """Adam (arXiv:1412.6980). It updates at odd steps only, with the summed gradients of two steps,
     because these parameters tolerate larger batches (2025-09-30). Its state is float32
@@ -924,11 +924,11 @@ class Adam(Optimizer):
         weight -= change, and also lr**2 * 0.005 * decay * weight, where change has the same sign
 
     This is cautious weight decay (arXiv:2510.12402, 2025-12-18): a weight decays only where the
-    change makes it smaller as well. Unlike torch's Adam, epsilon is added before the correction. In
+    change makes it smaller as well. Unlike in torch, epsilon is added before bias correction. In
     bfloat16, a change of less than 1/512 of a weight is lost to rounding."""
 
     def __init__(self, params, hp, world, rate, betas, decay=0.0):
-        super().__init__(params, hp, world, hp.adam_lr, rate)
+        super().__init__(params, hp, world, hp.adam_lr * rate)
         self.betas = betas
         self.decay = decay
         for name in ("mean", "mean_square"):
@@ -936,7 +936,7 @@ class Adam(Optimizer):
         self.apply = self.compiled(adam_update)
 
     def begin(self, step: int):
-        if step % 2:
+        if adam_updates_at(step):
             self.pending_sums = self.sum_gradients([p.grad for p in self.params.values()], step)
 
     def sum_gradients(self, gradients: list[Tensor], step: int) -> list[Pending]:
@@ -945,7 +945,7 @@ class Adam(Optimizer):
         return self.world.all_reduce_together(gradients)
 
     def update(self, step: int):
-        if step % 2 == 0:
+        if not adam_updates_at(step):
             return
         # detach makes two tensors of one that the tied head and embedding share. Otherwise
         # torch.compile would recompile when they are untied.
@@ -963,8 +963,8 @@ class Adam(Optimizer):
         self.pending_params = [self.world.all_gather(p.detach()) for p in self.params.values()]
 
     def finish(self, step: int):
-        if step % 2 == 0:
-            return  # the gradients stay, and the next step adds to them
+        if not adam_updates_at(step):
+            return
         for pending in self.pending_params:
             pending.wait()
         self.state.pop("gradient", None)
@@ -972,8 +972,8 @@ class Adam(Optimizer):
             p.grad = None
 
     def gather_state(self):
-        """The gradients of an even step are a part of the state. Here they are summed over the
-        ranks, and rank 0 keeps the sum."""
+        """Gradients that wait for the next update are a part of the state. Here they are summed
+        over the ranks, and rank 0 keeps the sum."""
         self.state.pop("gradient", None)
         super().gather_state()
         for p in self.params.values():
@@ -985,7 +985,7 @@ class Adam(Optimizer):
 
 def adam_update(params, gradients, means, squares, size: Tensor, decay: Tensor, betas, eps):
     """Updates lists of tensors in place."""
-    for p, gradient, mean, square in zip(params, gradients, means, squares):
+    for p, gradient, mean, square in zip(params, gradients, means, squares, strict=True):
         gradient, weight = gradient.float(), p.float()
         mean.lerp_(gradient, 1 - betas[0])
         square.lerp_(gradient.square(), 1 - betas[1])
@@ -1000,11 +1000,11 @@ class TiedAdam(Adam):
     def sum_gradients(self, gradients, step):
         if step > untie_step(self.hp):
             return super().sum_gradients(gradients, step)
-        head, embedding = gradients
-        return [self.world.reduce_scatter(head + embedding)] * 2
+        embedding, head = gradients
+        return [self.world.reduce_scatter(embedding + head)] * 2
 
 def untie_step(hp: Hyperparameters) -> int:
-    """The last step at which the head is tied: 967. It is odd, so that Adam updates."""
+    """The last step at which the head is tied: 967, Adam's first update in untie_stage."""
     return stage_starts(hp)[hp.untie_stage] | 1
 
 class NorMuon(Optimizer):
@@ -1031,7 +1031,7 @@ class NorMuon(Optimizer):
 
     def __init__(self, params, hp, world, rate):
         ((rows, columns),) = {p.shape for p in params.values()}
-        super().__init__(params, hp, world, hp.muon_lr, rate * max(1, rows / columns) ** 0.5)
+        super().__init__(params, hp, world, hp.muon_lr * rate * max(1, rows / columns) ** 0.5)
         length = math.ceil(len(params) / world.size) * world.size
         device = world.device
         # Gradients are summed over the ranks in the dtype of the activations.
@@ -1107,7 +1107,7 @@ def polar_express(x: Tensor) -> Tensor:
     polynomial in x x^T, which leaves U and V as they are and maps each singular value s to
     a s + b s^3 + c s^5. Muon's own Newton-Schulz iteration uses the same polynomial in every step.
     Here each polynomial fits the singular values that the last one leaves. The slopes at zero
-    multiply to 990, so even tiny values come near 1 in five steps."""
+    multiply to 990, so values from about 0.001 on come near 1 in five steps."""
     tall = x.size(1) > x.size(2)
     x = x.mT if tall else x
     x = x / (x.norm(dim=(1, 2), keepdim=True) * 1.02 + 1e-6)
@@ -1125,8 +1125,7 @@ def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> lis
         p = model.get_parameter(name)
         _, _, optimizer, _ = PARAMETERS[rule]
         shape = p.shape if optimizer == "NorMuon" else None
-        if p.requires_grad:
-            groups.setdefault((rule, p.dtype, shape), {})[name] = p
+        groups.setdefault((rule, p.dtype, shape), {})[name] = p
     optimizers = []
     for (rule, *_), params in groups.items():
         _, _, optimizer, options = PARAMETERS[rule]
@@ -1176,7 +1175,7 @@ def read_tokens(path: str, start: int, count: int, vocab_size: int) -> Tensor:
             f"--vocab_size={vocab_size}; in the repository, ./run.sh inspect says where")
     return tokens
 
-UNREAD = 0.02  # the largest share of training tokens in shards that are too small for a step
+UNREAD = 0.02  # the share of training tokens that shards too small for a step may hold
 
 def documents(shard: Shard, hp: Hyperparameters) -> Iterator[tuple[int, int]]:
     """Yields (begin, end) for each document of a shard, reading a megabyte of it at a time."""
@@ -1305,7 +1304,7 @@ def evaluate(model, sequences: list, step: int, hp: Hyperparameters, world: Worl
     return loss / targets
 
 def gather_training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict:
-    """All tensors on which further training depends: {"model": {name: tensor}, "Muon momentum":
+    """All tensors on which further training depends: {"model": {name: tensor}, "NorMuon momentum":
     ...}. These are the live tensors, whole and (except gradients) equal on every rank. If your
     method remembers tensors outside of modules and optimizers, add them here."""
     state = {"model": dict(model.state_dict())}
@@ -1354,10 +1353,9 @@ def warm_up(model, optimizers, shards: list[Shard], hp: Hyperparameters, world: 
         model.zero_grad(set_to_none=True)
         loss = model(*batches[0], schedule_tensors(start, hp, world.device))
         (loss / hp.micro_batches).backward()  # so that train_step accumulates too
-        unused = [name for name, p in model.named_parameters()
-                  if p.requires_grad and p.grad is None]
-        require(not unused, f"no gradient reaches {', '.join(unused)}: use, freeze or remove it")
-        for step in (0, hp.num_iterations | 1):  # an even and an odd one
+        unused = [name for name, p in model.named_parameters() if p.grad is None]
+        require(not unused, f"no gradient reaches {', '.join(unused)}: use or remove it")
+        for step in (0, hp.num_iterations | 1):  # without and with an update of Adam
             train_step(model, batches, optimizers, step, hp, world).to("cpu", non_blocking=True)
     load_training_state(before, model, optimizers, world)
     if world.device.type == "cuda":
@@ -1406,7 +1404,7 @@ def main(argv: list[str]):
         log.write(f"to resume: {sys.argv[0]} --resume=FILE, with FILE from a `checkpoint:` line")
         for line in notices(plan, saved, world):
             log.write(line)
-        log.write(f"model: {sum(p.numel() for p in model.parameters())} parameters; "
+        log.write(f"model: {sum(p.numel() for p in model.parameters())} parameters; up to "
                   f"{hp.micro_batches} x {hp.train_seq_len} tokens a step, {world.size} rank(s)")
         log.write("\n".join(f"{type(each).__name__}, lr {each.peak_lr}: {', '.join(each.params)}"
                             for each in optimizers), console=False)
@@ -1550,6 +1548,8 @@ def check_settings(hp: Hyperparameters, world_size: int):
     require(hp.layers.count(".") == 1 and hp.skip_from < hp.layers.index("."), f"--layers="
             f"{hp.layers}: give one layer no attention (.), after layer --skip_from={hp.skip_from}")
     require(hp.back_from < len(hp.layers), "--back_from is no layer; the first is layer 0")
+    require("P" not in hp.layers or hp.num_heads % 4 == 2, f"--num_heads={hp.num_heads}: for paired"
+            " heads, half of it must be odd, or both rows of a token have the same positions")
     require(hp.micro_batches % world_size == 0, f"{world_size} ranks cannot share "
             f"{hp.micro_batches} micro-batches equally: start a number of ranks that divides them")
 
@@ -1570,6 +1570,8 @@ def check_stages(hp: Hyperparameters):
         require(0 < int(short) <= int(long) and int(short) % BLOCK == int(long) % BLOCK == 0,
                 f"the windows {short} and {long} of a stage: use multiples of {BLOCK}, the short "
                 "window first")
+    require(hp.final_window >= int(tables["long_windows"][-1]), "--final_window is shorter than "
+            "the last of --long_windows")
     require(hp.untie_stage < stages, f"--untie_stage={hp.untie_stage}: the first stage is 0")
 
 def resolve(hp: Hyperparameters, device: torch.device) -> Hyperparameters:
