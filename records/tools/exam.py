@@ -324,7 +324,8 @@ class Exam:
         self.build()
         self.take_final_weights()
         _, spec = tree_flatten(self.script.window_tensor(self.run.steps, self.hp, "cpu"))
-        window = tree_unflatten([torch.as_tensor(x, device=self.world.device) for x in window], spec)
+        window = [torch.as_tensor(x, device=self.world.device) for x in window]
+        window = tree_unflatten(window, spec)
         for tokens, place in changed:
             x_TD = self.features(torch.as_tensor(tokens, device=self.world.device), window)
             chunk = (place - 1) // CHUNK
