@@ -1355,7 +1355,7 @@ def warm_up(model, optimizers, shards: list[Shard], hp: Hyperparameters, world: 
         (loss / hp.micro_batches).backward()  # so that train_step accumulates too
         unused = [name for name, p in model.named_parameters() if p.grad is None]
         require(not unused, f"no gradient reaches {', '.join(unused)}: use or remove it")
-        for step in (0, hp.num_iterations | 1):  # without and with an update of Adam
+        for step in (0, 3):  # without and with an update of Adam
             train_step(model, batches, optimizers, step, hp, world).to("cpu", non_blocking=True)
     load_training_state(before, model, optimizers, world)
     if world.device.type == "cuda":
