@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python records/2026-04-04_85s/equal.py record.txt
 
-record.txt is a log of the record, which begins with its source (README.md links to it). Prints the
-tables of the README. The exit status is 1 if a difference is larger than its row allows."""
+record.txt is a log of the record, which begins with its source (README.md links to it). The exit
+status is 1 if a difference is larger than its row of the table allows."""
 
 import ast
 import ctypes
@@ -18,10 +18,11 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ["TORCHDYNAMO_DISABLE"] = "1"  # torch.compile returns what it is given
-os.environ["TRITON_INTERPRET"] = "1"  # Triton's kernels run on a CPU
+# torch.compile returns what it is given, and Triton's kernels run on a CPU.
+os.environ.update(TORCHDYNAMO_DISABLE="1", TRITON_INTERPRET="1", RANK="0", WORLD_SIZE="1")
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 HERE = Path(__file__).resolve().parent
 FOLDER = Path(tempfile.mkdtemp())
@@ -32,16 +33,12 @@ from train_gpt import PRESETS, World
 
 CPU = torch.device("cpu")
 
-# ---- The record ---------------------------------------------------------------------------------
-
 # All that is changed in the record's source, so that it runs on a CPU and in float64.
 CHANGES = [
-    (r"torch\.(bfloat16|float32|float8_\w+)", "torch.float64"),
+    (r"\b(torch|tl)\.(bfloat16|float32|float8_\w+)", r"\1.float64"),
     (r"\.(bfloat16|float)\(\)", ".double()"),
-    (r"tl\.(bfloat16|float32)", "tl.float64"),
     (r", accumulator\)", ", accumulator, out_dtype=tl.float64)"),
-    (r"f\"cuda:\{.*\}\"", '"cpu"'),
-    (r'device="cuda"', 'device="cpu"'),
+    (r'device=f?"cuda[^"]*"', 'device="cpu"'),
     (r"pin_memory=True", "pin_memory=False"),
     (r"(?s)assert torch\.cuda\.is_available.*?dist\.barrier\(\)", 'device = torch.device("cpu")'),
     (r"(CE_KERNEL_BLOCK_SIZE) = 256", r"\1 = 64"),
@@ -57,8 +54,7 @@ CHANGES = [
 
 # And in its CUDA kernel of the loss, so that it is C++.
 CUDA_CHANGES = [
-    (r"#include .*|__device__|__global__|__(align|launch_bounds)__\(.*\)", ""),
-    (r"__(bfloat162float|float2bfloat16)\b", ""),
+    (r"#include .*|__(device|global)__|__(align|launch_bounds)__\(.*\)|__b?float\w*2\w+", ""),
     (r"\b(float|__nv_bfloat16)\b|(?<=__nv_fp8_e5m2 )char\b", "double"),
     (r"(?s)uint16_t packed;.*?return result;", "return x;"),
     (r"extern __shared__ .* smem\[\];", "double *smem = shared_memory;"),
@@ -80,7 +76,6 @@ def compile_kernel(source: str, name: str, **options):
     subprocess.run(["g++", "-O2", "-w", "-shared", "-fPIC", f"-I{FOLDER}",
                     HERE / "loss_on_a_cpu.cc", "-o", FOLDER / "kernel.so"], check=True)
     launch = ctypes.CDLL(str(FOLDER / "kernel.so")).launch
-
     def kernel(grid, block, arguments, shared_mem):
         tensors = *arguments[:5], torch.tensor(arguments[7:])
         *pointers, numbers = (ctypes.c_void_p(x.data_ptr()) for x in tensors)
@@ -94,14 +89,13 @@ def attention(q, k, v, cu_seqlens_q, window_size, softmax_scale, **others):
     document = torch.searchsorted(cu_seqlens_q, position, right=True)
     distance = position[:, None] - position
     seen = (distance >= 0) & (distance <= window_size[0]) & (document[:, None] == document)
-    scores = torch.einsum("qhd,khd->hqk", q, k) * softmax_scale
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-    return torch.einsum("hqk,khd->qhd", weights, v).contiguous()
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    y = F.scaled_dot_product_attention(q, k, v, seen, scale=softmax_scale)
+    return y.transpose(0, 1).contiguous()
 
 # Triton's interpreter would take half an hour for these in twelve steps.
 STAND_INS = dict(
-    XXT=lambda A, out: out.copy_(A @ A.mT),
-    XTX=lambda A, out: out.copy_(A.mT @ A),
+    XXT=lambda A, out: out.copy_(A @ A.mT), XTX=lambda A, out: out.copy_(A.mT @ A),
     ba_plus_cAA=lambda A, alpha, beta, out: out.copy_(beta * A + alpha * A @ A.mT),
     linear_relu_square=lambda a, b, aux=None: 2 * (a @ b.T) * aux.relu() if aux is not None else (
         a @ b.T, (a @ b.T).relu().square()))
@@ -117,11 +111,9 @@ def load_record(path: str):
     """The record's functions and classes as a module, with its kernels. The lines of its main
     program that compute the gradients of a step, and that validate, are two functions of it."""
     source = Path(path).read_text().split("\n" + "=" * 100)[0]
-    main, kernels = re.split("\n-{40}\n# triton_kernels.py\n-{40}\n", source)
+    main, kernels = re.split("\n-{40}\n# triton_kernels.py\n-{40}\n", changed(source, CHANGES))
     functions = "import os, sys, copy\n" + between(main, "import copy\n", "# int main")
-    functions, kernels = changed(functions + "\0" + kernels, CHANGES).split("\0")
-    # Triton reads its kernels in their file.
-    (FOLDER / "record_2026.py").write_text(functions)
+    (FOLDER / "record_2026.py").write_text(functions)  # Triton reads its kernels in their file
     (FOLDER / "triton_kernels.py").write_text(kernels)
     flash = SimpleNamespace(flash_attn_varlen_func=attention)
     sys.modules["kernels"] = SimpleNamespace(
@@ -129,7 +121,6 @@ def load_record(path: str):
     torch.cuda._compile_kernel = compile_kernel
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
     torch._scaled_mm = lambda a, b, scale_a, scale_b, **options: a @ b * scale_a * scale_b
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     import record_2026
     record_2026.dist = ONE_RANK
     for name, first, last in (
@@ -137,7 +128,7 @@ def load_record(path: str):
             ("validate", "ms += 1000 * (time.perf_counter() - t0)\n", "del val_loader")):
         code = compile(textwrap.dedent(between(main, first, last)), name, "exec")
         setattr(record_2026, name, partial(exec, code, vars(record_2026)))
-    record_2026.source = main
+    record_2026.source = source
     return record_2026
 
 def small_manager(record, packs=(), cuts=()):
@@ -159,16 +150,13 @@ def eight_ranks(record, *arguments):
             record.dist = ONE_RANK
             new = yield batch
 
-# ---- What is compared ---------------------------------------------------------------------------
-
 worst = {}  # {(part, what was compared): [largest difference, the most that is allowed]}
 
 def differ(part: str, what: str, ours, theirs, most=0.0):
-    """Notes a difference, relative to the size of theirs if `most` is not 0."""
+    """Notes a difference, if `most` is not 0 relative to theirs, or to 0.01 if they are smaller."""
     ours, theirs = (torch.as_tensor(x).detach().double() for x in (ours, theirs))
     error = (ours - theirs).norm().item() if ours.shape == theirs.shape else torch.inf
-    if most and theirs.norm():
-        error /= theirs.norm().item()
+    error /= max(theirs.norm().item(), 0.01) if most else 1
     row = worst.setdefault((part, what), [0.0, most])
     if not error <= row[0]:  # also where it is not a number
         row[0] = error
@@ -176,17 +164,15 @@ def differ(part: str, what: str, ours, theirs, most=0.0):
 def compare_kernels(record):
     import triton_kernels as kernels
     square, tall = torch.randn(2, 160, 160), torch.randn(3, 200, 96)
-    a, b = torch.randn(300, 96), torch.randn(400, 96)
-    for name, *arguments, shape in (
-            ("XXT", tall.mT, (3, 96, 96)), ("XXT", a, (300, 300)), ("XTX", tall, (3, 96, 96)),
-            ("XTX", a, (96, 96)), ("ba_plus_cAA", square + square.mT, 0.7, -0.3, square.shape),
-            ("linear_relu_square", a, b, None),
-            ("linear_relu_square", a, b, torch.randn(300, 400), None)):
-        found = []
-        for kernel in (STAND_INS[name], getattr(kernels, name)):
-            result = kernel(*arguments, *([torch.empty(shape)] if shape else []))
-            found.append(torch.cat(result) if isinstance(result, tuple) else result)
-        differ("stand-ins for kernels", f"{name}, in Triton's interpreter", *found, 1e-12)
+    a, b, empty = torch.randn(300, 96), torch.randn(400, 96), torch.empty
+    for name, *arguments in (
+            ("XXT", tall.mT, empty(3, 96, 96)), ("XXT", a, empty(300, 300)),
+            ("XTX", tall, empty(3, 96, 96)), ("XTX", a, empty(96, 96)),
+            ("ba_plus_cAA", square + square.mT, 0.7, -0.3, empty(2, 160, 160)),
+            ("linear_relu_square", a, b), ("linear_relu_square", a, b, torch.randn(300, 400))):
+        theirs = torch.cat(tuple(getattr(kernels, name)(*arguments)))  # a copy
+        differ("stand-ins for kernels", f"{name}, in Triton's interpreter",
+               torch.cat(tuple(STAND_INS[name](*arguments))), theirs, 1e-12)
     for name, function in STAND_INS.items():
         vars(kernels)[name] = vars(record)[name] = function
 
@@ -194,9 +180,8 @@ def compare_mantissa(record):
     """In float32, before main replaces Tensor.float. The record keeps the upper and the lower 16
     bits of a weight apart, and the model knows only the upper ones."""
     text = between(record.source, "    def _cautious_wd_and_update_inplace", "    @staticmethod")
-    # CPUs cannot shift uint32. The bits are the same.
-    text = textwrap.dedent("    def update" + text).replace("torch.uint32", "torch.int32")
-    exec(text, space := {"torch": torch})
+    text = text.replace("torch.uint32", "torch.int32")  # CPUs cannot shift uint32
+    exec(textwrap.dedent("    def update" + text), space := {"torch": torch})
     p, rest = torch.randn(200, 100).bfloat16(), torch.zeros(200, 100, dtype=torch.uint16)
     ours, lr, decay = p.float(), *torch.tensor((0.0123, 0.0321), dtype=torch.float32)
     for _ in range(100):
@@ -204,16 +189,15 @@ def compare_mantissa(record):
         space["update"](p.view(torch.uint16), rest, x, decay, lr)
         train_gpt.apply_updates([ours], [x], lr, decay * lr)
     whole = (p.view(torch.uint16).int() << 16 | rest.int()).view(torch.float32)
-    part = "a matrix after 100 updates"
-    differ(part, "float32", ours, whole, 1e-6)
-    differ(part, "bfloat16, rounded here and truncated there", ours.bfloat16(), p, 2**-7)
+    differ("NorMuon's float32 matrices", "after 100 updates", ours, whole, 1e-6)
 
 def compare_schedules(record):
     part, hp, manager = "schedules, steps 0 to 1490", PRESETS["speedrun"], small_manager(record)
+    schedule = record.training_schedule
     yarns = record.Yarn(128, 4), record.Yarn(128, 4, paired=True)
     manager.model = SimpleNamespace(yarn=yarns[0], yarn_paired_head=yarns[1])
-    differ(part, "number of steps", hp.num_iterations, record.training_schedule.total_steps)
-    differ(part, "step of the untying", train_gpt.untie_step(hp), manager.split_step)
+    differ(part, "number of steps, and the untying", (hp.num_iterations, train_gpt.untie_step(hp)),
+           (schedule.total_steps, manager.split_step))
     for step in range(1491):
         manager.advance_schedule(step)
         if step == 1490:
@@ -226,46 +210,41 @@ def compare_schedules(record):
                 ("tokens of a step", 8 * train_gpt.pack_len(step, hp), manager.batch_size),
                 ("cut of documents", train_gpt.doc_len(step, hp), theirs.train_max_seq_len),
                 ("weights of the targets", train_gpt.target_weights(step, hp), weights),
-                ("learning rates", train_gpt.lr_factor(step, hp),
-                 record.training_schedule.get_lr(step)),
-                ("Muon's momentum", train_gpt.muon_momentum(step, hp),
-                 record.get_muon_momentum(step)),
-                ("YaRN's frequencies", frequencies, yarns[0].angular_freq[:64:2]),
-                ("YaRN's frequencies", frequencies, yarns[1].angular_freq[:64:2]),
+                ("learning rates", train_gpt.lr_factor(step, hp), schedule.get_lr(step)),
+                ("momentum", train_gpt.muon_momentum(step, hp), record.get_muon_momentum(step)),
+                ("YaRN's frequencies", frequencies.expand(2, -1),
+                 torch.stack([yarn.angular_freq[:64:2] for yarn in yarns])),
                 ("scale of attention", 2 * [scale], [yarn.attn_scale for yarn in yarns])):
             differ(part, what, mine, its)
 
-def write_text(name: str, lengths, bos: int, shard_size: int) -> str:
-    """Shards of documents of these lengths, divided anywhere. Returns their pattern."""
-    lengths = np.maximum(1, lengths).astype(int)
-    tokens = np.random.default_rng(0).integers(bos, size=lengths.sum())
+def write_text(name: str, bos: int, shard_size: int, *distribution) -> str:
+    """Shards of random documents, divided anywhere. Returns their pattern."""
+    rng = np.random.default_rng(0)
+    lengths = np.maximum(1, rng.lognormal(*distribution)).astype(int)
+    lengths[:40] = 512  # so that 32 documents end where a pack of 16,384 tokens does
+    tokens = rng.integers(bos, size=lengths.sum())
     tokens[np.cumsum([0, *lengths[:-1]])] = bos
     write_shards([tokens.astype("<u2")], FOLDER / name, 0, shard_size)
     return f"{FOLDER}/{name}_*.bin"
 
 def compare_loader(record):
-    """Packs of full size across all stages, by our loader on one rank and on each of eight."""
-    lengths = np.random.default_rng(0).lognormal(6, 1.04, size=12000)
-    lengths[:40] = 512  # so that 32 documents end where a pack does
-    files = write_text("full", lengths, 50256, 1_200_000)
+    """Packs of full size across all stages, as eight ranks read them."""
+    files = write_text("full", 50256, 1_200_000, 6, 1.04, 12000)
     hp = replace(PRESETS["speedrun"], num_iterations=12, extension_frac=0.25, train_files=files)
     manager = small_manager(record, (16384, 32768, 49152, 49152), (896, 2048, 2048, 2048))
     shards, theirs = train_gpt.find_shards(files), eight_ranks(record, files, 8 * 16384, 896)
-    ours = [train_gpt.train_batches(shards, hp, World(rank, size, CPU), 0)
-            for rank, size in ((0, 1), *((rank, 8) for rank in range(8)))]
+    ours = [train_gpt.train_batches(shards, hp, World(rank, 8, CPU), 0) for rank in range(8)]
     read = {shard.path for (shard, _), _ in zip(train_gpt.step_starts(shards, hp), range(12))}
     part = f"loader, 12 steps of full size in {len(read)} shards"
     for step in range(12):
         manager.advance_schedule(step)
-        whole, *parts = (next(batches) for batches in ours)
-        for rank in range(8):
+        for ((mine, wanted),) in map(next, ours):
             inputs, targets, ends, bigrams, _ = theirs.send(manager.train_loader_send_args)
-            for mine, wanted in (whole[rank], *parts[rank]):
-                differ(part, "inputs", mine, inputs)
-                differ(part, "targets", wanted, targets)
-                differ(part, "where documents begin", (mine == 50256).nonzero()[:, 0],
-                       ends[ends < len(inputs)].unique())
-                differ(part, "pairs", train_gpt.bigram_rows(mine, hp.bigram_rows), bigrams)
+            differ(part, "inputs", mine, inputs)
+            differ(part, "targets", wanted, targets)
+            differ(part, "where documents begin", (mine == 50256).nonzero()[:, 0],
+                   ends[ends < len(inputs)].unique())
+            differ(part, "pairs", train_gpt.bigram_rows(mine, hp.bigram_rows), bigrams)
 
 def by_our_names(x: dict) -> dict:
     """Tensors of the record, by its labels, as views by our names."""
@@ -293,68 +272,52 @@ def compare_training(record):
     part, args, world = "training, 12 steps", record.args, World(0, 1, CPU)
     record.BOS_ID, args.bigram_vocab_size = 635, 5 * 640
     args.val_tokens = args.val_batch_size = 8 * 256
-    lengths = np.random.default_rng(0).lognormal(3.4, 0.9, size=2000)
-    args.train_files, args.val_files = (write_text(name, lengths, 635, 30000)
-                                        for name in ("train", "val"))
+    files = args.train_files = args.val_files = write_text("small", 635, 30000, 3.4, 0.9, 2000)
     hp = replace(
         PRESETS["speedrun"], dtype="float64", use_fp8=False, model_dim=96, head_dim=16,
         vocab_size=636, bigram_rows=5 * 640, train_seq_len=384, doc_lens="56,100,100,100",
         short_windows="8,24,40,48", long_windows="24,56,88,104", final_window=160,
-        num_iterations=12, extension_frac=0.25, val_seq_len=256, val_tokens=2048,
-        train_files=args.train_files, val_files=args.val_files)
-    manager = record.training_manager = small_manager(record, (128, 256, 384, 384),
-                                                      (56, 100, 100, 100))
-    manager.block_size = 8
-    record.train_loader = eight_ranks(record, args.train_files, 8 * 128, 56)
+        num_iterations=12, extension_frac=0.25, val_seq_len=256, val_tokens=2048)
+    manager = small_manager(record, (128, 256, 384, 384), (56, 100, 100, 100))
+    record.training_manager, manager.block_size = manager, 8
+    record.train_loader = eight_ranks(record, files, 8 * 128, 56)
     theirs = record.model = manager.model
-    ours = train_gpt.GPT(hp, torch.float64, flex=False).double()
-
+    ours, losses = train_gpt.GPT(hp, torch.float64, flex=False).double(), []
     def pairs(of) -> list:
-        """(name, ours, theirs) for each parameter, or for its gradient."""
+        """Ours and theirs, for each parameter or its gradient."""
         wanted = by_our_names({p.label: of(p) for p in theirs.parameters()})
-        found = {name: of(p) for name, p in ours.named_parameters()}
-        assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
-        return [(name, x, wanted[name].view(x.shape)) for name, x in found.items()]
-
+        assert wanted.keys() == dict(ours.named_parameters()).keys()
+        return [(of(p), wanted[name].view(p.shape)) for name, p in ours.named_parameters()]
     def compare(what, of):
-        scales = [(x.flatten(), y.flatten()) for name, x, y in pairs(of) if "scale" in name]
-        differ(part, what, *map(torch.cat, zip(*scales)), 1e-9)  # one tensor in the record
-        for name, x, y in pairs(of):
-            if "scale" not in name:
-                differ(part, what, x, y, 1e-9)
-
-    def gradient(p):
-        return torch.zeros_like(p) if p.grad is None else p.grad
-
-    for _, x, y in pairs(torch.detach):
+        for pair in pairs(of):
+            differ(part, what, *pair, 1e-9)
+    for x, y in pairs(torch.detach):
         x.copy_(y)
-    losses = []
     theirs.register_forward_hook(lambda model, inputs, loss: losses.append(loss.detach().sum()))
     optimizers = train_gpt.build_optimizers(ours, hp, world)
-    batches = train_gpt.train_batches(train_gpt.find_shards(hp.train_files), hp, world, 0)
+    shards = train_gpt.find_shards(files)
+    batches = train_gpt.train_batches(shards, hp, world, 0)
     for step in range(12):
         loss = train_gpt.train_step(ours, next(batches), [], step, hp, world)  # only gradients
         manager.advance_schedule(step)
         record.step = step
-        losses.clear()
         record.compute_gradients()
-        differ(part, "loss", loss * 8 * train_gpt.pack_len(step, hp), sum(losses), 1e-9)
-        compare("each gradient", gradient)
+        differ(part, "loss", loss * 8 * train_gpt.pack_len(step, hp), sum(losses[-8:]), 1e-9)
+        compare("each gradient", lambda p: p.grad)
         train_gpt.train_step(ours, [], optimizers, step, hp, world)
         manager.step_optimizers(step)
         compare("each weight", torch.detach)
-
     part = "validation after them, at the last windows"
     manager.advance_schedule(12)
     manager.apply_final_ws_ext()
     record.validate()
-    sequences = train_gpt.load_validation(train_gpt.find_shards(hp.val_files), hp, world)
+    sequences = train_gpt.load_validation(shards, hp, world)
     differ(part, "loss", train_gpt.evaluate(ours, sequences, 12, hp, world), record.val_loss, 1e-9)
     inputs, targets, *others = next(record.distributed_data_generator(
-        args.val_files, args.val_batch_size, -1, 8, align_to_bos=False))
+        files, args.val_batch_size, -1, 8, align_to_bos=False))
     theirs.eval()(inputs, targets, *others[:2], manager.get_forward_args()).sum().backward()
     ours.eval()(inputs, targets, train_gpt.schedule_tensors(12, hp, CPU)).backward()
-    compare("each gradient", gradient)
+    compare("each gradient", lambda p: p.grad)
 
 def compare_definitions():
     commit = re.search(r"commit `(\w+)`", (HERE / "README.md").read_text())[1]
@@ -363,13 +326,13 @@ def compare_definitions():
     ours, theirs = ({node.name: ast.get_source_segment(text, node) for node in ast.parse(text).body
                      if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
                     for text in ((HERE / "train_gpt.py").read_text(), theirs))
-    both = [name for name in ours if name in theirs]
+    kinds = {"equal": [], "changed": [], "new": [], "gone": []}
+    for name in ours | theirs:
+        kind = "gone" if name not in ours else "new" if name not in theirs else "changed"
+        kinds["equal" if ours.get(name) == theirs.get(name) else kind].append(f"`{name}`")
     print(f"\n| against train_gpt.py of {commit} | functions and classes |\n|---|---|")
-    for kind, names in (("equal", [name for name in both if ours[name] == theirs[name]]),
-                        ("changed", [name for name in both if ours[name] != theirs[name]]),
-                        ("new", [name for name in ours if name not in theirs]),
-                        ("gone", [name for name in theirs if name not in ours])):
-        print(f"| {kind}: {len(names)} | {', '.join(f'`{name}`' for name in names)} |")
+    for kind, names in kinds.items():
+        print(f"| {kind}: {len(names)} | {', '.join(names)} |")
 
 def main():
     torch.manual_seed(0)

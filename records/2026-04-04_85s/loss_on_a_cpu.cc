@@ -1,28 +1,22 @@
 // Runs the record's CUDA kernel of the loss on a CPU, in double precision. Each thread of a block is
 // a coroutine, which goes on until it has to wait for the others. equal.py writes kernel.h.
-
 #include <cmath>
 #include <functional>
 #include <ucontext.h>
-
 struct { int x; } threadIdx, blockIdx;
 ucontext_t scheduler, threads[1024];
 char stacks[1024][1 << 14];
 double shared_memory[65536], lanes[2][1024];
 int turn, finished;
 std::function<void()> body;
-
 void __syncthreads() { swapcontext(&threads[threadIdx.x], &scheduler); }
-
 double __shfl_down_sync(unsigned, double x, int offset) {
   double *sent = lanes[turn % 2];
   sent[threadIdx.x] = x;
   __syncthreads();
   return threadIdx.x % 32 + offset < 32 ? sent[threadIdx.x + offset] : x;
 }
-
 #include "kernel.h"
-
 extern "C" void launch(double *logits, long long *targets, double *weights, double *losses,
                        double *gradient, int rows, int predict, double *n) {
   body = [=] { ce_fwd_bwd_kernel(logits, targets, weights, losses, gradient, rows, predict, n[0],
