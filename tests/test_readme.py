@@ -80,7 +80,7 @@ def test_the_first_commands(tmp_path):
 
 @pytest.mark.full
 def test_copy_tweak_and_race(copy):
-    copied, first_race = indented(section(README, "Copy, tweak, race")).splitlines()
+    copied, _, first_race = indented(section(README, "Copy, tweak, race")).splitlines()
     tweak = r"sed -i 's/F.relu(self.fc(x_TD))/F.silu(self.fc(x_TD))/' my_record.py"
     output = bash(copy, "\n".join([copied, tweak, f"{first_race} --most=1 || [ $? = 4 ]",
                                    "./run.sh verify records/race_my_record"]))
