@@ -207,7 +207,7 @@ class Exam:
             streams = self.streams(shard.path, start, share)
             seen = SeenBy(self.model)
             loss = float(script.train_step(seen, next(batches), self.optimizers, step, hp, world))
-            expect(seen.read, "train_step does not call the model, as model(inputs, targets, window)")
+            expect(seen.read, "train_step does not call model(inputs, targets, window)")
             right = seen.has_read(streams) and sum(len(x) - 1 for x in streams) == share
             expect(all(self.of_all_ranks(right)), f"step {step} trains on other tokens than the "
                    f"{share * world.size} from {str(start)[:50]} on in {shard.path}, which "
