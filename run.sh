@@ -102,7 +102,7 @@ make_venv() {  # with the packages of requirements.txt, by uv where there is one
 if [ -z "$python" ]; then
   python=.venv/bin/python
   exec 9< run.sh
-  flock 9 2> /dev/null || true  # while another start makes it, if this system has the command
+  if [ -n "$(command -v flock)" ] && ! flock -n 9; then note "waits for another start" && flock 9; fi
   versions=$(fits $python "$needed") || make_venv
   exec 9<&-
 fi

@@ -42,7 +42,7 @@ def test_scripts_are_measured_as_they_are(tmp_path, shards):
     assert ours["losses"] == pytest.approx(usual[:7], abs=6e-5)
     assert half["losses"][1:] != pytest.approx(usual[1:7], abs=1e-3)
     text = bench.text_of(result)
-    assert f"\n{'tokens a step':<46}{'512':>28}{'1,024':>28}{'1,024':>28}\n" in text
+    assert f"\n{'tokens a step':<30}{'512':>25}{'1,024':>25}{'1,024':>25}\n" in text
     assert f"train_gpt.py takes {sum(ours['ratios']) / 3:.3f} times as long a token as" in text
     assert "GPU" not in text and "memory, reserved" not in text
 

@@ -21,6 +21,7 @@ needs_gpu = pytest.mark.gpu
 NEEDS_FP8 = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
     reason="needs FP8 matrix units")
+torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True  # as warm_up does
 # Whether the GPU is one that on_fake_gpu.py pretends. There, what FlexAttention's graph runs on the
 # CPU ignores the lists of blocks, so windows must not hide anything.
 FAKED = torch.cuda.is_available() and not torch.backends.cuda.is_built()
@@ -150,7 +151,6 @@ def test_one_training_step_equals_the_cpus(dtype, near, capsys):
                            window_start=256, window_end=256, **layers)
     ours = GPT(hp, dtype, flex=True).to("cuda")
     ours.load_state_dict(plain.state_dict())
-    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True  # as warm_up does
     ours.compile(dynamic=False, fullgraph=True)
     our_hp = dataclasses.replace(hp, dtype=str(dtype).removeprefix("torch."))
     batches = [sequence(seed=1), sequence(seed=2, eots=(0, 128, 255))]

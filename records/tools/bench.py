@@ -304,13 +304,13 @@ def text_of(result: dict) -> str:
     scripts = result["scripts"]
     lines = ["{device}, torch {torch}".format(**scripts[0]), f"tokens: {result['data']}", ""]
     columns = [cells_of(one) for one in scripts]
-    lines.append(" " * 46 + "".join(f"{one['name'][-26:]:>28}" for one in scripts))
+    lines.append(" " * 30 + "".join(f"{one['name'][-23:]:>25}" for one in scripts))
     for name in dict.fromkeys(name for column in columns for name in column):
-        lines.append(f"{name:<46}" + "".join(f"{column.get(name, ''):>28}" for column in columns))
+        lines.append(f"{name:<30}" + "".join(f"{column.get(name, ''):>25}" for column in columns))
     for one in scripts:
         lines += ["", f"slowest in {one['name']}: ms a step, launches a step"]
         for kernel in one["slowest"]:
-            lines.append(f"{kernel['ms']:10.3f} {kernel['launches']:8.1f}  {kernel['name'][:110]}")
+            lines.append(f"{kernel['ms']:10.3f} {kernel['launches']:8.1f}  {kernel['name'][:60]}")
     lines.append("")
     for one in scripts:
         if ratios := one.get("ratios"):

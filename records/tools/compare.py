@@ -404,6 +404,9 @@ def main(arguments=None):
     candidates, baseline, comparisons, target, unread = read_sides(options)
     for line in unread:
         say(line, sys.stderr)
+    for path in {Path(path).parent / "verdict.txt" for path in options.logs}:
+        if path.exists():
+            say(f"note: {path} is the race's own verdict", sys.stderr)
     sides = candidates + baseline
     if options.plot:
         from records.tools import plot  # which takes a second to import

@@ -278,6 +278,7 @@ def main(argv=None):
     if own.help:
         start(path or "train_gpt.py", "--help")
         return
+    require(own.text != "", "--text= is empty: name a file or a folder")
     path, flags, saved = find_resumed(path, flags)
     if own.text is not None and "--preset=demo" not in flags:
         flags.insert(0, "--preset=demo")

@@ -126,7 +126,7 @@ def find_checkpoint(run: Path) -> Path:
             return find_checkpoint(log)
     run = (runs or [run])[0]
     folder = folder_of(run)
-    require(run.suffix != ".pt" and (folder.is_dir() or run.is_file()),
+    require(run.suffix != ".pt" and (folder.is_dir() or run.suffix == ".log" and run.is_file()),
             f"{run}: there is no such run; name its log, its folder or a checkpoint")
     found = checkpoints_in(folder)
     log = run if run.suffix == ".log" else folder.parent / f"{folder.name}.log"

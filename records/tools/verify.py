@@ -122,6 +122,9 @@ def main(arguments=None) -> int:
     parser = load.ArgumentParser(description=__doc__, prog="./run.sh verify")
     parser.add_argument("folder", type=Path, help="of a race that has ended")
     folder = parser.parse_args(arguments).folder
+    for name, why in (("race.json", "is no race's folder"),
+                      ("verdict.json", "holds a race that has not ended: repeat its command")):
+        load.require((folder / name).exists(), f"{folder} {why}")
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # what the race says on its way
             plan, told, rows, sides = race.ended(folder)
