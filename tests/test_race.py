@@ -18,7 +18,7 @@ from scipy import stats
 from test_data_common import status_of
 from test_logs import log_text
 from data import common
-from records.tools import judge, ledger, logs, race, verify
+from records.tools import judge, ledger, logs, race, tables, verify
 
 LEAST = next(n for n in range(2, 20) if judge.e_of_pairs([1.0] * n) >= 100)  # pairs
 STAND_IN = '''
@@ -194,6 +194,9 @@ def test_pairs_are_added_until_it_is_decided(place, capsys):
     """By the same command; a decided race starts nothing more, also if it may."""
     assert run_race(place, "--most=2") == 4
     out = capsys.readouterr().out
+    highest = tables.plain(judge.e_of_pairs([1.0, 1.0]), 2)
+    words = f"--most=2 cannot show that a copy is better: E is {highest} at most by then, of 100\n"
+    assert words in out
     why = verdicts(place)["record"]["why"]
     assert out.endswith(f"race: {why}\n") and re.fullmatch(
         r"record: undecided after 2 pairs: lower by 0\.1\d* in all 2, E = \S+ of 100; the same "

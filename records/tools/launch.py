@@ -247,6 +247,10 @@ def compare_with_committed(log: Path):
     if losses:
         say(f"val_loss {run.loss:.4f} nats per byte; {len(losses)} runs in {DEMO_RUNS} ended "
             f"between {min(losses):.4f} and {max(losses):.4f}")
+    else:
+        say(f"val_loss {run.loss:.4f} nats per byte; it does not compare with the runs in "
+            f"{DEMO_RUNS}, whose text or number of steps was another (each version of Python has "
+            "its own library)")
 
 def show_sample(path: str, log: Path, hp, prompt: list[str]):
     """A sample of a demo, and what to do next."""

@@ -68,9 +68,9 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from records.tools import ledger, load, logs, trial, verdict
+from records.tools import judge, ledger, load, logs, trial, verdict
 from records.tools.load import ROOT, ArgumentParser, UserError, between, locked, require
-from records.tools.tables import runs_of
+from records.tools.tables import plain, runs_of
 from records.tools.trial import Entry, script_text
 
 from tqdm import tqdm
@@ -247,6 +247,10 @@ def announce(race: Race):
     say(f"{names} against {race.baseline.name}: {race.at_most}{runs_of(race.pairs, 'pair')} of "
         f"runs, from seed {race.options.seed} on, in {race.folder}, where race.html shows it as it "
         "goes")
+    highest = judge.e_of_pairs([1.0] * race.pairs)
+    if race.at_most and highest < needed_E(race, -1):
+        say(f"--most={race.pairs} cannot show that a copy is better: E is {plain(highest, 2)} at "
+            f"most by then, of {plain(needed_E(race, -1), 2)}")
 
 def needed_E(race: Race, difference: float) -> float:
     """The E that decides. A gain is the best of several by chance more often."""
