@@ -21,7 +21,7 @@ equally likely.
     preset     steps  hardware       time     final loss           standard deviation
     speedrun    1770  8 x H100 (*)   176 s    3.28                 0.0019
     short        250  one GPU        not measured
-    demo         720  2 CPU cores    213 s    1.14 nats per byte   0.0047
+    demo         720  1 CPU core     213 s    1.14 nats per byte   0.0047
 
 (*) The world record of 2025-01-26, whose method this is; not measured here. A date such as
 (2024-11-24) names the record that introduced that part. All records are listed at
