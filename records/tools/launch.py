@@ -257,8 +257,11 @@ def show_sample(path: str, log: Path, hp, prompt: list[str]):
     try:
         checkpoint = sample.find_checkpoint(log)
         str(checkpoint).encode()  # torch reads no file whose path is not UTF-8
-    except (UserError, UnicodeEncodeError) as e:  # the disk was full, say
+    except UnicodeEncodeError as e:
         say(f"no sample: {e}")
+        return
+    except UserError:
+        say("no sample: no checkpoint could be saved; the warnings above say why")
         return
     say(f"what the model writes after step {sample.step_of(checkpoint)} of {hp.num_iterations}:")
     words = [*[f"--script={path}"] * (path != "train_gpt.py"), *prompt]
@@ -281,6 +284,7 @@ def main(argv=None):
     path, flags = split_words(words)
     if own.help:
         start(path or "train_gpt.py", "--help")
+        print("\nand of ./run.sh: --repeat=N, --text=PATH, --resume[=RUN] (./run.sh help)")
         return
     require(own.text != "", "--text= is empty: name a file or a folder")
     path, flags, saved = find_resumed(path, flags)

@@ -86,7 +86,8 @@ def main(arguments=None):
     ArgumentParser(description=__doc__, prog="./run.sh ideas").parse_args(arguments)
     records = ROOT / "records"
     paths = [records / "ideas.csv", *sorted(records.glob("*/ideas.csv"))]
-    rows = [row for path in paths for row in read(path)]
+    rows = [row | {"race": row["race"].removeprefix("race_")}
+            for path in paths for row in read(path)]
     mark_survivors(rows)
     # Where the console is narrow, names lose their beginnings.
     longest = max([9, *[len(row[key]) for row in rows for key in ("race", "candidate")]])

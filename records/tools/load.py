@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -32,8 +33,19 @@ def load_script(path, name: str = "training_script") -> ModuleType:
     loader = SourceFileLoader(name, str(path))
     script = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
     sys.modules[name] = script  # dataclasses look for their module there
-    loader.exec_module(script)
+    try:
+        loader.exec_module(script)
+    except Exception:
+        sys.excepthook = partial(show_from, str(path))
+        raise
     return script
+
+def show_from(path: str, kind, error, trace):
+    """A traceback begins in the script of this path. A syntax error has no line of its own there.
+    """
+    while trace and trace.tb_frame.f_code.co_filename != path:
+        trace = trace.tb_next
+    sys.__excepthook__(kind, error.with_traceback(trace), trace)
 
 @contextlib.contextmanager
 def child(*words: str, **options):

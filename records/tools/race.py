@@ -211,10 +211,11 @@ def check(race: Race):
         racer.kept = str(race.folder / f"{racer.name}.py")
         write_whole(Path(racer.kept), racer.text)
     announce(race)
-    new = [racer for racer in race.racers if f"{racer.name}.sha256" not in before]
+    # The baseline comes first, so that no copy is blamed for what is wrong on this machine.
+    new = [racer for racer in (race.baseline, *race.candidates)
+           if f"{racer.name}.sha256" not in before]
     for racer in new:
-        if race.racing:  # else the baseline need not be tried
-            try_out(race, racer)
+        try_out(race, racer)
     if new and race.racing and not race.text["exam"]:
         say("the validation text is too short to keep a part of it for exams, so the verdict uses "
             "the runs' own")

@@ -32,7 +32,7 @@ def pass_errors(pipe, ended: dict):
     for line in pipe:
         codes += map(int, re.findall(r"exitcode\s*: (-?\d+)", line))
         is_report = is_report or held and "runpy" in line
-        if is_report or re.match(r"[EW]\d{4} .* torch/distributed/elastic/", line):
+        if is_report or re.match(r"[EW]\d{4} .*torch/distributed/elastic/", line):
             continue
         ended["last"] = held + line
         held = line if line.startswith("Traceback (") else ""
