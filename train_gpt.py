@@ -9,28 +9,27 @@
     python train_gpt.py --resume=records/<run>/step<n>.pt  # continue from a checkpoint
     python train_gpt.py --help                             # every setting is a flag
 
-To try an idea, change a copy of this file. Every run writes a log into the folder records:
-settings, machine, this source, and a line per step. You can kill a run at any time and continue
-from its last checkpoint with --resume. Read sections 1 to 9 in order; section 10 is support code.
+To try an idea, change a copy of this file. Every run writes a log to the records folder: settings,
+machine, this source, and a line per step. If a run is killed, --resume continues it from its last
+checkpoint. Read sections 1 to 9 in order; section 10 is support code.
 
 The model has 276 million parameters, 193 million of them in four embeddings and the output head.
-A step trains on 393,216 tokens, the whole run on 696 million. Losses are in
-nats per token. The first loss is ln 50304 = 10.83, because a head of zeros makes all 50,304 rows
-equally likely.
+A step trains on 393,216 tokens, the whole run on 696 million. Losses are in nats per token. The
+first loss is ln 50304 = 10.83, because an all-zero head makes all 50,304 tokens equally likely.
 
     preset     steps  hardware       time     final loss           standard deviation
-    speedrun    1770  8 x H100 (*)   176 s    3.28                 0.0019
+    speedrun    1770  8 x H100       176 s    3.28  (*)            0.0019
     short        250  one GPU        not measured
     demo         720  1 CPU core     213 s    1.14 nats per byte   0.0047
 
-(*) The world record of 2025-01-26, whose method this is; not measured here. A date such as
-(2024-11-24) names the record that introduced that part. All records are listed at
-https://github.com/KellerJordan/modded-nanogpt#world-record-history, and records/method.md of the
-repository says what each part gained. The model and schedules are the record's. Different here:
+(*) The world record of 2025-01-26, whose method this file uses; not measured here. A date such as
+(2024-11-24) names the record that introduced a part. All records are listed at
+https://github.com/KellerJordan/modded-nanogpt#world-record-history, and records/method.md in the
+repository says how much each part helped. Model and schedules are the record's. What differs here:
 
 - Gradients of the layers' matrices are rounded to bfloat16 before they are summed over the ranks.
 - The gradient of the loss is coded by hand (CrossEntropy).
-- Weights are clamped before a cast to FP8.
+- Weights are clamped before the cast to FP8.
 - The embeddings are padded to 50,304 rows, as the head is.
 - Rotary embeddings rotate different pairs of channels, and their angles are computed in float64.
 - Initial weights have the same distributions, but different random numbers.
@@ -53,8 +52,8 @@ One sequence in a step, with the shapes of `speedrun`:
 
 Many names end in the tensor's shape: x_TD is [T, D]. T is the number of tokens, D the model width,
 H the number of attention heads, K the head width, V the padded vocabulary, N the number of
-128-token blocks. There is no batch dimension: the model takes one long sequence of many documents
-at a time. Steps start at 0.
+128-token blocks. The model takes one long sequence of many documents at a time, so there is no
+batch dimension. Steps start at 0.
 """
 
 import argparse
@@ -83,7 +82,7 @@ if __name__ == "__main__" and not (find_spec("torch") and find_spec("numpy")):
     print("error: this Python lacks torch or numpy: install them", file=sys.stderr)
     sys.exit(2)
 
-# Importing torch takes seconds, and the file could change meanwhile.
+# Read before torch, whose import takes seconds: the file could change meanwhile.
 SOURCE = Path(__file__).read_text(encoding="utf-8") if __name__ == "__main__" else None
 
 import numpy as np
@@ -107,7 +106,7 @@ def require(condition, message: str):
 BLOCK = 128  # tokens; attention masks and windows consist of whole blocks
 
 def flag(default, text: str, low=0, high=10**9, unit=1, pattern=".+"):
-    """A setting. Numbers lie in [low, high] and are multiples of unit, strings match the
+    """A setting. Numbers lie in [low, high], integers are multiples of unit, and strings match the
     pattern."""
     return field(default=default, metadata=dict(help=text, limits=(low, high, unit, pattern)))
 
@@ -117,18 +116,18 @@ class Hyperparameters:
     # The run
     name: str = flag("speedrun", "up to 100 letters, digits and ._-", pattern=r"[\w.-]{1,100}")
     records: str = flag("records", "folder for the log and the checkpoints")
-    seed: int = flag(-1, "seed of the initial weights; -1 draws a seed", low=-1, high=2**63 - 1)
+    seed: int = flag(-1, "seed of the initial weights; -1 draws one", low=-1, high=2**63 - 1)
     dtype: str = flag("auto", "bfloat16, float32 or auto", pattern="auto|bfloat16|float32")
     save_every: int = flag(500, "steps between checkpoints; 0 never saves, not even at the end")
-    val_loss_every: int = flag(125, "steps between validations (also at saves and the end)")
+    val_loss_every: int = flag(125, "steps between validations (also at each save and the end)")
     # Data. In one step all ranks together train on `micro_batches` sequences.
     train_files: str = flag("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
     val_files: str = flag("data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
-    vocab_size: int = flag(50257, "token types; the last begins each document", low=2, high=65536)
+    vocab_size: int = flag(50257, "token ids; the last one begins each document", low=2, high=65536)
     train_seq_len: int = flag(48 * 1024, "tokens per training sequence", low=1, unit=BLOCK)
     val_seq_len: int = flag(256 * 1024, "tokens per validation sequence", low=1, unit=BLOCK)
     val_tokens: int = flag(10485760, "validation tokens; 0 uses all", high=10**12)
-    micro_batches: int = flag(8, "sequences per step, on all ranks together", low=1, high=10**5)
+    micro_batches: int = flag(8, "sequences per step, across all ranks", low=1, high=10**5)
     epochs: int = flag(1, "at most this many passes over the training shards", low=1, high=10**5)
     # The layers. Each of these strings has one character per layer.
     windows: str = flag("LSSSLSSLSSSL", "L: long window, S: half as long", pattern="[LS]+")
@@ -136,10 +135,10 @@ class Hyperparameters:
     value_embeds: str = flag("012......012", "digit: value embedding, .: none", pattern="[0-9.]+")
     # The model
     model_dim: int = flag(768, "width of the residual stream", low=16, high=2**16, unit=16)
-    num_heads: int = flag(6, "query heads, independent of model_dim", low=1, high=2**10)
+    num_heads: int = flag(6, "query heads; need not divide model_dim", low=1, high=2**10)
     num_kv_heads: int = flag(0, "key and value heads; 0 means num_heads")
     head_dim: int = flag(128, "width of an attention head", low=16, high=2**10, unit=16)
-    attention_scale: float = flag(0.12, "factor on q @ k.T; retune if head_dim changes", low=0.001)
+    attention_scale: float = flag(0.12, "multiplies q @ k.T; retune if head_dim changes", low=0.001)
     rope_base: float = flag(1024.0, "base of the rotary frequencies", low=1)
     lm_head_softcap: float = flag(15.0, "c: logits z become c + c * tanh(z / c)", low=0.1, high=38)
     use_fp8: bool = flag(True, "train lm_head in FP8, if the GPU and dtype allow it")
@@ -147,18 +146,18 @@ class Hyperparameters:
     window_end: int = flag(1792, "long window at the end, in tokens", low=BLOCK, unit=BLOCK)
     # Optimization
     num_iterations: int = flag(1770, "training steps", high=10**7)
-    cooldown_frac: float = flag(0.4, "final fraction of the run, where learning rates fall", high=1)
-    lr_floor: float = flag(0.1, "learning rates at the end, as a share of their peak", high=1)
+    cooldown_frac: float = flag(0.4, "final fraction of the run, in which rates fall", high=1)
+    lr_floor: float = flag(0.1, "learning rates at the end, as a fraction of their peak", high=1)
     muon_lr: float = flag(0.05, "learning rate of the layers' matrices (Muon)")
     muon_momentum_start: float = flag(0.85, "Muon's momentum at the first step", high=1)
-    muon_momentum_end: float = flag(0.95, "Muon's momentum later on", high=1)
+    muon_momentum_end: float = flag(0.95, "Muon's momentum after the ramp", high=1)
     muon_momentum_steps: int = flag(300, "steps until Muon's momentum reaches its final value")
     lm_head_lr: float = flag(0.008, "learning rate of the output head (Adam)")
     embed_lr: float = flag(0.6, "learning rate of all embeddings (Adam)")
     scalar_lr: float = flag(0.04, "learning rate of vectors and scalars (Adam)")
-    adam_beta1: float = flag(0.8, "decay of Adam's mean gradient", high=1 - 1e-9)
-    adam_beta2: float = flag(0.95, "decay of Adam's mean square", high=1 - 1e-9)
-    adam_eps: float = flag(1e-10, "Adam's epsilon; keep it above gradient noise", low=1e-18)
+    adam_beta1: float = flag(0.8, "decay rate of Adam's mean gradient", high=1 - 1e-9)
+    adam_beta2: float = flag(0.95, "decay rate of Adam's mean square", high=1 - 1e-9)
+    adam_eps: float = flag(1e-10, "Adam's epsilon: below it, gradients hardly count", low=1e-18)
 
     @property
     def kv_heads(self) -> int:
@@ -170,7 +169,7 @@ class Hyperparameters:
 
 PRESETS = {
     "speedrun": Hyperparameters(),
-    # The speedrun's model and step, on one shard of FineWeb
+    # The speedrun's model and batch, on one shard of FineWeb
     "short": Hyperparameters(
         name="short", num_iterations=250, muon_momentum_steps=42, save_every=0,
         train_files="data/fineweb10B/fineweb_train_000001.bin"),
@@ -187,9 +186,9 @@ def tokens_seen(done: int, hp: Hyperparameters) -> int:
     return done * hp.tokens_per_step
 
 def window_tokens(step: int, hp: Hyperparameters) -> int:
-    """The long window in tokens. It grows during the run, since short distances are learned first
-    and cost less (2024-11-24). At steps 0, 500, 1000 and 1770 it is 128, 512, 1024 and 1792."""
-    # As in the record, the ramp ends half a block below window_end, which rounding up then reaches.
+    """The long window in tokens. It grows during the run, since short-range context is learned
+    first and costs less (2024-11-24). At steps 0, 500, 1000 and 1770 it is 128, 512, 1024, 1792."""
+    # As in the record, the ramp ends half a block below window_end, and rounding up reaches it.
     grown = (hp.window_end - BLOCK / 2) * step / max(1, hp.num_iterations)
     return max(hp.window_start, math.ceil(grown / BLOCK) * BLOCK)
 
@@ -199,15 +198,15 @@ def window_tensor(step: int, hp: Hyperparameters, device: torch.device) -> Tenso
     return torch.full((), window_tokens(step, hp), dtype=torch.int32, device=device)
 
 def lr_factor(step: int, hp: Hyperparameters) -> float:
-    """The factor on every learning rate: first 1, then a straight line down to lr_floor. Large
+    """The multiplier of every learning rate: 1 at first, then a line down to lr_floor. Large
     steps make fast progress, and small ones reach a lower loss at the end."""
     left = max(0, 1 - step / max(1, hp.num_iterations))
     height = min(1, left / hp.cooldown_frac) if hp.cooldown_frac else 1
     return hp.lr_floor + height * (1 - hp.lr_floor)
 
 def muon_momentum(step: int, hp: Hyperparameters) -> float:
-    """Muon's momentum. In `speedrun` it rises at first, because early gradients are soon out of
-    date, and then stays constant (2024-11-06)."""
+    """Muon's momentum. In `speedrun` it rises at first, because early gradients quickly go stale,
+    and then stays constant (2024-11-06)."""
     risen = min(1, step / hp.muon_momentum_steps) if hp.muon_momentum_steps else 1
     return hp.muon_momentum_start + risen * (hp.muon_momentum_end - hp.muon_momentum_start)
 
@@ -216,7 +215,7 @@ def muon_momentum(step: int, hp: Hyperparameters) -> float:
 class GPT(nn.Module):
     """model(tokens_T, targets_T, window) returns the sum of the losses of one sequence, in nats.
     With flex=True it uses FlexAttention and must be compiled, because uncompiled FlexAttention
-    ignores the block lists.
+    ignores windows.
 
     The embeddings and the residual stream x_TD are in `dtype`. All other parameters are float32, so
     cast a vector or matrix with type_as before you multiply the stream by it. Scalars need no
@@ -230,7 +229,7 @@ class GPT(nn.Module):
         self.hp = hp
         self.flex = flex
         self.end_of_text = hp.vocab_size - 1
-        # FP8 needs a multiple of 16. A multiple of 64 can be divided among 1, 2, 4, ... 64 ranks.
+        # FP8 needs a multiple of 16 rows. A multiple of 64 can be divided among 1, 2, ... 64 ranks.
         vocab = math.ceil(hp.vocab_size / 64) * 64
         self.embed = Embedding(vocab, hp.model_dim, dtype)
         # Layers with the same digit share a value embedding (2024-12-08).
@@ -251,11 +250,11 @@ class GPT(nn.Module):
         return loss
 
     def features(self, tokens_T: Tensor, window: Tensor) -> Tensor:
-        """Returns the normed residual stream [T, D] after the last layer."""
+        """Returns the normalized residual stream [T, D] after the last layer."""
         masks = dict(zip("LS", build_block_masks(tokens_T, self.end_of_text, window, self.flex)))
         value_embed_of = {digit: table(tokens_T) for digit, table in self.value_tables.items()}
         x_TD = x0_TD = norm(self.embed(tokens_T))
-        # A U-Net (2024-11-10): of 12 layers, layer 5's output is added to layer 6's input, layer
+        # A U-Net (2024-11-10): with 12 layers, layer 5's output is added to layer 6's input, layer
         # 4's output to layer 7's input, and so on.
         skips = []
         half = len(self.layers) // 2
@@ -266,19 +265,19 @@ class GPT(nn.Module):
             x_TD = layer(x_TD, x0_TD, value_embed, masks[self.hp.windows[i]])
             if i < half:
                 skips.append(x_TD)
-            assert x_TD.dtype == self.embed.weight.dtype, f"layer {i} or x0 lacks a type_as"
+            assert x_TD.dtype == self.embed.weight.dtype, f"layer {i} or x0 needs a type_as"
         return norm(x_TD)
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """Caps logits smoothly, as Gemma 2 does (arXiv:2408.00118), so that no confident error
-        costs too much (2024-11-06). A logit z becomes c + c tanh(z / c). The added constant c
-        changes no probability."""
+        """Caps logits smoothly, as Gemma 2 does (arXiv:2408.00118), so that confident errors do not
+        cost too much (2024-11-06). A logit z becomes c + c tanh(z / c). Adding c changes no
+        probabilities."""
         c = self.hp.lm_head_softcap
         return 2 * c * torch.sigmoid(self.lm_head(x_TD).float() * (2 / c))
 
 class Layer(nn.Module):
-    """Mixes the residual stream with x0, the token's own normed embedding, so that no layer loses
-    sight of it (2024-11-06). Then it adds attention and an MLP."""
+    """Mixes the residual stream with x0, the token's own normalized embedding, so that no layer
+    loses sight of it (2024-11-06). Then the layer adds attention and an MLP."""
 
     def __init__(self, hp: Hyperparameters, index: int, rotary: "Rotary"):
         super().__init__()
@@ -294,35 +293,35 @@ class Layer(nn.Module):
         return add(x_TD, self.mlp(norm(x_TD)))
 
 def add(x_TD: Tensor, y_TD: Tensor) -> Tensor:
-    """Bit-identical to x_TD + y_TD. A plain sum would be fused with the preceding matmul into an
-    addmm, and torch 2.13 would first copy x_TD (75 MB). If y_TD was left in float32, so is
-    the sum, and the assertion in `features` fails."""
+    """Bit-identical to x_TD + y_TD. The compiler would merge a plain sum with the matmul before it,
+    for which torch 2.13 first copies x_TD (75 MB). If y_TD is still float32, the sum is too, and
+    the assertion in `features` fails."""
     sum_TD = x_TD.float() + y_TD
     return sum_TD.type_as(x_TD) if x_TD.dtype == y_TD.dtype else sum_TD
 
 class CausalSelfAttention(nn.Module):
-    """Attention with normed queries and keys, which bounds the scores (arXiv:2010.04245). Values
-    are mixed with the layer's value embedding [T, kv heads * K], a second embedding of the token,
-    because deep layers lose track of the token (arXiv:2410.17897, 2024-12-04). Several query heads
-    may share a key-value head (arXiv:2305.13245)."""
+    """Attention with normalized queries and keys, which bounds the scores (arXiv:2010.04245).
+    Values are mixed with the layer's value embedding [T, kv heads * K], a second embedding of the
+    token, which reminds the layer of the token itself (arXiv:2410.17897, 2024-12-04). Several query
+    heads may share a key-value head (arXiv:2305.13245)."""
 
     def __init__(self, hp: Hyperparameters, rotary: "Rotary"):
         super().__init__()
         self.hp = hp
         self.rotary = rotary
         # Muon orthogonalizes q, k and v separately, so they are matrices of equal shape in one
-        # stack. With 6 heads and 3 kv heads the stack has four: q, q, k, v.
+        # stack. With 6 heads and 3 kv heads the stack has four: two for q, one for k, one for v.
         parts = hp.num_heads // hp.kv_heads + 2
         self.qkv = parameter(parts, hp.kv_heads * hp.head_dim, hp.model_dim)
         self.proj = CastedLinear(hp.num_heads * hp.head_dim, hp.model_dim)
-        self.value_mix = nn.Parameter(torch.tensor([0.5, 0.5]))  # weights of v, value embedding
+        self.value_mix = nn.Parameter(torch.tensor([0.5, 0.5]))  # for v and value_embed
 
     def forward(self, x_TD: Tensor, value_embed: Tensor | None, mask) -> Tensor:
         T, heads, kv_heads = len(x_TD), self.hp.num_heads, self.hp.kv_heads
         qkv = F.linear(x_TD, self.qkv.flatten(0, 1).type_as(x_TD)).view(T, -1, self.hp.head_dim)
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)  # each [T, heads, K]
         q, k = self.rotary(norm(q)), self.rotary(norm(k))
-        v = self.value_mix[0] * v  # initially half, even in a layer without a value embedding
+        v = self.value_mix[0] * v  # initially halved, even without a value embedding
         if value_embed is not None:
             v = v + self.value_mix[1] * value_embed.view_as(v)
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, H, T, K]
@@ -339,8 +338,8 @@ class MLP(nn.Module):
         return self.proj(F.relu(self.fc(x_TD)).square())  # ReLU^2 (arXiv:2109.08668)
 
 class Rotary(nn.Module):
-    """Rotary positions (arXiv:2104.09864). Channels i and i + K/4 of a head, for i < K/4, are
-    rotated as a pair. The second half is not rotated, so it matches content at any distance
+    """Rotary position embeddings (arXiv:2104.09864). Channels i and i + K/4 of a head, for i < K/4,
+    are rotated as a pair. The second half is not rotated, so it matches content at any distance
     (2024-12-17):
 
         quarter of a head   first            second           third and fourth
@@ -376,8 +375,9 @@ class Embedding(nn.Module):
         return F.embedding(tokens_T, self.weight.float()).type_as(self.weight)
 
 class CastedLinear(nn.Module):
-    """A linear layer without bias. Its weight is float32 and cast to the dtype of the input. If
-    gradient_scale is given, training multiplies in FP8. Validation never does, as in the record."""
+    """A linear layer without a bias. Its weight is float32 and is cast to the input's dtype. With a
+    gradient_scale, it multiplies in FP8 during training, but not in validation, as in the record.
+    """
 
     def __init__(self, in_features: int, out_features: int, gradient_scale: float | None = None):
         super().__init__()
@@ -400,10 +400,10 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     window is counted in blocks of 128 tokens, the token's own block included. The short window has
     half as many blocks, but at least one (2025-01-16).
 
-    For each query block FlexAttention needs a list of full and one of partial key blocks. In a full
-    block all pairs of tokens are visible. In a partial block it asks `sees` about each pair. All
-    other blocks are skipped, which saves time. Here a second document begins within block 1, and
-    the window has two blocks (p: partial, f: full, w: beyond the window):
+    For each query block, FlexAttention needs a list of the full key blocks and a list of the
+    partial ones. In a full block all pairs of tokens are visible. In a partial block it asks `sees`
+    about each pair. All other blocks are skipped, which saves time. Here a second document begins
+    within block 1, and the window has two blocks (p: partial, f: full, w: beyond the window):
 
         query block   key block 0 1 2 3
                   0             p . . .     the diagonal is partial, since no token sees the future
@@ -413,8 +413,8 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     """
     document_T = (tokens_T == end_of_text).cumsum(0, dtype=torch.int32)
 
-    # If you change this rule, change any_visible_NN and all_visible_NN to match, because
-    # FlexAttention calls it in partial blocks only. `./run.sh honest` compares them with `sees`.
+    # FlexAttention calls `sees` in partial blocks only. So if you change it, change any_visible_NN
+    # and all_visible_NN to match. `./run.sh honest` compares them with it.
     def sees(batch, head, query, key):
         return (key <= query) & (document_T[query] == document_T[key])
 
@@ -422,16 +422,16 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     distance_NN = block_N[:, None] - block_N  # [query block, key block]
     first_N = document_T[::BLOCK]  # the document of each block's first token
     last_N = document_T[BLOCK - 1::BLOCK]
-    # Document numbers never decrease. So some pair is visible if the key block does not come later
-    # and its last number is at least the query block's first. All pairs are visible if the key
-    # block comes earlier and its first number is the query block's last.
+    # Document numbers never decrease. So some pair is visible if the key block is not later, and
+    # ends in the query block's first document or after it. All pairs are visible if the key block
+    # is earlier, and the query block ends in the document in which the key block begins.
     any_visible_NN = (distance_NN >= 0) & (last_N >= first_N[:, None])
     all_visible_NN = (distance_NN > 0) & (first_N == last_N[:, None])
 
     def ordered(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
         """For each row: the number of chosen columns, and a list of all columns, the chosen ones
         first. For the row [0, 1, 0, 1], that is 2 and [1, 3, 0, 2]."""
-        # The chosen columns come first, by count. A sort would take minutes to compile.
+        # place_NN is each column's place in the list. A sort would take minutes to compile.
         count_NN = chosen_NN.cumsum(1)
         place_NN = torch.where(chosen_NN, count_NN - 1, count_NN[:, -1:] + block_N - count_NN)
         order_NN = torch.zeros_like(distance_NN).scatter_(1, place_NN, block_N.expand_as(place_NN))
@@ -479,24 +479,24 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
 
 # ---- 4. The head: FP8 and the loss --------------------------------------------------------------
 
-# The head takes a third of all arithmetic, and FP8 halves its time (2025-01-13). But FP8 has a
+# The head does a third of all arithmetic, and FP8 halves its time (2025-01-13). But FP8 has a
 # small range, so each tensor is multiplied by a scale before the cast:
 #
-#     tensor     format   largest value                        after scaling       format's maximum
-#     input      e4m3     27.7 = sqrt(768), because it is normed    55.4                  448
-#     weight     e4m3     0.875, larger ones are clamped           448                    448
-#     gradient   e5m2     1 / tokens_per_step                       10.7                57344
+#     tensor     format   largest value                      times scale    maximum of the format
+#     input      e4m3     27.7 = sqrt(768) after the norm    55.4             448
+#     weight     e4m3     0.875, to which it is clamped      448              448
+#     gradient   e5m2     1 / tokens_per_step                10.7           57344
 #
-# (e4m3 has 4 bits of exponent and 3 of mantissa, e5m2 5 and 2.) The gradient's scale
-# is 2^19 for 48K tokens, as in the record, and grows with tokens_per_step.
+# (e4m3 has 4 exponent bits and 3 mantissa bits, e5m2 has 5 and 2.) The gradient's scale is 2^19 for
+# a step of 48K tokens, as in the record, and grows with tokens_per_step: 2^22 in `speedrun`.
 INPUT_SCALE, WEIGHT_SCALE, TOKEN_GRADIENT_SCALE = 2.0, 2.0**9, 2.0**19 / (48 * 1024)
 
 def to_e4m3(x: Tensor, scale: float) -> Tensor:
     return (x.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 def fp8_matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast: bool) -> Tensor:
-    """Computes a @ b.T / scale. FP8 units need both operands contiguous along the dimension that is
-    summed over. fast=True sums less exactly, which only the forward pass tolerates."""
+    """Computes a @ b.T / scale. FP8 units need the rows of a and b, along which they sum, to be
+    contiguous. fast=True sums less precisely, which only the forward pass tolerates."""
     one, inverse = (torch.full((), x, device=a.device) for x in (1.0, 1 / scale))
     return torch._scaled_mm(a, b.T, one, inverse, out_dtype=dtype, use_fast_accum=fast)
 
@@ -522,11 +522,11 @@ class FP8Linear(torch.autograd.Function):
 
 class CrossEntropy(torch.autograd.Function):
     """The sum of -log softmax(logits_TV)[target] over all tokens. A target of -1 does not count.
-    No maximum is subtracted, so logits above 76, twice the largest softcap, could overflow.
+    No maximum is subtracted: softcaps up to 38 keep logits below 76, and exp(76) is finite.
 
-    It equals F.cross_entropy, whose backward pass sums over the vocabulary. The compiler would fuse
-    this loop with FP8Linear's cast and transposed copy into one slow kernel, so the gradient is
-    coded by hand, without a sum."""
+    F.cross_entropy gives the same loss, but its backward pass sums over the vocabulary. The
+    compiler would fuse that sum with FP8Linear's cast and transposed copy into one slow kernel, so
+    the gradient is coded by hand, without a sum."""
 
     @staticmethod
     def forward(ctx, logits_TV: Tensor, target_T: Tensor) -> Tensor:
@@ -544,10 +544,10 @@ class CrossEntropy(torch.autograd.Function):
         return grad_TV.mul_(torch.where(target_T < 0, 0.0, grad)[:, None]), None
 
 # ---- 5. Parameters ------------------------------------------------------------------------------
-# The modules above create parameters. A table says how each starts and trains.
+# The modules above create parameters. A table says how each is initialized and trained.
 
 def parameter(*shape: int, dtype=torch.float32) -> nn.Parameter:
-    """A parameter full of NaN, so that one missed by draw_weights is noticed."""
+    """A parameter filled with NaN, so that one missed by draw_weights is noticed."""
     return nn.Parameter(torch.full(shape, torch.nan, dtype=dtype))
 
 def zero(x: Tensor, generator):
@@ -560,10 +560,10 @@ def uniform(x: Tensor, generator):  # the standard deviation is 0.5 / sqrt(numbe
     bound = 0.5 * math.sqrt(3 / x.size(-1))
     x.uniform_(-bound, bound, generator=generator)
 
-# Each parameter follows the first rule whose pattern matches its full name. A rule gives the
-# function that draws the initial values, the optimizer (section 6) and its options. A string
-# option names a setting. `None` keeps what the module has set (vectors and scalars only). Muon
-# treats a parameter of three dimensions as a stack of matrices.
+# Each parameter follows the first rule whose pattern matches its full name. A rule names a function
+# for the initial values, the optimizer (section 6) and its options. An option that is a string
+# names a setting. Initial `None` keeps the values that the module set (only for vectors and
+# scalars). Muon treats a three-dimensional parameter as a stack of matrices.
 PARAMETERS = [
     # names                               initial  optimizer and its options       one of the shapes
     (r"lm_head\.weight",                  zero,    "Adam", dict(lr="lm_head_lr")),  # [50304, 768]
@@ -581,14 +581,14 @@ def find_rules(model: nn.Module) -> dict[str, int]:
         require(fitting, f"PARAMETERS has no rule for {name} {tuple(p.shape)}")
         rules[name] = fitting[0]
     for i, (pattern, *_) in enumerate(PARAMETERS):
-        require(i in rules.values(), f"PARAMETERS: no parameter matches the rule {pattern}")
+        require(i in rules.values(), f"PARAMETERS: no parameter follows the rule {pattern}")
     return rules
 
 @torch.no_grad()
 def draw_weights(model: nn.Module, seed: int):
-    """Fills every parameter as its rule says. The random numbers depend only on the seed and on the
-    parameter's name. So scripts with the same seed start from equal weights where names and shapes
-    agree, which lowers the noise when runs are compared in pairs."""
+    """Initializes the parameters by their rules. The random numbers depend only on seed and name.
+    So scripts with the same seed start from equal weights where names and shapes agree, which
+    lowers the noise of paired comparisons."""
     for name, rule in find_rules(model).items():
         p = model.get_parameter(name)
         _, initial, _, _ = PARAMETERS[rule]
@@ -597,7 +597,7 @@ def draw_weights(model: nn.Module, seed: int):
             continue
         require(p.isnan().all(), f"{name} has values, which its rule in PARAMETERS would replace: "
                 "create it with parameter(...), and let the rule say how it starts")
-        values = torch.empty(p.shape)  # on the CPU; other devices draw other numbers
+        values = torch.empty(p.shape)  # on the CPU; devices draw different numbers
         number = int(sha256(f"{seed} {name}".encode()).hexdigest()[:15], 16)
         initial(values, torch.Generator().manual_seed(number))
         p.copy_(values)
@@ -611,8 +611,8 @@ if not hasattr(dist, "all_gather_single"):  # torch 2.13 renamed these two funct
     dist.reduce_scatter_single = dist.reduce_scatter_tensor
 
 class Pending(NamedTuple):
-    """A tensor that ranks may still be exchanging. wait() returns it. On a GPU only the CUDA stream
-    waits, and Python goes on."""
+    """A tensor that ranks may still be exchanging. wait() returns it. On a GPU, Python does not
+    wait; only the GPU's later work does."""
     tensor: Tensor
     work: "dist.Work | None" = None
 
@@ -623,10 +623,10 @@ class Pending(NamedTuple):
 
 @dataclass(frozen=True)
 class World:
-    """The ranks that train together, seen from one of them. A tensor of two or more dimensions is
-    sharded along the first if the ranks can divide it equally: with two ranks, each updates 25,152
-    rows of [50304, 768]. For all other tensors every rank repeats the whole update."""
-    rank: int  # this process, from 0
+    """The ranks that train together, as seen from one of them. A tensor of two or more dimensions
+    is sharded along the first if the ranks can divide it equally: with two ranks, each updates
+    25,152 rows of [50304, 768]. For all other tensors every rank does the whole update."""
+    rank: int  # the number of this process, from 0
     size: int
     device: torch.device
 
@@ -638,7 +638,7 @@ class World:
         return whole.chunk(self.size)[self.rank] if self.is_sharded(whole) else whole
 
     def reduce_scatter(self, whole: Tensor) -> Pending:
-        """Sums over the ranks. Each rank receives only its own rows of the sum."""
+        """Sums a tensor over the ranks. Of a sharded one, each receives only its own rows."""
         if not self.is_sharded(whole):
             return self.all_reduce(whole)
         local = torch.empty_like(self.shard(whole))
@@ -651,7 +651,7 @@ class World:
         return Pending(whole, dist.all_gather_single(whole, self.shard(whole), async_op=True))
 
     def all_reduce(self, whole: Tensor) -> Pending:
-        """Sums over the ranks, in place."""
+        """Sums a tensor over the ranks, in place."""
         return Pending(whole, dist.all_reduce(whole, async_op=True) if self.size > 1 else None)
 
     def all_reduce_together(self, tensors: list[Tensor]) -> list[Pending]:
@@ -672,11 +672,11 @@ class Optimizer:
                       sends it              <---->   sends it
         finish(step)  has everything                 has everything
 
-    Adam's update() changes the weights. Muon's computes changes, which finish() makes. Only in
-    update() are the gradients summed over all ranks, and sharded ones have just this rank's rows.
+    Adam changes the weights in update(). Muon computes changes there, and applies them in finish().
+    Only update() can use the sums over all ranks; of a sharded tensor it has this rank's rows.
 
     `state` is what an optimizer remembers from step to step: {name: one tensor per parameter, with
-    the parameter's number of rows, or a padded stack}. It is saved, loaded on resume, and restored
+    as many rows}, or in Muon {name: one padded stack}. It is saved, loaded on resume, and restored
     after the warm-up, so keep all state here. A rank uses only its own rows, world.shard(tensor).
     """
 
@@ -698,7 +698,7 @@ class Optimizer:
 
 class Adam(Optimizer):
     """Adam (arXiv:1412.6980), computed by PyTorch's fused AdamW kernel. Its state has the dtype of
-    the parameter. In bfloat16 a change of less than 1/512 of a number is lost to rounding."""
+    the parameter. In bfloat16 a change of less than 1/512 of the value is lost to rounding."""
 
     def __init__(self, params, hp, world, lr, betas=None):
         super().__init__(params, hp, world, lr)
@@ -730,19 +730,19 @@ class Adam(Optimizer):
 
 class Muon(Optimizer):
     """MomentUm Orthogonalized by Newton-Schulz (https://kellerjordan.github.io/posts/muon/). For
-    one square matrix it is this:
+    one square matrix it does this:
 
         momentum = beta * momentum + (1 - beta) * gradient
         ahead = beta * momentum + (1 - beta) * gradient  # as in Nesterov momentum
         weight -= lr * newton_schulz(ahead)
 
-    A few directions of a gradient are usually much larger than all others. Muon makes all
+    A few directions of a gradient are usually much larger than all the others. Muon makes all
     directions of the update about equally large, so that small ones are learned too. It suits the
     matrices of the layers, not embeddings, the output head or vectors.
 
-    A Muon optimizer's parameters have the same shape. Their gradients, updates and momentum lie in
-    stacks, padded with zeros so that the ranks can divide them equally. With 11 parameters on two
-    ranks the stack has 12, six for each rank."""
+    All parameters of a Muon optimizer have one shape. Their gradients, updates and momentum are
+    stored in stacks, padded with zeros so that the ranks can divide them equally. With 11
+    parameters on two ranks the stack has 12, six for each rank."""
 
     def __init__(self, params, hp, world, lr):
         super().__init__(params, hp, world, lr)
@@ -778,10 +778,10 @@ class Muon(Optimizer):
         beta = muon_momentum(step, self.hp)
         momentum = self.world.shard(self.state["momentum"]).lerp_(gradients, 1 - beta)
         ahead = gradients.lerp(momentum, beta).to(self.updates.dtype)
-        # All singular values become near 1. A tall matrix spreads their effect over more outputs,
-        # so without this factor each output would change less than in a square matrix.
+        # All singular values end up near 1. A tall matrix has more outputs, and without this factor
+        # each would change less than in a square one.
         tall_factor = max(1, ahead.size(-2) / ahead.size(-1)) ** 0.5
-        # Every matrix is orthogonalized by itself: qkv [n, 3, 768, 768] becomes [3n, 768, 768].
+        # Every matrix is orthogonalized separately: qkv [n, 3, 768, 768] becomes [3n, 768, 768].
         return tall_factor * self.orthogonalize(ahead.flatten(0, -3)).view_as(ahead)
 
     def gather_state(self):
@@ -793,8 +793,8 @@ def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
     """Replaces each matrix U S V^T of x [n, rows, columns] with approximately U V^T, so that all
     its singular values are near 1. A step multiplies the matrix by a polynomial in x x^T, which
     leaves U and V as they are and maps each singular value s to a s + b s^3 + c s^5. Dividing x by
-    its norm brings them below 1. The slope at zero is large, so even 0.01 comes near 1 in five
-    steps: 0.03, 0.12, 0.40, 1.09, 0.70. All but tiny values end between 0.7 and 1.2."""
+    its norm first makes all s at most 1. The slope at zero is large, so even 0.01 grows in five
+    steps: 0.03, 0.12, 0.40, 1.09, 0.70. All but tiny values end up between 0.68 and 1.2."""
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = x.size(1) > x.size(2)
     x = x.mT if tall else x
@@ -822,8 +822,8 @@ def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> lis
     return optimizers
 
 # ---- 7. Data ------------------------------------------------------------------------------------
-# A shard is a file: a header of 256 int32 (magic number, version, number of tokens, zeros), then
-# the tokens as uint16. Each document begins with the end-of-text token, which is vocab_size - 1.
+# A shard is a file: a header of 256 int32 values (magic number, version, number of tokens, zeros),
+# then the tokens as uint16. Each document begins with the end-of-text token, vocab_size - 1.
 
 SHARD_MAGIC = 20240520
 SHARD_HEADER_BYTES = 4 * 256
@@ -837,7 +837,7 @@ def find_shards(pattern: str) -> list[Shard]:
     """The shards that a glob matches, sorted by path."""
     shards = []
     folder, name = os.path.split(os.path.expanduser(pattern))
-    folder = glob.escape(folder) if os.path.isdir(folder) else folder  # it may have brackets
+    folder = glob.escape(folder) if os.path.isdir(folder) else folder  # it may contain brackets
     for path in sorted(glob.glob(os.path.join(folder, name), recursive=True)):
         problem = f"{path} is not a complete shard: in the repository, ./run.sh inspect says why"
         require(os.path.isfile(path) and os.path.getsize(path) > SHARD_HEADER_BYTES, problem)
@@ -853,7 +853,7 @@ def find_shards(pattern: str) -> list[Shard]:
     return shards
 
 def read_tokens(path: str, start: int, count: int, vocab_size: int) -> Tensor:
-    """Reads `count` tokens as uint16. With a GPU they lie in pinned memory, so that copies to the
+    """Reads `count` tokens as uint16. With a GPU they are in pinned memory, so that copies to the
     GPU are asynchronous."""
     tokens = torch.empty(count, dtype=torch.uint16, pin_memory=torch.cuda.is_available())
     with open(path, "rb") as f:
@@ -864,17 +864,17 @@ def read_tokens(path: str, start: int, count: int, vocab_size: int) -> Tensor:
             f"--vocab_size={vocab_size}; in the repository, ./run.sh inspect says where")
     return tokens
 
-UNREAD = 0.02  # the largest share of a shard's tokens that may be left after its last step
+UNREAD = 0.02  # the largest share of a shard that may stay unread
 
 def step_starts(shards: list[Shard], hp: Hyperparameters) -> Iterator[tuple[Shard, int]]:
     """Yields (shard, first token) for each step, the same on every rank and after a resume. Each
-    pass begins one block later than the one before, so that sequences begin at different places in
-    the text. If more than UNREAD of a shard would stay unread, one more step covers its last tokens
-    and overlaps the step before."""
+    pass begins one block later than the previous one, so that sequences begin at different places
+    in the text. If more than UNREAD of a shard would stay unread, one more step covers its last
+    tokens and overlaps the previous step."""
     for epoch in range(hp.epochs):
         for shard in shards:
             start = (epoch * BLOCK) % hp.train_seq_len
-            last = shard.tokens - 1 - hp.tokens_per_step  # the last target is one token further on
+            last = shard.tokens - 1 - hp.tokens_per_step  # targets extend one token further
             while start <= last:
                 yield shard, start
                 start += hp.tokens_per_step
@@ -883,12 +883,12 @@ def step_starts(shards: list[Shard], hp: Hyperparameters) -> Iterator[tuple[Shar
 
 def train_batches(shards: list[Shard], hp: Hyperparameters, world: World, first_step: int):
     """Yields the micro-batches of this rank for each step: a list of (inputs_T int32, targets_T
-    int64). Python does not wait for their copy to the GPU."""
+    int64). Python does not wait for the copy to the GPU."""
     T = hp.train_seq_len
     count = hp.micro_batches // world.size
     for shard, start in islice(step_starts(shards, hp), first_step, None):
         start += world.rank * count * T
-        # torch cannot compute with uint16, so the bits are read as int16. & 0xFFFF undoes the sign.
+        # torch cannot compute with uint16, so the bits are read as int16. & 0xFFFF drops the sign.
         tokens = read_tokens(shard.path, start, count * T + 1, hp.vocab_size).view(torch.int16)
         tokens = tokens.to(world.device, non_blocking=True).to(torch.int32) & 0xFFFF
         inputs = tokens[:-1].view(count, T)
@@ -896,8 +896,8 @@ def train_batches(shards: list[Shard], hp: Hyperparameters, world: World, first_
         yield list(zip(inputs, targets))
 
 def load_validation(shards: list[Shard], hp: Hyperparameters, world: World) -> list:
-    """The validation sequences of this rank. Together the ranks predict val_tokens tokens, starting
-    with the second. The last sequence is padded with targets of -1, which the loss ignores."""
+    """The validation sequences of this rank. Together the ranks predict the val_tokens tokens
+    after the first. The last sequence is padded with targets of -1, which the loss ignores."""
     stream = torch.empty(0, dtype=torch.int32)
     for shard in shards:
         count = min(shard.tokens, hp.val_tokens + 1 - len(stream))
@@ -936,7 +936,7 @@ def evaluate(model, sequences: list, step: int, hp: Hyperparameters, world: Worl
     """The mean loss per target over the sequences of all ranks."""
     model.eval()
     window = window_tensor(step, hp, world.device)
-    total = torch.zeros(2, dtype=torch.float64, device=world.device)  # sum of losses, targets
+    total = torch.zeros(2, dtype=torch.float64, device=world.device)  # losses, targets
     for inputs_T, targets_T in sequences:
         total[0] += model(inputs_T, targets_T, window)
         total[1] += (targets_T >= 0).sum()
@@ -946,8 +946,8 @@ def evaluate(model, sequences: list, step: int, hp: Hyperparameters, world: Worl
 
 def gather_training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict:
     """All tensors on which further training depends: {"model": {name: tensor}, "Muon momentum":
-    ...}. These are the live tensors, whole and equal on every rank. If your method remembers
-    tensors outside of modules and optimizers, add them here."""
+    ...}. These are the live tensors, whole on every rank. If your method keeps tensors outside
+    modules and optimizers, add them here."""
     state = {"model": dict(model.state_dict())}
     for optimizer in optimizers:
         optimizer.gather_state()
@@ -963,8 +963,8 @@ def load_training_state(saved: dict | None, model: nn.Module, optimizers: list, 
     if world.rank == 0:
         ours = {(kind, name, *x.shape) for kind in state for name, x in state[kind].items()}
         theirs = {(kind, name, *x.shape) for kind in saved for name, x in saved[kind].items()}
-        require(ours == theirs, "the checkpoint does not fit the script: only the script has "
-                f"{sorted(ours - theirs)[:1]}, only the checkpoint has {sorted(theirs - ours)[:1]}")
+        require(ours == theirs, "the checkpoint does not match the script: only the script has "
+                f"{sorted(ours - theirs)[:1]}; only the checkpoint has {sorted(theirs - ours)[:1]}")
     for kind, tensors in state.items():
         for name, tensor in tensors.items():
             if world.rank == 0:
@@ -976,7 +976,7 @@ def warm_up(model, optimizers, shards: list[Shard], hp: Hyperparameters, world: 
     """Runs a validation and a training step on random tokens before the clock starts, and undoes
     them. This compiles all code and allocates the memory. On a GPU, compiling anything afterwards
     raises an error, because it would count as training time. If your method runs different code at
-    some steps, run that code here once too.
+    some steps, run that code once here too.
 
     Undoing the step also makes the weights of all ranks equal to those of rank 0."""
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
@@ -984,25 +984,25 @@ def warm_up(model, optimizers, shards: list[Shard], hp: Hyperparameters, world: 
     before = tree_map(lambda x: x.to("cpu", copy=True), state) if world.rank == 0 else None
     tokens = torch.randint(hp.vocab_size, (hp.val_seq_len + 1,), device=world.device)
     evaluate(model, [(tokens[:-1].int(), tokens[1:].clone())], 0, hp, world)
-    # The batch is read as in training, which allocates its memory. Then its tokens are replaced.
+    # Reading a batch as in training allocates its memory. Random tokens then replace its own.
     read = next(train_batches(shards, hp, world, 0))
     batches = tree_map(lambda x: x.random_(hp.vocab_size), read[:1])
     loss = model(*batches[0], window_tensor(0, hp, world.device))
-    (loss / hp.tokens_per_step).backward()  # so that train_step accumulates too
+    (loss / hp.tokens_per_step).backward()  # train_step then adds to a gradient
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-    require(not unused, f"no gradient reaches {', '.join(unused)}: use, freeze or remove it")
+    require(not unused, f"no gradient reaches {', '.join(unused)}: use, freeze or remove each")
     train_step(model, batches, optimizers, 0, hp, world).to("cpu", non_blocking=True)
     load_training_state(before, model, optimizers, world)
     if world.device.type == "cuda":
         torch.compiler.set_stance("fail_on_recompile")
         torch.cuda.reset_peak_memory_stats()
         gc.collect()
-        gc.freeze()  # so that objects left by compiling are not searched for garbage during the run
+        gc.freeze()  # so that garbage collection skips what compiling has left
 
 # ---- 9. The run ---------------------------------------------------------------------------------
 
 def main(argv: list[str]):
-    # What to do. Rank 0 plans for all ranks; with --check, each plans alone.
+    # The plan. Rank 0 plans for all ranks; with --check, each plans for itself.
     require(torch.__version__ >= (2, 9, 1), f"torch {torch.__version__}: install 2.9.1 or newer")
     script = SOURCE or Path(__file__).read_text(encoding="utf-8")
     hp, command = parse_flags(argv)
@@ -1018,7 +1018,7 @@ def main(argv: list[str]):
     hp = plan.hp
     cuda = world.device.type == "cuda"
 
-    # What to train. TORCH_COMPILE_DISABLE=1 helps to debug on a GPU.
+    # The model. TORCH_COMPILE_DISABLE=1 helps with debugging on a GPU.
     torch.manual_seed(hp.seed)
     switches = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
     compiles = cuda and "1" not in map(os.environ.get, switches)
@@ -1044,7 +1044,7 @@ def main(argv: list[str]):
         log.write("\n".join(f"{type(each).__name__}, lr {each.peak_lr}: {', '.join(each.params)}"
                             for each in optimizers), console=False)
 
-        # Before the clock starts. model.compile, unlike torch.compile, keeps the parameters' names.
+        # The warm-up. model.compile, unlike torch.compile, keeps the parameters' names.
         if compiles:
             model.compile(dynamic=False, fullgraph=True)
         batches_of_steps = train_batches(plan.train_shards, hp, world, plan.first_step)
@@ -1093,11 +1093,11 @@ def main(argv: list[str]):
 # ---- 10. What a run needs besides the method: skip it if you only want the algorithm ------------
 
 def world_of_this_process() -> World:
-    """Reads what torchrun has set in the environment. Without torchrun this is the only rank."""
+    """Reads what torchrun has set in the environment. Without torchrun there is one rank."""
     rank, local_rank, size = (int(os.environ.get(name, default)) for name, default in
                               (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
     require("WORLD_SIZE" in os.environ or os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1",
-            "these processes do not know about each other: let srun start torchrun, once per node")
+            "these processes do not know about each other: have srun start torchrun, once per node")
     if not torch.cuda.is_available():
         # One thread, which is torchrun's own default for several ranks
         torch.set_num_threads(torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1)
@@ -1124,7 +1124,7 @@ def connect(plan: "Plan | None", script: str, world: World) -> "Plan":
         dist.broadcast_object_list(plans, src=0)
     except (RuntimeError, ValueError) as e:
         reason = " ".join(str(e).split())  # NCCL's own reason is on its last lines
-        advice = ("enlarge /dev/shm, in Docker with --shm-size=1g" if "/dev/shm" in reason else
+        advice = ("enlarge /dev/shm (in Docker by --shm-size=1g)" if "/dev/shm" in reason else
                   "start them with torchrun, or set NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME")
         raise UserError(f"the ranks cannot reach each other ({reason}); {advice}") from None
     here = (script, find_shards(plans[0].hp.train_files), find_shards(plans[0].hp.val_files))
@@ -1145,7 +1145,7 @@ def true_or_false(text: str) -> bool:
 
 def parse_flags(argv: list[str]) -> tuple[Hyperparameters, argparse.Namespace]:
     """Returns the settings that a command line asks for, and argparse's result, whose .named holds
-    the settings that were typed. Raises UserError."""
+    the settings that were given. Raises UserError."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0],
                                      allow_abbrev=False)
     parser.error = lambda message: require(False, f"{message}; --help lists the flags")
@@ -1176,7 +1176,7 @@ def check_settings(hp: Hyperparameters, world_size: int):
         else:
             require(low <= value <= high, f"--{f.name}={value} is not between {low} and {high}")
             require(unit == 1 or value % unit == 0, f"--{f.name}={value}: use a multiple of {unit}")
-    require(len(hp.windows) % 2 == 0, f"--windows={hp.windows}: name an even number of layers")
+    require(len(hp.windows) % 2 == 0, f"--windows={hp.windows}: give an even number of layers")
     for name, marks in (("attention", hp.attention), ("value_embeds", hp.value_embeds)):
         require(len(marks) == len(hp.windows), f"--{name} and --windows differ in length")
     unused = [v for v, a in zip(hp.value_embeds, hp.attention) if v != "." and a == "."]
@@ -1184,7 +1184,7 @@ def check_settings(hp: Hyperparameters, world_size: int):
     require(hp.window_start <= hp.window_end, "--window_start is above --window_end")
     require(hp.num_heads % hp.kv_heads == 0, "--num_kv_heads must divide --num_heads")
     require(hp.micro_batches % world_size == 0, f"{world_size} ranks cannot share "
-            f"{hp.micro_batches} micro-batches equally: start a number of ranks that divides them")
+            f"{hp.micro_batches} micro-batches equally: use a number of ranks that divides them")
 
 def resolve(hp: Hyperparameters, device: torch.device) -> Hyperparameters:
     """Decides what `auto` and a seed of -1 stand for, and whether FP8 is possible. A resumed run
@@ -1207,7 +1207,7 @@ class Plan:
     train_shards: list[Shard]
     val_shards: list[Shard]
     checkpoint: Path | None  # to resume from
-    first_step: int = 0  # a checkpoint contains the steps before this one
+    first_step: int = 0  # a checkpoint covers the steps before this one
     seconds: float = 0.0  # the training time of those steps
 
     def data_read(self, done: int) -> str:
@@ -1220,11 +1220,11 @@ def make_plan(hp: Hyperparameters, command, script: str, world: World, saved: di
     """Checks the settings, the checkpoint's settings and the data. A resumed run has the settings
     of its checkpoint, except those that the command line names. Raises UserError."""
     if saved:
-        # Without this check, a setting that the checkpoint and the flags lack would get a default.
+        # A setting in neither the checkpoint nor the flags would silently get its default.
         own = {f.name for f in fields(Hyperparameters)}
         given = saved["settings"].keys() | command.named.keys()
-        require(own == given, f"--resume: {sorted(own ^ given)} are only in the script or only in "
-                "the checkpoint: pass new ones as flags, or use the script from the run's log")
+        require(own == given, "--resume: only in the script or only in the checkpoint: "
+                f"{sorted(own ^ given)}; pass new ones as flags, or use the script from the log")
         hp = Hyperparameters(**(saved["settings"] | command.named))
     check_settings(hp, world.size)
     hp = resolve(hp, world.device)
@@ -1233,7 +1233,7 @@ def make_plan(hp: Hyperparameters, command, script: str, world: World, saved: di
     by_fingerprint = {}
     for shard in train_shards + val_shards:
         first = by_fingerprint.setdefault(shard.fingerprint, shard)
-        require(shard is first, f"{shard.path} has the same tokens as {first.path}: name only one")
+        require(shard is first, f"{shard.path} has the same tokens as {first.path}: keep only one")
     available = sum(shard.tokens for shard in val_shards) - 1  # the first token is not predicted
     hp = replace(hp, val_tokens=hp.val_tokens or available)
     require(0 < hp.val_tokens <= available, f"--val_files={hp.val_files} has {available} tokens to "
@@ -1243,7 +1243,7 @@ def make_plan(hp: Hyperparameters, command, script: str, world: World, saved: di
             f"steps, not {hp.num_iterations}: add shards, raise --epochs or lower --num_iterations")
     small = [s.tokens for s in train_shards if s.tokens <= hp.tokens_per_step]
     require(sum(small) <= UNREAD * sum(s.tokens for s in train_shards), f"{len(small)} training "
-            f"shards have no more than the {hp.tokens_per_step} tokens of a step: join them")
+            f"shards have no more than the {hp.tokens_per_step} tokens of a step: merge them")
 
     plan = Plan(hp, script, train_shards, val_shards, command.resume)
     if saved:
@@ -1254,30 +1254,30 @@ def make_plan(hp: Hyperparameters, command, script: str, world: World, saved: di
     return plan
 
 def notices(plan: Plan, saved: dict | None, world: World) -> Iterator[str]:
-    """Lines of the log: whether a GPU trains without FP8, and what a resumed run has changed."""
+    """Log lines: whether a GPU trains without FP8, and what a resumed run has changed."""
     if world.device.type == "cuda" and not plan.hp.use_fp8:
-        yield ("fp8: off, so the head takes about twice as long; FP8 needs a GPU of compute "
-               "capability 8.9 or newer, dtype bfloat16 and use_fp8")
+        yield ("fp8: off, so the head takes about twice as long; FP8 needs a GPU with compute "
+               "capability 8.9 or higher, dtype bfloat16 and use_fp8")
     for name, value in asdict(plan.hp).items() if saved else ():
         if value != (old := saved["settings"].get(name)):
             yield f"changed: {name} = {value!r}, was {old!r}"
             if name == "num_iterations":
-                yield "changed: rates and window depend on step / num_iterations, so they jump"
+                yield "changed: rates and window depend on step / num_iterations, so both jump"
     if saved and saved["script"] != sha256(plan.script.encode()).hexdigest():
         yield "changed: the script is not the one that saved the checkpoint"
 
 # ---- Log and clock
 
 def print_line(text: str):
-    """Prints, unless the console is gone."""
+    """Prints text, unless the console is gone."""
     try:
         print(text, flush=True)
-    except (OSError, ValueError):  # closed, full, or unable to show a character
+    except (OSError, ValueError):  # it is closed, full, or cannot show a character
         sys.stdout = open(os.devnull, "w")
 
 class RunLog:
     """The log of rank 0: settings, environment and source, with a line of 100 `=` after each, then
-    a line per step. Other ranks write nothing."""
+    a line per step."""
 
     def __init__(self, plan: Plan, world: World):
         self.path = self.file = None
@@ -1290,7 +1290,7 @@ class RunLog:
             os.makedirs(folder, exist_ok=True)
             while self.file is None:
                 self.path = folder / f"{now:%Y-%m-%dT%H-%M-%SZ}_{plan.hp.name}.log"
-                with suppress(FileExistsError):  # another run has started in this second
+                with suppress(FileExistsError):  # another run started in the same second
                     self.file = open(self.path, "xb", buffering=0)
                 now += timedelta(seconds=1)
         except OSError as e:
@@ -1316,8 +1316,8 @@ class RunLog:
         self.failed = not complete
 
     def write_loss(self, kind: str, done: int, hp: Hyperparameters, loss: float, seconds: float):
-        """Writes a loss. One that is not finite ends the run."""
-        step = done - 1 if kind == "train_loss" else done  # the one whose lr and window apply
+        """Writes a loss. If it is not finite, the run ends."""
+        step = done - 1 if kind == "train_loss" else done  # whose lr and window were used
         average = f"{1000 * seconds / done:.2f}" if done else "nan"
         self.write(f"step:{done}/{hp.num_iterations} {kind}:{loss:.4f} "
                    f"train_time:{1000 * seconds:.0f}ms step_avg:{average}ms "
@@ -1326,7 +1326,7 @@ class RunLog:
         require(math.isfinite(loss), f"step {done}: {kind} is {loss}; try lower learning rates")
 
 def environment(plan: Plan, world: World) -> list[str]:
-    """Machine, software and data in lines `key: value`."""
+    """Machine, software and data as `key: value` lines."""
     cpu = cpu_info()
     units = re.findall(r"\b(?:avx2|avx512f|avx512_bf16|amx_bf16)\b", cpu.get("flags", ""))
     model = cpu.get("model name", platform.processor())
@@ -1361,11 +1361,11 @@ class StepClock:
     def __init__(self, device: torch.device, seconds: float):
         self.cuda = device.type == "cuda"
         self.seconds = seconds  # at the last stop
-        self.pending = []  # (steps done, loss, mark of its end), the oldest first
-        self.lag = 3 if self.cuda else 0  # steps that Python may be ahead of the GPU
+        self.pending = []  # (steps done, loss, mark at the step's end), oldest first
+        self.lag = 3 if self.cuda else 0  # steps by which Python may lead the GPU
 
     def mark(self):
-        """The time now on a CPU, or an event in the queue of a GPU."""
+        """The current time on a CPU, or an event in a GPU's queue."""
         if self.cuda:
             return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
         return time.perf_counter()
@@ -1388,14 +1388,14 @@ class StepClock:
         self.pending.append((done, loss.to("cpu", non_blocking=True), self.mark()))
 
     def read_losses(self, keep: int) -> Iterator[tuple[int, float, float]]:
-        """Yields (steps done, loss, seconds) of all pending losses except the `keep` newest."""
+        """Yields (steps done, loss, seconds) for all pending losses except the `keep` newest."""
         while len(self.pending) > keep:
             done, loss, mark = self.pending.pop(0)
             seconds = self.seconds_at(mark)
             yield done, float(loss), seconds
 
 def time_all_gather(world: World) -> str:
-    """A line of the log: how fast ranks fetch each other's rows. If this is slow, every step is."""
+    """A log line: how fast ranks fetch each other's rows. If this is slow, every step is."""
     whole = torch.zeros(world.size, 2**26 // world.size, dtype=torch.int8, device=world.device)
     for _ in range(2):  # the first time, ranks may wait for one that is still warming up
         began = time.perf_counter()
@@ -1406,20 +1406,20 @@ def time_all_gather(world: World) -> str:
 # ---- Checkpoints
 
 def read_checkpoint(path: Path) -> dict:
-    """Opens a checkpoint. Its tensors stay on the disk until they are used. Raises UserError."""
+    """Opens a checkpoint. Its tensors stay on disk until they are used. Raises UserError."""
     try:
         require(zipfile.ZipFile(path).testzip() is None, "a checksum is wrong")
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        require("data_read" in saved, "this script did not save it")
+        require("data_read" in saved, "it was not saved by this script")
         return saved
     except Exception as e:  # a damaged archive raises many kinds of exception
         reason = str(e).partition("\n")[0]
-        raise UserError(f"--resume={path} cannot be used ({reason}): name a checkpoint, "
-                        "step<n>.pt; if it is damaged, use the one before it") from None
+        raise UserError(f"--resume={path} cannot be used ({reason}): give a checkpoint, "
+                        "step<n>.pt; if it is damaged, use the previous one") from None
 
 def save_checkpoint(done: int, seconds: float, model, optimizers, plan: Plan, log, warn) -> bool:
-    """Saves what a run needs to continue, on any number of ranks, and keeps the two newest files. A
-    file gets its name when it is complete. Returns whether this worked."""
+    """Saves what a run needs to continue, even on another number of ranks, and keeps the two newest
+    files. A file gets its name once it is complete. Returns whether the save worked."""
     state = gather_training_state(model, optimizers)
     if log.file is None:  # only rank 0 saves
         return True
@@ -1428,7 +1428,7 @@ def save_checkpoint(done: int, seconds: float, model, optimizers, plan: Plan, lo
     saved = dict(step=done, seconds=seconds, settings=asdict(plan.hp), state=state,
                  script=sha256(plan.script.encode()).hexdigest(), log=str(log.path),
                  data_read=plan.data_read(done))
-    file = io.BytesIO()  # so that an OSError below comes from the disk
+    file = io.BytesIO()  # so that any OSError below comes from the disk
     torch.save(saved, file)
     try:
         path.parent.mkdir(exist_ok=True)
@@ -1459,7 +1459,7 @@ if __name__ == "__main__":
             time.sleep(3)  # rank 0 reports the same error first, and then torchrun ends this rank
         if not isinstance(e, UserError):
             sys.excepthook(*sys.exc_info())
-            os._exit(1)  # an orderly exit could wait for ranks that wait for this one
+            os._exit(1)  # an orderly exit could wait for ranks that wait for this rank
         with suppress(OSError):
             print(f"error: {e}", file=sys.stderr, flush=True)
         os._exit(2)

@@ -62,7 +62,7 @@ def put(name, value):
 
 REFUSED = {
     "a row without a parameter": (lambda model: setattr(model, "lm_head", model.embed),
-                                  r"no parameter matches the rule lm_head"),
+                                  r"no parameter follows the rule lm_head"),
     "a name that begins like a row's": (put("skip_weights_2", nn.Parameter(torch.ones(2))),
                                         r"no rule for skip_weights_2 \(2,\)"),
     "a vector that is left NaN": (put("skip_weights", parameter(2)), "skip_weights needs initial "),

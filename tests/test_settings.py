@@ -121,7 +121,7 @@ OUT_OF_RANGE = f"""
     ("--num_iterations=11", "suffices for 10 steps.* raise --epochs"),
     ("--train_seq_len=7680", "suffices for 0 steps"),
     ("--val_tokens=2010", "2009 tokens to predict"),
-    ("--micro_batches=3", r"2 ranks cannot share 3 micro-batches equally: start .* divides"),
+    ("--micro_batches=3", r"2 ranks cannot share 3 micro-batches equally: use .* divides"),
     ("--windows=LSL --value_embeds=... --attention=xxx", "--windows=LSL: .* even number"),
     ("--attention=..", "--value_embeds=.0 marks a layer that has no attention"),
     ("--value_embeds=0..00", "--value_embeds and --windows differ"),
@@ -179,7 +179,7 @@ def test_validation_on_training_data_is_refused(tmp_path, shards, link):
     for flags in ([shards[0], f"--val_files={tmp_path}/copy.bin", "--val_tokens=0"],
                   [shards[0], f"--val_files={shard.parent}/t_*.bin", "--val_tokens=0"],
                   [f"--train_files={tmp_path}/*.bin", shards[1]]):
-        with refused("has the same tokens as .*: name only one"):
+        with refused("has the same tokens as .*: keep only one"):
             prepare(*flags)
 
 @pytest.mark.method
@@ -189,7 +189,7 @@ def test_training_shards_without_a_step_are_refused(tmp_path, shards, sizes, sho
     """Where they hold more than 2 % of the tokens. A step's last target is one token further."""
     for number, size in enumerate(sizes):
         write_shard(tmp_path / f"{number}.bin", [256, *range(number, number + size - 1)])
-    words = f"{short} training shards have no more than the 2048 tokens of a step: join them"
+    words = f"{short} training shards have no more than the 2048 tokens of a step: merge them"
     with refused(words) if short else nullcontext():
         plan = prepare(shards[1], f"--train_files={tmp_path}/*.bin", "--micro_batches=8")
         assert [shard.tokens for shard in plan.train_shards] == sizes
