@@ -11,16 +11,16 @@
 
 This is the method of the world record of 2026-04-04 in plain PyTorch. That record took 85 s on
 eight H100 GPUs, in 3,169 lines with seven custom kernels. The speed of this script is not measured.
-To try an idea, change a copy of this file. Every run writes a log into the folder records:
-settings, machine, this source, and a line per step. You can kill a run at any time and continue
-from its last checkpoint with --resume. Read sections 1 to 9 in order; section 10 is support code.
+To try an idea, change a copy of this file. Every run writes a log to the records folder: settings,
+machine, this source, and a line per step. If a run is killed, --resume continues it from its last
+checkpoint. Read sections 1 to 9 in order; section 10 is support code.
 
 The model has 539 million parameters, 464 million of them in the output head and the embeddings of
 tokens, token pairs and values. A run has 1,490 steps, which train on 131,072 to 393,216 tokens
 each. Losses are in nats per token. Validation starts near ln 50304 = 10.83, because the head starts
 near zero. The training loss starts near 19, because it counts three targets.
 
-A date such as (2024-11-24) names the record that introduced that part. All records are listed at
+A date such as (2024-11-24) names the record that introduced a part. All records are listed at
 https://github.com/KellerJordan/modded-nanogpt#world-record-history. This folder's README.md says
 what each part gained, and lists all differences from the record. The largest:
 
@@ -78,7 +78,7 @@ if __name__ == "__main__" and not (find_spec("torch") and find_spec("numpy")):
     print("error: this Python lacks torch or numpy: install them", file=sys.stderr)
     sys.exit(2)
 
-# Importing torch takes seconds, and the file could change meanwhile.
+# Read before torch, whose import takes seconds: the file could change meanwhile.
 SOURCE = Path(__file__).read_text(encoding="utf-8") if __name__ == "__main__" else None
 
 import numpy as np
@@ -106,7 +106,7 @@ NUMBERS = rf"{NUMBER}(,{NUMBER})*"
 RAMPS = rf"{NUMBER}(:{NUMBER})?(,{NUMBER}(:{NUMBER})?)*"  # such as 0.5,0.5:0
 
 def flag(default, text: str, low=0, high=10**9, unit=1, pattern=".+"):
-    """A setting. Numbers lie in [low, high] and are multiples of unit, strings match the
+    """A setting. Numbers lie in [low, high], integers are multiples of unit, and strings match the
     pattern."""
     return field(default=default, metadata=dict(help=text, limits=(low, high, unit, pattern)))
 
@@ -116,14 +116,14 @@ class Hyperparameters:
     # The run
     name: str = flag("speedrun", "up to 100 letters, digits and ._-", pattern=r"[\w.-]{1,100}")
     records: str = flag("records", "folder for the log and the checkpoints")
-    seed: int = flag(-1, "seed of the initial weights; -1 draws a seed", low=-1, high=2**63 - 1)
+    seed: int = flag(-1, "seed of the initial weights; -1 draws one", low=-1, high=2**63 - 1)
     dtype: str = flag("auto", "bfloat16, float32 or auto", pattern="auto|bfloat16|float32")
     save_every: int = flag(500, "steps between checkpoints; 0 never saves, not even at the end")
     val_loss_every: int = flag(250, "steps between validations (also at saves and the end)")
     # Data. In one step all ranks together train on `micro_batches` packs of documents.
     train_files: str = flag("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
     val_files: str = flag("data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
-    vocab_size: int = flag(50257, "token types; the last begins each document", low=2, high=65536)
+    vocab_size: int = flag(50257, "token ids; the last one begins each document", low=2, high=65536)
     train_seq_len: int = flag(48 * 1024, "tokens in the longest packs", low=1, unit=BLOCK)
     val_seq_len: int = flag(256 * 1024, "tokens per validation sequence", low=1, unit=BLOCK)
     val_tokens: int = flag(10485760, "validation tokens; 0 uses all", high=10**12)
@@ -134,14 +134,16 @@ class Hyperparameters:
     doc_lens: str = flag("896,2048,2048,2048", "tokens that a document keeps", pattern=WHOLE)
     short_windows: str = flag("128,384,640,768", "short window, in tokens", pattern=WHOLE)
     long_windows: str = flag("384,896,1408,1664", "long window, in tokens", pattern=WHOLE)
-    stage_lr: str = flag("1,1.52,1.73,1", "factor on all learning rates", pattern=NUMBERS)
+    stage_lr: str = flag("1,1.52,1.73,1", "multiplies all learning rates; in the last stage only "
+                         "lr_floor does", pattern=NUMBERS)
     second_target: str = flag("0.5,0.5:0,0,0", "weight of the token after the next one; a:b goes "
                               "from a to b", pattern=RAMPS)
     third_target: str = flag("0.25:0,0,0,0", "weight of the one after it, likewise", pattern=RAMPS)
     final_window: int = flag(2560, "long window of the last validation", low=BLOCK, unit=BLOCK)
     extension_frac: float = flag(0.0268, "the last stage, as a share of all steps", high=1)
-    untie_stage: int = flag(2, "stage at whose start lm_head is untied (by Adam's next update)")
-    # The layers. Each of these strings has one character per layer.
+    untie_stage: int = flag(2, "stage whose first update by Adam is the last one of a tied lm_head")
+    # The layers. Each of these strings has one character per layer. A new kind of layer also
+    # changes window_sizes, block_masks, rotations_of and check_stages.
     layers: str = flag("PSPLSP.SSPL", "attention with P: paired heads and the short window, S: the "
                        "short window, L: the long window; .: no attention", pattern="[PSL.]+")
     value_embeds: str = flag(".01.....234", "digit: value embedding, .: none", pattern="[0-9.]+")
@@ -158,10 +160,10 @@ class Hyperparameters:
     # Optimization
     num_iterations: int = flag(1490, "training steps", high=10**7)
     cooldown_frac: float = flag(0.6, "share of the steps before the last stage in which learning "
-                                "rates fall", high=1)
+                                "rates fall", low=0.01, high=1)
     lr_floor: float = flag(0.15, "factor on all learning rates at the end", high=1)
     muon_lr: float = flag(0.023, "learning rate of the layers' matrices (NorMuon)")
-    muon_momentum_start: float = flag(0.85, "momentum at the first and the last step", high=1)
+    muon_momentum_start: float = flag(0.85, "momentum at first and at the end", high=1)
     muon_momentum_end: float = flag(0.95, "momentum in between", high=1)
     muon_momentum_steps: int = flag(300, "steps in which the momentum rises")
     muon_cooldown_steps: int = flag(50, "final steps in which the momentum falls again", low=1)
@@ -169,7 +171,7 @@ class Hyperparameters:
     muon_decay: float = flag(1.2, "weight decay of the layers' matrices")
     adam_lr: float = flag(0.008, "learning rate of Adam; PARAMETERS has factors on it")
     adam_decay: float = flag(0.005, "weight decay of Adam; PARAMETERS has factors on it")
-    adam_eps: float = flag(1e-10, "Adam's epsilon; keep it above gradient noise", low=1e-18)
+    adam_eps: float = flag(1e-10, "Adam's epsilon: below it, gradients hardly count", low=1e-18)
 
     @property
     def tokens_per_step(self) -> int:
@@ -312,7 +314,7 @@ def schedule_tensors(step: int, hp: Hyperparameters, device: torch.device) -> Sc
                     *rotary_tables(stage, hp, device), on_device([scale], device)[0],
                     on_device(target_weights(step, hp), device))
 
-window_tensor = schedule_tensors  # the name in train_gpt.py, by which records/tools calls it
+window_tensor = schedule_tensors  # records/tools calls it by this name, as in ../../train_gpt.py
 
 # ---- 2. The model -------------------------------------------------------------------------------
 
@@ -335,11 +337,11 @@ class GPT(nn.Module):
         self.hp = hp
         self.flex = flex
         self.end_of_text = hp.vocab_size - 1
-        # FP8 needs a multiple of 16. A multiple of 64 can be divided among 1, 2, 4, ... 64 ranks.
+        # FP8 needs a multiple of 16 rows. A multiple of 64 can be divided among 1, 2, ... 64 ranks.
         vocab = math.ceil(hp.vocab_size / 64) * 64
         self.embed = Embedding(vocab, hp.model_dim, dtype)
         self.bigram_embed = Embedding(hp.bigram_rows, hp.model_dim, dtype)
-        # Each layer with a digit has a value embedding of its own (2026-01-26).
+        # Layers with the same digit share a value embedding; here each has its own (2026-01-26).
         digits = sorted(set(hp.value_embeds) - {"."})
         width = hp.num_heads * hp.head_dim
         self.value_tables = nn.ModuleDict({d: Embedding(vocab, width, dtype) for d in digits})
@@ -349,9 +351,9 @@ class GPT(nn.Module):
         self.smear_scale = nn.Parameter(torch.tensor(0.0))
         self.skip_scale = nn.Parameter(torch.tensor(-1.5))
         self.back_scale = nn.Parameter(torch.tensor(0.5))
-        # One number per layer. The layer without attention uses none of attn_* and *_add except
-        # mlp_add. Each sum scales the stream by sqrt(1.1), so what a layer has added grows by 1.1
-        # in each later layer with attention (2025-11-18).
+        # One number per layer. The layer without attention uses only mlp_keep and mlp_add. Each sum
+        # scales the stream by sqrt(1.1), so what a layer has added grows by 1.1 in each later layer
+        # with attention (2025-11-18).
         each = torch.ones(len(hp.layers))
         self.attn_keep = nn.Parameter(each * 1.1**0.5)
         self.mlp_keep = nn.Parameter(each * 1.1**0.5)
@@ -386,8 +388,8 @@ class GPT(nn.Module):
         - The layer without attention adds the output of layer skip_from instead, which has the
           long window. A gate decides how much of it (2024-12-17, 2025-11-18, 2025-12-29).
         - Layers after back_from attend to the output of that layer, not to the newest stream
-          (2026-03-06). It serves as their context only, so back_scale of it is subtracted before
-          the head (2025-10-04)."""
+          (2026-03-06). Its main use is this context, so part of it, back_scale times, is
+          subtracted again before the head (2025-10-04)."""
         masks = self.block_masks(tokens_T, schedule.windows)
         rotations = rotations_of(schedule, len(tokens_T), self.hp.head_dim)
         e_TD = self.embed(tokens_T)
@@ -442,8 +444,8 @@ class GPT(nn.Module):
 def bigram_rows(tokens_T: Tensor, rows: int) -> Tensor:
     """The row of the pair of each token and the one before it, by a hash, so some pairs share a row
     (2026-01-19). The first token of a pack has the last row. As in the record, the second token is
-    hashed with the number of that row instead of the first token, and this product overflows in
-    int32."""
+    paired with the number of that row, not with the first token, and the products overflow int32.
+    """
     last = rows - 1
     seen_T = torch.cat((torch.full_like(tokens_T[:1], last), tokens_T[1:]))
     hashed_T = ((36313 * seen_T[1:]) ^ (27191 * seen_T[:-1])) % last
@@ -471,8 +473,8 @@ class CausalSelfAttention(nn.Module):
     - Paired heads: heads 0, 1 and 2 of token t become row 2t of a sequence of 2T rows, and heads 3,
       4 and 5 become row 2t + 1. Each of three heads of this sequence sees both rows of earlier
       tokens, so it chooses among twice as many keys. The window counts rows, so it reaches half as
-      far (2026-01-07). Rotary positions follow heads instead: even heads turn by 2t, odd ones
-      by 2t + 1, whatever their row. So it is in the record.
+      far (2026-01-07). Rotary positions do not follow the rows: even heads turn by 2t, odd
+      ones by 2t + 1, as in the record.
     - Gate: each head's output is multiplied by a number between 0 and 1, which depends on the
       token, so that a head can abstain (2025-08-23)."""
 
@@ -516,7 +518,7 @@ class CausalSelfAttention(nn.Module):
 
 class MLP(nn.Module):
     """ReLU^2 (arXiv:2109.08668). Both matrices are [4D, D], so a row belongs to a hidden unit in
-    both, and NorMuon treats them alike (2025-07-18)."""
+    both, and NorMuon normalizes both along it (2025-07-18)."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -580,8 +582,8 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     sees itself and the earlier tokens of its document, as far back as the window reaches. With a
     window of W, as in FlashAttention (2025-09-03), it sees W earlier tokens.
 
-    For each query block FlexAttention needs a list of full and one of partial key blocks. In a full
-    block all pairs of tokens are visible. In a partial block it asks `sees` about each pair. All
+    For each query block, FlexAttention needs a list of the full key blocks and a list of the
+    partial ones. In a full block all pairs of tokens are visible. In a partial block it asks `sees`
     other blocks are skipped, which saves time. Here a second document begins within block 1, and W
     is 256 (p: partial, f: full, w: beyond the window):
 
@@ -597,16 +599,16 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     distance_NN = block_N[:, None] - block_N  # [query block, key block]
     first_N = document_T[::BLOCK]  # the document of each block's first token
     last_N = document_T[BLOCK - 1::BLOCK]
-    # Document numbers never decrease. So some pair is visible if the key block does not come later
-    # and its last number is at least the query block's first. All pairs are visible if the key
-    # block comes earlier and its first number is the query block's last.
+    # Document numbers never decrease. So some pair is visible if the key block is not later, and
+    # ends in the query block's first document or after it. All pairs are visible if the key block
+    # is earlier, and the query block ends in the document in which the key block begins.
     any_visible_NN = (distance_NN >= 0) & (last_N >= first_N[:, None])
     all_visible_NN = (distance_NN > 0) & (first_N == last_N[:, None])
 
     def ordered(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
         """For each row: the number of chosen columns, and a list of all columns, the chosen ones
         first. For the row [0, 1, 0, 1], that is 2 and [1, 3, 0, 2]."""
-        # The chosen columns come first, by count. A sort would take minutes to compile.
+        # place_NN is each column's place in the list. A sort would take minutes to compile.
         count_NN = chosen_NN.cumsum(1)
         place_NN = torch.where(chosen_NN, count_NN - 1, count_NN[:, -1:] + block_N - count_NN)
         order_NN = torch.zeros_like(distance_NN).scatter_(1, place_NN, block_N.expand_as(place_NN))
@@ -659,21 +661,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
 # The head takes a large part of all arithmetic, and FP8 halves its time (2025-01-13). But FP8 has a
 # small range, so each tensor is multiplied by a scale before the cast (2025-12-19):
 #
-#     tensor     format   largest value                        after scaling       format's maximum
-#     input      e4m3     27.7 = sqrt(768), because it is normed    124                   448
-#     weight     e4m3     1.6, larger ones are clamped              448                   448
-#     gradient   e5m2     1.75 * 23 / 30 = 1.34                     801                 57344
+#     tensor     format   largest value                      times scale    maximum of the format
+#     input      e4m3     27.7 = sqrt(768) after the norm    124              448
+#     weight     e4m3     1.6, to which it is clamped        448              448
+#     gradient   e5m2     1.75 * 23 / 30 = 1.34              801            57344
 #
-# (e4m3 has 4 bits of exponent and 3 of mantissa, e5m2 5 and 2.) The gradient is that of one pack's
-# summed loss, before it is divided by the number of packs.
+# (e4m3 has 4 exponent bits and 3 mantissa bits, e5m2 has 5 and 2.) The gradient is that of a pack's
+# summed loss. The division by the number of packs is undone before the cast.
 INPUT_SCALE, WEIGHT_SCALE, TOKEN_GRADIENT_SCALE = 448 / 100, 448 / 1.6, 448 / 0.75
 
 def to_e4m3(x: Tensor, scale: float) -> Tensor:
     return (x.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 def fp8_matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast: bool) -> Tensor:
-    """Computes a @ b.T / scale. FP8 units need both operands contiguous along the dimension that is
-    summed over. fast=True sums less exactly, which only the forward pass tolerates."""
+    """Computes a @ b.T / scale. FP8 units need the rows of a and b, along which they sum, to be
+    contiguous. fast=True sums less precisely, which only the forward pass tolerates."""
     one, inverse = (torch.full((), x, device=a.device) for x in (1.0, 1 / scale))
     return torch._scaled_mm(a, b.T, one, inverse, out_dtype=dtype, use_fast_accum=fast)
 
@@ -723,10 +725,10 @@ class CrossEntropy(torch.autograd.Function):
         return grad_TV.mul_(grad), None, None
 
 # ---- 5. Parameters ------------------------------------------------------------------------------
-# The modules above create parameters. A table says how each starts and trains.
+# The modules above create parameters. A table says how each is initialized and trained.
 
 def parameter(*shape: int, dtype=torch.float32) -> nn.Parameter:
-    """A parameter full of NaN, so that one missed by draw_weights is noticed."""
+    """A parameter filled with NaN, so that one missed by draw_weights is noticed."""
     return nn.Parameter(torch.full(shape, torch.nan, dtype=dtype))
 
 def zero(x: Tensor, generator):
@@ -739,7 +741,7 @@ def uniform(x: Tensor, generator):  # the standard deviation is 0.5 / sqrt(numbe
     bound = 0.5 * math.sqrt(3 / x.size(-1))
     x.uniform_(-bound, bound, generator=generator)
 
-# Each parameter follows the first rule whose pattern matches its full name. A rule gives the
+# Each parameter follows the first rule whose pattern matches its full name. A rule names a function
 # function that draws the initial values, the optimizer (section 6) and its options. `rate` is a
 # factor on the optimizer's learning rate, and `decay` one on Adam's weight decay. `None` keeps what
 # the module has set (vectors and scalars only).
@@ -782,14 +784,14 @@ def find_rules(model: nn.Module) -> dict[str, int]:
         require(fitting, f"PARAMETERS has no rule for {name} {tuple(p.shape)}")
         rules[name] = fitting[0]
     for i, (pattern, *_) in enumerate(PARAMETERS):
-        require(i in rules.values(), f"PARAMETERS: no parameter matches the rule {pattern}")
+        require(i in rules.values(), f"PARAMETERS: no parameter follows the rule {pattern}")
     return rules
 
 @torch.no_grad()
 def draw_weights(model: nn.Module, seed: int):
-    """Fills every parameter as its rule says. The random numbers depend only on the seed and on the
-    parameter's name. So scripts with the same seed start from equal weights where names and shapes
-    agree, which lowers the noise when runs are compared in pairs."""
+    """Initializes the parameters by their rules. The random numbers depend only on seed and name.
+    So scripts with the same seed start from equal weights where names and shapes agree, which
+    lowers the noise of paired comparisons."""
     for name, rule in find_rules(model).items():
         p = model.get_parameter(name)
         _, initial, _, _ = PARAMETERS[rule]
@@ -798,7 +800,7 @@ def draw_weights(model: nn.Module, seed: int):
             continue
         require(p.isnan().all(), f"{name} has values, which its rule in PARAMETERS would replace: "
                 "create it with parameter(...), and let the rule say how it starts")
-        values = torch.empty(p.shape)  # on the CPU; other devices draw other numbers
+        values = torch.empty(p.shape)  # on the CPU; devices draw different numbers
         drawn_as = START_OF.get(name, name)
         number = int(sha256(f"{seed} {drawn_as}".encode()).hexdigest()[:15], 16)
         initial(values, torch.Generator().manual_seed(number))
@@ -813,8 +815,8 @@ if not hasattr(dist, "all_gather_single"):  # torch 2.13 renamed these two funct
     dist.reduce_scatter_single = dist.reduce_scatter_tensor
 
 class Pending(NamedTuple):
-    """A tensor that ranks may still be exchanging. wait() returns it. On a GPU only the CUDA stream
-    waits, and Python goes on."""
+    """A tensor that ranks may still be exchanging. wait() returns it. On a GPU, Python does not
+    wait; only the GPU's later work does."""
     tensor: Tensor
     work: "dist.Work | None" = None
 
@@ -825,10 +827,10 @@ class Pending(NamedTuple):
 
 @dataclass(frozen=True)
 class World:
-    """The ranks that train together, seen from one of them. A tensor of two or more dimensions is
-    sharded along the first if the ranks can divide it equally: with two ranks, each updates 25,152
-    rows of [50304, 768]. For all other tensors every rank repeats the whole update."""
-    rank: int  # this process, from 0
+    """The ranks that train together, as seen from one of them. A tensor of two or more dimensions
+    is sharded along the first if the ranks can divide it equally: with two ranks, each updates
+    25,152 rows of [50304, 768]. For all other tensors every rank does the whole update."""
+    rank: int  # the number of this process, from 0
     size: int
     device: torch.device
 
@@ -840,7 +842,7 @@ class World:
         return whole.chunk(self.size)[self.rank] if self.is_sharded(whole) else whole
 
     def reduce_scatter(self, whole: Tensor) -> Pending:
-        """Sums over the ranks. Each rank receives only its own rows of the sum."""
+        """Sums a tensor over the ranks. Of a sharded one, each receives only its own rows."""
         if not self.is_sharded(whole):
             return self.all_reduce(whole)
         local = torch.empty_like(self.shard(whole))
@@ -853,7 +855,7 @@ class World:
         return Pending(whole, dist.all_gather_single(whole, self.shard(whole), async_op=True))
 
     def all_reduce(self, whole: Tensor) -> Pending:
-        """Sums over the ranks, in place."""
+        """Sums a tensor over the ranks, in place."""
         return Pending(whole, dist.all_reduce(whole, async_op=True) if self.size > 1 else None)
 
     def all_reduce_together(self, tensors: list[Tensor]) -> list[Pending]:
@@ -875,10 +877,10 @@ class Optimizer:
         finish(step)  has everything                 has everything; gradients are cleared
 
     Adam's update() changes the weights. NorMuon's computes changes, which finish() makes. Only in
-    update() are the gradients summed over all ranks, and sharded ones have just this rank's rows.
+    Only update() can use the sums over all ranks; of a sharded tensor it has this rank's rows.
 
     `state` is what an optimizer remembers from step to step: {name: one tensor per parameter, with
-    the parameter's number of rows, or a padded stack}. It is saved, loaded on resume, and restored
+    as many rows}, or in Muon {name: one padded stack}. It is saved, loaded on resume, and restored
     after the warm-up, so keep all state here. A rank uses only its own rows, world.shard(tensor).
     """
 
@@ -910,7 +912,8 @@ class Optimizer:
                 self.world.all_gather(x).wait()
 
 def adam_updates_at(step: int) -> bool:
-    """Whether Adam updates at a step. At other steps gradients are only added up."""
+    """Whether Adam updates at a step. Else gradients are only added up. Another rhythm also changes
+    `count` in Adam, untie_step and warm_up."""
     return step % 2 == 1
 
 class Adam(Optimizer):
@@ -947,8 +950,8 @@ class Adam(Optimizer):
     def update(self, step: int):
         if not adam_updates_at(step):
             return
-        # detach makes two tensors of one that the tied head and embedding share. Otherwise
-        # torch.compile would recompile when they are untied.
+        # While the head is tied, the embedding and the head wait for one sum. detach makes it two
+        # tensors, or torch.compile would recompile when they are untied.
         gradients = [pending.wait().detach() for pending in self.pending_sums]
         self.pending_sums = []
         local = [self.world.shard(p.detach()) for p in self.params.values()]
@@ -1014,9 +1017,9 @@ class NorMuon(Optimizer):
         momentum = beta * momentum + (1 - beta) * gradient
         ahead = beta * momentum + (1 - beta) * gradient  # as in Nesterov momentum
         x = polar_express(ahead), and each row is divided by its usual size
-        weight -= lr * x, and also 1.2 * muon_lr * lr_factor * lr * weight, where x has its sign
+        weight -= lr * x, and also 1.2 * muon_lr * lr_factor * lr * weight, where both have one sign
 
-    A few directions of a gradient are usually much larger than all others. Muon makes all
+    A few directions of a gradient are usually much larger than all the others. Muon makes all
     directions of the update about equally large, so that small ones are learned too. Some rows
     (hidden units) still get larger updates than others, which the second normalization mends. Muon
     suits the matrices of the layers, not embeddings, the output head or vectors.
@@ -1133,8 +1136,8 @@ def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> lis
     return optimizers
 
 # ---- 7. Data ------------------------------------------------------------------------------------
-# A shard is a file: a header of 256 int32 (magic number, version, number of tokens, zeros), then
-# the tokens as uint16. Each document begins with the end-of-text token, which is vocab_size - 1.
+# A shard is a file: a header of 256 int32 values (magic number, version, number of tokens, zeros),
+# then the tokens as uint16. Each document begins with the end-of-text token, vocab_size - 1.
 
 SHARD_MAGIC = 20240520
 SHARD_HEADER_BYTES = 4 * 256
@@ -1148,7 +1151,7 @@ def find_shards(pattern: str) -> list[Shard]:
     """The shards that a glob matches, sorted by path."""
     shards = []
     folder, name = os.path.split(os.path.expanduser(pattern))
-    folder = glob.escape(folder) if os.path.isdir(folder) else folder  # it may have brackets
+    folder = glob.escape(folder) if os.path.isdir(folder) else folder  # it may contain brackets
     for path in sorted(glob.glob(os.path.join(folder, name), recursive=True)):
         problem = f"{path} is not a complete shard: in the repository, ./run.sh inspect says why"
         require(os.path.isfile(path) and os.path.getsize(path) > SHARD_HEADER_BYTES, problem)
@@ -1164,7 +1167,7 @@ def find_shards(pattern: str) -> list[Shard]:
     return shards
 
 def read_tokens(path: str, start: int, count: int, vocab_size: int) -> Tensor:
-    """Reads `count` tokens as uint16. With a GPU they lie in pinned memory, so that copies to the
+    """Reads `count` tokens as uint16. With a GPU they are in pinned memory, so that copies to the
     GPU are asynchronous."""
     tokens = torch.empty(count, dtype=torch.uint16, pin_memory=torch.cuda.is_available())
     with open(path, "rb") as f:
@@ -1253,8 +1256,8 @@ def read_packs(shard: Shard, packs: list, hp: Hyperparameters, world: World) -> 
     return list(zip(tokens[:, :-1].contiguous(), tokens[:, 1:].to(torch.int64)))
 
 def load_validation(shards: list[Shard], hp: Hyperparameters, world: World) -> list:
-    """The validation sequences of this rank. Together the ranks predict val_tokens tokens, starting
-    with the second. The last sequence is padded with targets of -1, which the loss ignores."""
+    """The validation sequences of this rank. Together the ranks predict the val_tokens tokens
+    after the first. The last sequence is padded with targets of -1, which the loss ignores."""
     stream = torch.empty(0, dtype=torch.int32)
     for shard in shards:
         count = min(shard.tokens, hp.val_tokens + 1 - len(stream))
@@ -1295,7 +1298,7 @@ def evaluate(model, sequences: list, step: int, hp: Hyperparameters, world: Worl
     """The mean loss per target over the sequences of all ranks."""
     model.eval()
     schedule = schedule_tensors(step, hp, world.device)
-    total = torch.zeros(2, dtype=torch.float64, device=world.device)  # sum of losses, targets
+    total = torch.zeros(2, dtype=torch.float64, device=world.device)  # losses, targets
     for inputs_T, targets_T in sequences:
         total[0] += model(inputs_T, targets_T, schedule)
         total[1] += (targets_T >= 0).sum()
@@ -1322,8 +1325,8 @@ def load_training_state(saved: dict | None, model: nn.Module, optimizers: list, 
     if world.rank == 0:
         ours = {(kind, name, *x.shape) for kind in state for name, x in state[kind].items()}
         theirs = {(kind, name, *x.shape) for kind in saved for name, x in saved[kind].items()}
-        require(ours == theirs, "the checkpoint does not fit the script: only the script has "
-                f"{sorted(ours - theirs)[:1]}, only the checkpoint has {sorted(theirs - ours)[:1]}")
+        require(ours == theirs, "the checkpoint does not match the script: only the script has "
+                f"{sorted(ours - theirs)[:1]}; only the checkpoint has {sorted(theirs - ours)[:1]}")
     for kind, tensors in state.items():
         for name, tensor in tensors.items():
             if world.rank == 0:
@@ -1362,12 +1365,12 @@ def warm_up(model, optimizers, shards: list[Shard], hp: Hyperparameters, world: 
         torch.compiler.set_stance("fail_on_recompile")
         torch.cuda.reset_peak_memory_stats()
         gc.collect()
-        gc.freeze()  # so that objects left by compiling are not searched for garbage during the run
+        gc.freeze()  # so that garbage collection skips what compiling has left
 
 # ---- 9. The run ---------------------------------------------------------------------------------
 
 def main(argv: list[str]):
-    # What to do. Rank 0 plans for all ranks; with --check, each plans alone.
+    # The plan. Rank 0 plans for all ranks; with --check, each plans for itself.
     require(torch.__version__ >= (2, 9, 1), f"torch {torch.__version__}: install 2.9.1 or newer")
     script = SOURCE or Path(__file__).read_text(encoding="utf-8")
     hp, command = parse_flags(argv)
@@ -1383,7 +1386,7 @@ def main(argv: list[str]):
     hp = plan.hp
     cuda = world.device.type == "cuda"
 
-    # What to train. TORCH_COMPILE_DISABLE=1 helps to debug on a GPU.
+    # The model. TORCH_COMPILE_DISABLE=1 helps with debugging on a GPU.
     torch.manual_seed(hp.seed)
     switches = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
     compiles = cuda and "1" not in map(os.environ.get, switches)
@@ -1409,7 +1412,7 @@ def main(argv: list[str]):
         log.write("\n".join(f"{type(each).__name__}, lr {each.peak_lr}: {', '.join(each.params)}"
                             for each in optimizers), console=False)
 
-        # Before the clock starts. model.compile, unlike torch.compile, keeps the parameters' names.
+        # The warm-up. model.compile, unlike torch.compile, keeps the parameters' names.
         if compiles:
             model.compile(dynamic=False, fullgraph=True)
         batches_of_steps = train_batches(plan.train_shards, hp, world, plan.first_step)
@@ -1458,11 +1461,11 @@ def main(argv: list[str]):
 # ---- 10. What a run needs besides the method: skip it if you only want the algorithm ------------
 
 def world_of_this_process() -> World:
-    """Reads what torchrun has set in the environment. Without torchrun this is the only rank."""
+    """Reads what torchrun has set in the environment. Without torchrun there is one rank."""
     rank, local_rank, size = (int(os.environ.get(name, default)) for name, default in
                               (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
     require("WORLD_SIZE" in os.environ or os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1",
-            "these processes do not know about each other: let srun start torchrun, once per node")
+            "these processes do not know about each other: have srun start torchrun, once per node")
     if not torch.cuda.is_available():
         # One thread, which is torchrun's own default for several ranks
         torch.set_num_threads(torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1)
@@ -1489,7 +1492,7 @@ def connect(plan: "Plan | None", script: str, world: World) -> "Plan":
         dist.broadcast_object_list(plans, src=0)
     except (RuntimeError, ValueError) as e:
         reason = " ".join(str(e).split())  # NCCL's own reason is on its last lines
-        advice = ("enlarge /dev/shm, in Docker with --shm-size=1g" if "/dev/shm" in reason else
+        advice = ("enlarge /dev/shm (in Docker by --shm-size=1g)" if "/dev/shm" in reason else
                   "start them with torchrun, or set NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME")
         raise UserError(f"the ranks cannot reach each other ({reason}); {advice}") from None
     here = (script, find_shards(plans[0].hp.train_files), find_shards(plans[0].hp.val_files))
@@ -1510,7 +1513,7 @@ def true_or_false(text: str) -> bool:
 
 def parse_flags(argv: list[str]) -> tuple[Hyperparameters, argparse.Namespace]:
     """Returns the settings that a command line asks for, and argparse's result, whose .named holds
-    the settings that were typed. Raises UserError."""
+    the settings that were given. Raises UserError."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0],
                                      allow_abbrev=False)
     parser.error = lambda message: require(False, f"{message}; --help lists the flags")
@@ -1551,7 +1554,7 @@ def check_settings(hp: Hyperparameters, world_size: int):
     require("P" not in hp.layers or hp.num_heads % 4 == 2, f"--num_heads={hp.num_heads}: for paired"
             " heads, half of it must be odd, or both rows of a token have the same positions")
     require(hp.micro_batches % world_size == 0, f"{world_size} ranks cannot share "
-            f"{hp.micro_batches} micro-batches equally: start a number of ranks that divides them")
+            f"{hp.micro_batches} micro-batches equally: use a number of ranks that divides them")
 
 def check_stages(hp: Hyperparameters):
     """Checks the settings that have a number for each stage."""
@@ -1595,7 +1598,7 @@ class Plan:
     train_shards: list[Shard]
     val_shards: list[Shard]
     checkpoint: Path | None  # to resume from
-    first_step: int = 0  # a checkpoint contains the steps before this one
+    first_step: int = 0  # a checkpoint covers the steps before this one
     seconds: float = 0.0  # the training time of those steps
 
     def data_read(self, done: int) -> str:
@@ -1608,11 +1611,11 @@ def make_plan(hp: Hyperparameters, command, script: str, world: World, saved: di
     """Checks the settings, the checkpoint's settings and the data. A resumed run has the settings
     of its checkpoint, except those that the command line names. Raises UserError."""
     if saved:
-        # Without this check, a setting that the checkpoint and the flags lack would get a default.
+        # A setting in neither the checkpoint nor the flags would silently get its default.
         own = {f.name for f in fields(Hyperparameters)}
         given = saved["settings"].keys() | command.named.keys()
-        require(own == given, f"--resume: {sorted(own ^ given)} are only in the script or only in "
-                "the checkpoint: pass new ones as flags, or use the script from the run's log")
+        require(own == given, "--resume: only in the script or only in the checkpoint: "
+                f"{sorted(own ^ given)}; pass new ones as flags, or use the script from the log")
         hp = Hyperparameters(**(saved["settings"] | command.named))
     check_settings(hp, world.size)
     hp = resolve(hp, world.device)
@@ -1621,7 +1624,7 @@ def make_plan(hp: Hyperparameters, command, script: str, world: World, saved: di
     by_fingerprint = {}
     for shard in train_shards + val_shards:
         first = by_fingerprint.setdefault(shard.fingerprint, shard)
-        require(shard is first, f"{shard.path} has the same tokens as {first.path}: name only one")
+        require(shard is first, f"{shard.path} has the same tokens as {first.path}: keep only one")
     available = sum(shard.tokens for shard in val_shards) - 1  # the first token is not predicted
     hp = replace(hp, val_tokens=hp.val_tokens or available)
     require(0 < hp.val_tokens <= available, f"--val_files={hp.val_files} has {available} tokens to "
@@ -1631,7 +1634,7 @@ def make_plan(hp: Hyperparameters, command, script: str, world: World, saved: di
             f"steps, not {hp.num_iterations}: add shards, raise --epochs or lower --num_iterations")
     small = [s.tokens for s in train_shards if s.tokens <= hp.tokens_per_step]
     require(sum(small) <= UNREAD * sum(s.tokens for s in train_shards), f"{len(small)} training "
-            f"shards have no more than the {hp.tokens_per_step} tokens of a step: join them")
+            f"shards have no more than the {hp.tokens_per_step} tokens of a step: merge them")
 
     plan = Plan(hp, script, train_shards, val_shards, command.resume)
     if saved:
@@ -1646,30 +1649,30 @@ def make_plan(hp: Hyperparameters, command, script: str, world: World, saved: di
     return plan
 
 def notices(plan: Plan, saved: dict | None, world: World) -> Iterator[str]:
-    """Lines of the log: whether a GPU trains without FP8, and what a resumed run has changed."""
+    """Log lines: whether a GPU trains without FP8, and what a resumed run has changed."""
     if world.device.type == "cuda" and not plan.hp.use_fp8:
-        yield ("fp8: off, so the head takes about twice as long; FP8 needs a GPU of compute "
-               "capability 8.9 or newer, dtype bfloat16 and use_fp8")
+        yield ("fp8: off, so the head takes about twice as long; FP8 needs a GPU with compute "
+               "capability 8.9 or higher, dtype bfloat16 and use_fp8")
     for name, value in asdict(plan.hp).items() if saved else ():
         if value != (old := saved["settings"].get(name)):
             yield f"changed: {name} = {value!r}, was {old!r}"
             if name == "num_iterations":
-                yield "changed: rates and window depend on step / num_iterations, so they jump"
+                yield "changed: rates and window depend on step / num_iterations, so both jump"
     if saved and saved["script"] != sha256(plan.script.encode()).hexdigest():
         yield "changed: the script is not the one that saved the checkpoint"
 
 # ---- Log and clock
 
 def print_line(text: str):
-    """Prints, unless the console is gone."""
+    """Prints text, unless the console is gone."""
     try:
         print(text, flush=True)
-    except (OSError, ValueError):  # closed, full, or unable to show a character
+    except (OSError, ValueError):  # it is closed, full, or cannot show a character
         sys.stdout = open(os.devnull, "w")
 
 class RunLog:
     """The log of rank 0: settings, environment and source, with a line of 100 `=` after each, then
-    a line per step. Other ranks write nothing."""
+    a line per step."""
 
     def __init__(self, plan: Plan, world: World):
         self.path = self.file = None
@@ -1682,7 +1685,7 @@ class RunLog:
             os.makedirs(folder, exist_ok=True)
             while self.file is None:
                 self.path = folder / f"{now:%Y-%m-%dT%H-%M-%SZ}_{plan.hp.name}.log"
-                with suppress(FileExistsError):  # another run has started in this second
+                with suppress(FileExistsError):  # another run started in the same second
                     self.file = open(self.path, "xb", buffering=0)
                 now += timedelta(seconds=1)
         except OSError as e:
@@ -1708,8 +1711,8 @@ class RunLog:
         self.failed = not complete
 
     def write_loss(self, kind: str, done: int, hp: Hyperparameters, loss: float, seconds: float):
-        """Writes a loss. One that is not finite ends the run."""
-        step = done - 1 if kind == "train_loss" else done  # the one whose lr and window apply
+        """Writes a loss. If it is not finite, the run ends."""
+        step = done - 1 if kind == "train_loss" else done  # whose lr and window were used
         average = f"{1000 * seconds / done:.2f}" if done else "nan"
         self.write(f"step:{done}/{hp.num_iterations} {kind}:{loss:.4f} "
                    f"train_time:{1000 * seconds:.0f}ms step_avg:{average}ms "
@@ -1718,7 +1721,7 @@ class RunLog:
         require(math.isfinite(loss), f"step {done}: {kind} is {loss}; try lower learning rates")
 
 def environment(plan: Plan, world: World) -> list[str]:
-    """Machine, software and data in lines `key: value`."""
+    """Machine, software and data as `key: value` lines."""
     cpu = cpu_info()
     units = re.findall(r"\b(?:avx2|avx512f|avx512_bf16|amx_bf16)\b", cpu.get("flags", ""))
     model = cpu.get("model name", platform.processor())
@@ -1753,11 +1756,11 @@ class StepClock:
     def __init__(self, device: torch.device, seconds: float):
         self.cuda = device.type == "cuda"
         self.seconds = seconds  # at the last stop
-        self.pending = []  # (steps done, loss, mark of its end), the oldest first
-        self.lag = 3 if self.cuda else 0  # steps that Python may be ahead of the GPU
+        self.pending = []  # (steps done, loss, mark at the step's end), oldest first
+        self.lag = 3 if self.cuda else 0  # steps by which Python may lead the GPU
 
     def mark(self):
-        """The time now on a CPU, or an event in the queue of a GPU."""
+        """The current time on a CPU, or an event in a GPU's queue."""
         if self.cuda:
             return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
         return time.perf_counter()
@@ -1780,14 +1783,14 @@ class StepClock:
         self.pending.append((done, loss.to("cpu", non_blocking=True), self.mark()))
 
     def read_losses(self, keep: int) -> Iterator[tuple[int, float, float]]:
-        """Yields (steps done, loss, seconds) of all pending losses except the `keep` newest."""
+        """Yields (steps done, loss, seconds) for all pending losses except the `keep` newest."""
         while len(self.pending) > keep:
             done, loss, mark = self.pending.pop(0)
             seconds = self.seconds_at(mark)
             yield done, float(loss), seconds
 
 def time_all_gather(world: World) -> str:
-    """A line of the log: how fast ranks fetch each other's rows. If this is slow, every step is."""
+    """A log line: how fast ranks fetch each other's rows. If this is slow, every step is."""
     whole = torch.zeros(world.size, 2**26 // world.size, dtype=torch.int8, device=world.device)
     for _ in range(2):  # the first time, ranks may wait for one that is still warming up
         began = time.perf_counter()
@@ -1798,20 +1801,20 @@ def time_all_gather(world: World) -> str:
 # ---- Checkpoints
 
 def read_checkpoint(path: Path) -> dict:
-    """Opens a checkpoint. Its tensors stay on the disk until they are used. Raises UserError."""
+    """Opens a checkpoint. Its tensors stay on disk until they are used. Raises UserError."""
     try:
         require(zipfile.ZipFile(path).testzip() is None, "a checksum is wrong")
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        require("data_read" in saved, "this script did not save it")
+        require("data_read" in saved, "it was not saved by this script")
         return saved
     except Exception as e:  # a damaged archive raises many kinds of exception
         reason = str(e).partition("\n")[0]
-        raise UserError(f"--resume={path} cannot be used ({reason}): name a checkpoint, "
-                        "step<n>.pt; if it is damaged, use the one before it") from None
+        raise UserError(f"--resume={path} cannot be used ({reason}): give a checkpoint, "
+                        "step<n>.pt; if it is damaged, use the previous one") from None
 
 def save_checkpoint(done: int, seconds: float, model, optimizers, plan: Plan, log, warn) -> bool:
-    """Saves what a run needs to continue, on any number of ranks, and keeps the two newest files. A
-    file gets its name when it is complete. Returns whether this worked."""
+    """Saves what a run needs to continue, even on another number of ranks, and keeps the two newest
+    files. A file gets its name once it is complete. Returns whether the save worked."""
     state = gather_training_state(model, optimizers)
     if log.file is None:  # only rank 0 saves
         return True
@@ -1820,7 +1823,7 @@ def save_checkpoint(done: int, seconds: float, model, optimizers, plan: Plan, lo
     saved = dict(step=done, seconds=seconds, settings=asdict(plan.hp), state=state,
                  script=sha256(plan.script.encode()).hexdigest(), log=str(log.path),
                  data_read=plan.data_read(done))
-    file = io.BytesIO()  # so that an OSError below comes from the disk
+    file = io.BytesIO()  # so that any OSError below comes from the disk
     torch.save(saved, file)
     try:
         path.parent.mkdir(exist_ok=True)
@@ -1851,7 +1854,7 @@ if __name__ == "__main__":
             time.sleep(3)  # rank 0 reports the same error first, and then torchrun ends this rank
         if not isinstance(e, UserError):
             sys.excepthook(*sys.exc_info())
-            os._exit(1)  # an orderly exit could wait for ranks that wait for this one
+            os._exit(1)  # an orderly exit could wait for ranks that wait for this rank
         with suppress(OSError):
             print(f"error: {e}", file=sys.stderr, flush=True)
         os._exit(2)
