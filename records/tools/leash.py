@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import time
+from functools import partial
 from types import ModuleType
 
 # In the environment: the process that starts this one, and a file that notes what a script opens.
@@ -34,9 +35,9 @@ def end_with_starter():
             sys.exit("the process that started this one has ended")
     os.environ[STARTER] = str(os.getpid())  # of what it starts, since exec keeps the number
 
-def show_without_leash(kind, error, trace):
-    """A traceback begins in the script."""
-    while trace and trace.tb_frame.f_code.co_filename == __file__:
+def show_from(script: str, kind, error, trace):
+    """A traceback begins in the script; that of a syntax error has no frame in it."""
+    while trace and trace.tb_frame.f_code.co_filename != script:
         trace = trace.tb_next
     sys.__excepthook__(kind, error.with_traceback(trace), trace)
 
@@ -60,9 +61,9 @@ def note_what_is_opened(file: str):
 def run_script(path: str):
     """As __main__, whose text is read by its own coding line."""
     sys.path[0] = os.path.dirname(os.path.realpath(path))
-    sys.excepthook = show_without_leash
     main = sys.modules["__main__"] = ModuleType("__main__")
     main.__file__ = os.path.abspath(path)
+    sys.excepthook = partial(show_from, main.__file__)
     with open(path, "rb") as file:
         exec(compile(file.read(), main.__file__, "exec", dont_inherit=True), main.__dict__)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 from data.common import ArgumentParser, UserError, between, locked, require, run
-from records.tools.leash import STARTER
+from records.tools.leash import STARTER, show_from
 
 ROOT = Path(__file__).resolve().parents[2]
 # Starts several processes of this machine, also where its own name leads nowhere.
@@ -39,13 +39,6 @@ def load_script(path, name: str = "training_script") -> ModuleType:
         sys.excepthook = partial(show_from, str(path))
         raise
     return script
-
-def show_from(path: str, kind, error, trace):
-    """A traceback begins in the script of this path. A syntax error has no line of its own there.
-    """
-    while trace and trace.tb_frame.f_code.co_filename != path:
-        trace = trace.tb_next
-    sys.__excepthook__(kind, error.with_traceback(trace), trace)
 
 @contextlib.contextmanager
 def child(*words: str, **options):
