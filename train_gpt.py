@@ -229,7 +229,7 @@ class GPT(nn.Module):
         self.hp = hp
         self.flex = flex
         self.end_of_text = hp.vocab_size - 1
-        # FP8 needs a multiple of 16 rows. A multiple of 64 can be divided among 1, 2, ... 64 ranks.
+        # FP8 needs a multiple of 16 rows. A multiple of 64 can be divided by 2, 4, 8, ... 64 ranks.
         vocab = math.ceil(hp.vocab_size / 64) * 64
         self.embed = Embedding(vocab, hp.model_dim, dtype)
         # Layers with the same digit share a value embedding (2024-12-08).
@@ -293,8 +293,8 @@ class Layer(nn.Module):
         return add(x_TD, self.mlp(norm(x_TD)))
 
 def add(x_TD: Tensor, y_TD: Tensor) -> Tensor:
-    """Bit-identical to x_TD + y_TD. The compiler would merge a plain sum with the matmul before it,
-    for which torch 2.13 first copies x_TD (75 MB). If y_TD is still float32, the sum is too, and
+    """Bit-identical to x_TD + y_TD. The compiler would fuse a plain sum into the preceding matmul,
+    which makes torch 2.13 copy x_TD first (75 MB). If y_TD is still float32, the sum is too, and
     the assertion in `features` fails."""
     sum_TD = x_TD.float() + y_TD
     return sum_TD.type_as(x_TD) if x_TD.dtype == y_TD.dtype else sum_TD
@@ -423,7 +423,7 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     first_N = document_T[::BLOCK]  # the document of each block's first token
     last_N = document_T[BLOCK - 1::BLOCK]
     # Document numbers never decrease. So some pair is visible if the key block is not later, and
-    # ends in the query block's first document or after it. All pairs are visible if the key block
+    # does not end before the query block's first document. All pairs are visible if the key block
     # is earlier, and the query block ends in the document in which the key block begins.
     any_visible_NN = (distance_NN >= 0) & (last_N >= first_N[:, None])
     all_visible_NN = (distance_NN > 0) & (first_N == last_N[:, None])
@@ -638,7 +638,7 @@ class World:
         return whole.chunk(self.size)[self.rank] if self.is_sharded(whole) else whole
 
     def reduce_scatter(self, whole: Tensor) -> Pending:
-        """Sums a tensor over the ranks. Of a sharded one, each receives only its own rows."""
+        """Sums a tensor over the ranks. If it is sharded, each receives only its rows."""
         if not self.is_sharded(whole):
             return self.all_reduce(whole)
         local = torch.empty_like(self.shard(whole))
@@ -673,11 +673,12 @@ class Optimizer:
         finish(step)  has everything                 has everything
 
     Adam changes the weights in update(). Muon computes changes there, and applies them in finish().
-    Only update() can use the sums over all ranks; of a sharded tensor it has this rank's rows.
+    Only update() can use the sums over all ranks; for a sharded tensor, only this rank's rows.
 
     `state` is what an optimizer remembers from step to step: {name: one tensor per parameter, with
-    as many rows}, or in Muon {name: one padded stack}. It is saved, loaded on resume, and restored
-    after the warm-up, so keep all state here. A rank uses only its own rows, world.shard(tensor).
+    its number of rows}, or in Muon {name: one padded stack}. It is saved, loaded on resume, and
+    restored after the warm-up, so keep all state here. A rank uses only its own rows,
+    world.shard(tensor).
     """
 
     def __init__(self, params: dict, hp: Hyperparameters, world: World, lr: float):
@@ -896,8 +897,8 @@ def train_batches(shards: list[Shard], hp: Hyperparameters, world: World, first_
         yield list(zip(inputs, targets))
 
 def load_validation(shards: list[Shard], hp: Hyperparameters, world: World) -> list:
-    """The validation sequences of this rank. Together the ranks predict the val_tokens tokens
-    after the first. The last sequence is padded with targets of -1, which the loss ignores."""
+    """The validation sequences of this rank. Together the ranks predict val_tokens tokens, from
+    the second one on. The last sequence is padded with targets of -1, which the loss ignores."""
     stream = torch.empty(0, dtype=torch.int32)
     for shard in shards:
         count = min(shard.tokens, hp.val_tokens + 1 - len(stream))
@@ -988,7 +989,7 @@ def warm_up(model, optimizers, shards: list[Shard], hp: Hyperparameters, world: 
     read = next(train_batches(shards, hp, world, 0))
     batches = tree_map(lambda x: x.random_(hp.vocab_size), read[:1])
     loss = model(*batches[0], window_tensor(0, hp, world.device))
-    (loss / hp.tokens_per_step).backward()  # train_step then adds to a gradient
+    (loss / hp.tokens_per_step).backward()  # so that train_step accumulates gradients
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     require(not unused, f"no gradient reaches {', '.join(unused)}: use, freeze or remove each")
     train_step(model, batches, optimizers, 0, hp, world).to("cpu", non_blocking=True)
@@ -997,7 +998,7 @@ def warm_up(model, optimizers, shards: list[Shard], hp: Hyperparameters, world: 
         torch.compiler.set_stance("fail_on_recompile")
         torch.cuda.reset_peak_memory_stats()
         gc.collect()
-        gc.freeze()  # so that garbage collection skips what compiling has left
+        gc.freeze()  # so that garbage collection skips what compiling left behind
 
 # ---- 9. The run ---------------------------------------------------------------------------------
 
@@ -1223,8 +1224,8 @@ def make_plan(hp: Hyperparameters, command, script: str, world: World, saved: di
         # A setting in neither the checkpoint nor the flags would silently get its default.
         own = {f.name for f in fields(Hyperparameters)}
         given = saved["settings"].keys() | command.named.keys()
-        require(own == given, "--resume: only in the script or only in the checkpoint: "
-                f"{sorted(own ^ given)}; pass new ones as flags, or use the script from the log")
+        require(own == given, "--resume: script and checkpoint differ in the settings "
+                f"{sorted(own ^ given)}: pass new ones as flags, or use the script from the log")
         hp = Hyperparameters(**(saved["settings"] | command.named))
     check_settings(hp, world.size)
     hp = resolve(hp, world.device)
@@ -1418,7 +1419,7 @@ def read_checkpoint(path: Path) -> dict:
                         "step<n>.pt; if it is damaged, use the previous one") from None
 
 def save_checkpoint(done: int, seconds: float, model, optimizers, plan: Plan, log, warn) -> bool:
-    """Saves what a run needs to continue, even on another number of ranks, and keeps the two newest
+    """Saves what a run needs to continue, even with fewer or more ranks, and keeps the two newest
     files. A file gets its name once it is complete. Returns whether the save worked."""
     state = gather_training_state(model, optimizers)
     if log.file is None:  # only rank 0 saves

@@ -216,7 +216,7 @@ def test_a_complete_run_gives_its_result_again_and_goes_on_with_more_steps(tmp_p
 
 @pytest.mark.parametrize("edit, words", [
     (lambda saved: saved["settings"].pop("muon_lr"),
-     "only in the script or only in the checkpoint: .*'muon_lr'"),
+     "script and checkpoint differ in the settings .*'muon_lr'"),
     (lambda saved: saved["state"]["model"].update(own=torch.ones(2)),
      r"does not match.*\bmodel\b.*\bown\b"),
     (lambda saved: saved["state"]["Adam mean"].update({"lm_head.weight": torch.ones(2)}),

@@ -141,7 +141,7 @@ class Hyperparameters:
     third_target: str = flag("0.25:0,0,0,0", "weight of the one after it, likewise", pattern=RAMPS)
     final_window: int = flag(2560, "long window of the last validation", low=BLOCK, unit=BLOCK)
     extension_frac: float = flag(0.0268, "the last stage, as a share of all steps", high=1)
-    untie_stage: int = flag(2, "stage whose first update by Adam is the last one of a tied lm_head")
+    untie_stage: int = flag(2, "stage in which lm_head is untied, after Adam's first update")
     # The layers. Each of these strings has one character per layer. A new kind of layer also
     # changes window_sizes, block_masks, rotations_of and check_stages.
     layers: str = flag("PSPLSP.SSPL", "attention with P: paired heads and the short window, S: the "
@@ -337,7 +337,7 @@ class GPT(nn.Module):
         self.hp = hp
         self.flex = flex
         self.end_of_text = hp.vocab_size - 1
-        # FP8 needs a multiple of 16 rows. A multiple of 64 can be divided among 1, 2, ... 64 ranks.
+        # FP8 needs a multiple of 16 rows. A multiple of 64 can be divided by 2, 4, 8, ... 64 ranks.
         vocab = math.ceil(hp.vocab_size / 64) * 64
         self.embed = Embedding(vocab, hp.model_dim, dtype)
         self.bigram_embed = Embedding(hp.bigram_rows, hp.model_dim, dtype)
@@ -518,7 +518,7 @@ class CausalSelfAttention(nn.Module):
 
 class MLP(nn.Module):
     """ReLU^2 (arXiv:2109.08668). Both matrices are [4D, D], so a row belongs to a hidden unit in
-    both, and NorMuon normalizes both along it (2025-07-18)."""
+    both, and NorMuon normalizes the rows of both (2025-07-18)."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -584,8 +584,8 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
 
     For each query block, FlexAttention needs a list of the full key blocks and a list of the
     partial ones. In a full block all pairs of tokens are visible. In a partial block it asks `sees`
-    other blocks are skipped, which saves time. Here a second document begins within block 1, and W
-    is 256 (p: partial, f: full, w: beyond the window):
+    about each pair. All other blocks are skipped, which saves time. Here a second document begins
+    within block 1, and W is 256 (p: partial, f: full, w: beyond the window):
 
         query block   key block 0 1 2 3 4
                   0             p . . . .     the diagonal is partial: no token sees the future
@@ -742,9 +742,9 @@ def uniform(x: Tensor, generator):  # the standard deviation is 0.5 / sqrt(numbe
     x.uniform_(-bound, bound, generator=generator)
 
 # Each parameter follows the first rule whose pattern matches its full name. A rule names a function
-# function that draws the initial values, the optimizer (section 6) and its options. `rate` is a
-# factor on the optimizer's learning rate, and `decay` one on Adam's weight decay. `None` keeps what
-# the module has set (vectors and scalars only).
+# for the initial values, the optimizer (section 6) and its options. `rate` multiplies the
+# optimizer's learning rate, and `decay` Adam's weight decay. Initial `None` keeps the values that
+# the module set (only for vectors and scalars).
 PARAMETERS = [
     # names, initial values, one of the shapes; optimizer and its options
     (r"(lm_head|embed)\.weight", normal(0.005),  # [50304, 768]
@@ -842,7 +842,7 @@ class World:
         return whole.chunk(self.size)[self.rank] if self.is_sharded(whole) else whole
 
     def reduce_scatter(self, whole: Tensor) -> Pending:
-        """Sums a tensor over the ranks. Of a sharded one, each receives only its own rows."""
+        """Sums a tensor over the ranks. If it is sharded, each receives only its rows."""
         if not self.is_sharded(whole):
             return self.all_reduce(whole)
         local = torch.empty_like(self.shard(whole))
@@ -876,12 +876,14 @@ class Optimizer:
                       sends it              <---->   sends it
         finish(step)  has everything                 has everything; gradients are cleared
 
-    Adam's update() changes the weights. NorMuon's computes changes, which finish() makes. Only in
-    Only update() can use the sums over all ranks; of a sharded tensor it has this rank's rows.
+    Adam changes the weights in update(). NorMuon computes changes there, and applies them in
+    finish(). Only update() can use the sums over all ranks; for a sharded tensor, only this rank's
+    rows.
 
     `state` is what an optimizer remembers from step to step: {name: one tensor per parameter, with
-    as many rows}, or in Muon {name: one padded stack}. It is saved, loaded on resume, and restored
-    after the warm-up, so keep all state here. A rank uses only its own rows, world.shard(tensor).
+    its number of rows}, or in NorMuon {name: one padded stack}. It is saved, loaded on resume, and
+    restored after the warm-up, so keep all state here. A rank uses only its own rows,
+    world.shard(tensor).
     """
 
     def __init__(self, params: dict, hp: Hyperparameters, world: World, lr: float):
@@ -1365,7 +1367,7 @@ def warm_up(model, optimizers, shards: list[Shard], hp: Hyperparameters, world: 
         torch.compiler.set_stance("fail_on_recompile")
         torch.cuda.reset_peak_memory_stats()
         gc.collect()
-        gc.freeze()  # so that garbage collection skips what compiling has left
+        gc.freeze()  # so that garbage collection skips what compiling left behind
 
 # ---- 9. The run ---------------------------------------------------------------------------------
 
@@ -1813,7 +1815,7 @@ def read_checkpoint(path: Path) -> dict:
                         "step<n>.pt; if it is damaged, use the previous one") from None
 
 def save_checkpoint(done: int, seconds: float, model, optimizers, plan: Plan, log, warn) -> bool:
-    """Saves what a run needs to continue, even on another number of ranks, and keeps the two newest
+    """Saves what a run needs to continue, even with fewer or more ranks, and keeps the two newest
     files. A file gets its name once it is complete. Returns whether the save worked."""
     state = gather_training_state(model, optimizers)
     if log.file is None:  # only rank 0 saves
