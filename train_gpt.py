@@ -14,8 +14,8 @@ machine, this source, and a line per step. If a run is killed, --resume continue
 checkpoint. Read sections 1 to 9 in order; section 10 is support code.
 
 The model has 276 million parameters, 193 million of them in four embeddings and the output head.
-A step trains on 393,216 tokens, the whole run on 696 million. Losses are in nats per token. The
-first loss is ln 50304 = 10.83, because an all-zero head makes all 50,304 tokens equally likely.
+A step trains on 393,216 tokens, the whole run on 696 million. Losses are in nats per token. They
+start at ln 50304 = 10.83, because an all-zero head makes all 50,304 tokens equally likely.
 
     preset     steps  hardware       time     final loss           standard deviation
     speedrun    1770  8 x H100       176 s    3.28  (*)            0.0019
@@ -33,7 +33,7 @@ repository says how much each part helped. Model and schedules are the record's.
 - The embeddings are padded to 50,304 rows, as the head is.
 - Rotary embeddings rotate different pairs of channels, and their angles are computed in float64.
 - Initial weights have the same distributions, but different random numbers.
-- The number of GPUs does not change the batch, and hardly any tokens go unread.
+- The number of GPUs does not change the batch.
 - The ranks share the work of Adam. The clock starts at step 0, not at step 10.
 - The compiler does not search for faster kernels (coordinate descent tuning).
 
@@ -48,7 +48,7 @@ One sequence in a step, with the shapes of `speedrun`:
                               +---- skips ----+                            v
                             5 to 6, 4 to 7 ... 0 to 11     loss <-- logits [49152, 50304]
 
-    loss.backward(); after the last sequence, for all optimizers: begin, update, finish
+    loss.backward(); after the last sequence, all optimizers take a step (section 6)
 
 Many names end in the tensor's shape: x_TD is [T, D]. T is the number of tokens, D the model width,
 H the number of attention heads, K the head width, V the padded vocabulary, N the number of
@@ -188,7 +188,7 @@ def tokens_seen(done: int, hp: Hyperparameters) -> int:
 def window_tokens(step: int, hp: Hyperparameters) -> int:
     """The long window in tokens. It grows during the run, since short-range context is learned
     first and costs less (2024-11-24). At steps 0, 500, 1000 and 1770 it is 128, 512, 1024, 1792."""
-    # As in the record, the ramp ends half a block below window_end, and rounding up reaches it.
+    # As in the record, the ramp ends half a block below window_end; rounding to blocks reaches it.
     grown = (hp.window_end - BLOCK / 2) * step / max(1, hp.num_iterations)
     return max(hp.window_start, math.ceil(grown / BLOCK) * BLOCK)
 
@@ -344,7 +344,7 @@ class Rotary(nn.Module):
 
         quarter of a head   first            second           third and fourth
         x                   a                b                c
-        swapped             b                a                (is multiplied by 0)
+        swapped             b                a                (anything, times 0)
         result              a cos + b sin    b cos - a sin    c"""
 
     def __init__(self, head_dim: int, max_seq_len: int, base: float):
@@ -495,7 +495,7 @@ def to_e4m3(x: Tensor, scale: float) -> Tensor:
     return (x.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 def fp8_matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast: bool) -> Tensor:
-    """Computes a @ b.T / scale. FP8 units need the rows of a and b, along which they sum, to be
+    """Computes a @ b.T / scale. FP8 units sum along the rows of a and b, which must be
     contiguous. fast=True sums less precisely, which only the forward pass tolerates."""
     one, inverse = (torch.full((), x, device=a.device) for x in (1.0, 1 / scale))
     return torch._scaled_mm(a, b.T, one, inverse, out_dtype=dtype, use_fast_accum=fast)
@@ -664,7 +664,7 @@ class World:
 class Optimizer:
     """Trains some of the parameters. The ranks share the arithmetic, as in ZeRO (arXiv:1910.02054),
     but each keeps tensors of full size. A step has three phases. Each runs for all optimizers
-    before the next one starts, so that arithmetic and communication overlap. On two ranks:
+    before the next one starts, so that one computes while another's tensors travel. On two ranks:
 
                       rank 0                         rank 1
         begin         sends its gradients   <---->   sends its gradients; both get sums
@@ -779,8 +779,8 @@ class Muon(Optimizer):
         beta = muon_momentum(step, self.hp)
         momentum = self.world.shard(self.state["momentum"]).lerp_(gradients, 1 - beta)
         ahead = gradients.lerp(momentum, beta).to(self.updates.dtype)
-        # All singular values end up near 1. A tall matrix has more outputs, and without this factor
-        # each would change less than in a square one.
+        # All singular values end up near 1. A tall matrix spreads their effect over more outputs.
+        # This factor makes each output change as much as in a square matrix.
         tall_factor = max(1, ahead.size(-2) / ahead.size(-1)) ** 0.5
         # Every matrix is orthogonalized separately: qkv [n, 3, 768, 768] becomes [3n, 768, 768].
         return tall_factor * self.orthogonalize(ahead.flatten(0, -3)).view_as(ahead)
@@ -985,7 +985,7 @@ def warm_up(model, optimizers, shards: list[Shard], hp: Hyperparameters, world: 
     before = tree_map(lambda x: x.to("cpu", copy=True), state) if world.rank == 0 else None
     tokens = torch.randint(hp.vocab_size, (hp.val_seq_len + 1,), device=world.device)
     evaluate(model, [(tokens[:-1].int(), tokens[1:].clone())], 0, hp, world)
-    # Reading a batch as in training allocates its memory. Random tokens then replace its own.
+    # Reading a batch as in training allocates its memory. Random tokens then replace the real ones.
     read = next(train_batches(shards, hp, world, 0))
     batches = tree_map(lambda x: x.random_(hp.vocab_size), read[:1])
     loss = model(*batches[0], window_tensor(0, hp, world.device))

@@ -41,7 +41,7 @@ One step of `speedrun`'s last stage, with the shapes of one of its eight packs o
                  +-- skip, ----+      +------+--------+                 v
                      gated           queries, keys, values     loss <-- logits [49152, 50304]
 
-    loss.backward(); after the last sequence, for all optimizers: begin, update, finish
+    loss.backward(); after the last sequence, all optimizers take a step (section 6)
 
 Many names end in the tensor's shape: x_TD is [T, D]. T is the number of tokens, D the model width,
 H the number of attention heads, K the head width, V the padded vocabulary, N the number of
@@ -674,7 +674,7 @@ def to_e4m3(x: Tensor, scale: float) -> Tensor:
     return (x.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 def fp8_matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast: bool) -> Tensor:
-    """Computes a @ b.T / scale. FP8 units need the rows of a and b, along which they sum, to be
+    """Computes a @ b.T / scale. FP8 units sum along the rows of a and b, which must be
     contiguous. fast=True sums less precisely, which only the forward pass tolerates."""
     one, inverse = (torch.full((), x, device=a.device) for x in (1.0, 1 / scale))
     return torch._scaled_mm(a, b.T, one, inverse, out_dtype=dtype, use_fast_accum=fast)
@@ -868,7 +868,7 @@ class World:
 class Optimizer:
     """Trains some of the parameters. The ranks share the arithmetic, as in ZeRO (arXiv:1910.02054),
     but each keeps tensors of full size. A step has three phases. Each runs for all optimizers
-    before the next one starts, so that arithmetic and communication overlap. On two ranks:
+    before the next one starts, so that one computes while another's tensors travel. On two ranks:
 
                       rank 0                         rank 1
         begin(step)   sends its gradients   <---->   sends its gradients; both get sums
