@@ -17,10 +17,10 @@ The model has 276 million parameters, 193 million of them in four embeddings and
 A step trains on 393,216 tokens, the whole run on 696 million. Losses are in nats per token. They
 start at ln 50304 = 10.83, because an all-zero head makes all 50,304 tokens equally likely.
 
-    preset     steps  hardware       time     final loss           standard deviation
-    speedrun    1770  8 x H100       176 s    3.28  (*)            0.0019
-    short        250  one GPU        not measured
-    demo         720  1 CPU core     213 s    1.14 nats per byte   0.0047
+    preset        steps  hardware     time     final loss           standard deviation
+    speedrun (*)   1770  8 x H100     176 s    3.28                 0.0019
+    short           250  one GPU      not measured
+    demo            720  1 CPU core   213 s    1.14 nats per byte   0.0047
 
 (*) The world record of 2025-01-26, whose method this file uses; not measured here. A date such as
 (2024-11-24) names the record that introduced a part. All records are listed at
@@ -638,7 +638,7 @@ class World:
         return whole.chunk(self.size)[self.rank] if self.is_sharded(whole) else whole
 
     def reduce_scatter(self, whole: Tensor) -> Pending:
-        """Sums a tensor over the ranks. If it is sharded, each receives only its rows."""
+        """Sums a tensor over the ranks. If it is sharded, each rank receives only its rows."""
         if not self.is_sharded(whole):
             return self.all_reduce(whole)
         local = torch.empty_like(self.shard(whole))
@@ -865,7 +865,7 @@ def read_tokens(path: str, start: int, count: int, vocab_size: int) -> Tensor:
             f"--vocab_size={vocab_size}; in the repository, ./run.sh inspect says where")
     return tokens
 
-UNREAD = 0.02  # the largest share of a shard that may stay unread
+UNREAD = 0.02  # the largest share of tokens that may stay unread
 
 def step_starts(shards: list[Shard], hp: Hyperparameters) -> Iterator[tuple[Shard, int]]:
     """Yields (shard, first token) for each step, the same on every rank and after a resume. Each

@@ -266,7 +266,7 @@ IN_PROGRAMS = {
     ("records/tools/leash.py", "test_race.py"): [
         ("a program outlives the one that started it", "prctl(1, «SIGTERM→0»,", "interrupted")],
     ("records/tools/leash.py", "test_watch.py"): [
-        ("a traceback begins in the leash", "«trace.tb_frame.f_code.co_filename != script→False»",
+        ("a traceback begins in the leash", "«own.tb_frame.f_code.co_filename != script→False»",
          "leashed_script")]}
 
 def mutants_in(program: str, section: int, file: str, rows) -> list[Mutant]:

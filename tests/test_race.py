@@ -151,7 +151,7 @@ def test_its_page_is_fresh_after_every_run(place, monkeypatch):
 def test_a_race_in_turn_with_the_same_seeds(place, capsys, monkeypatch):
     assert run_race(place, "--repeat=3", "--target=4.0", "--muon_lr=2") == 0
     assert starts(place) == [
-        ("base", 1, "1"), ("record", 1, "1"),  # one step of each
+        ("record", 1, "1"), ("base", 1, "1"),  # one step of each
         ("record", 1, None), ("base", 1, None), ("base", 2, None), ("record", 2, None),
         ("record", 3, None), ("base", 3, None)]
     out = capsys.readouterr().out
@@ -318,7 +318,7 @@ def test_two_settings_of_one_script(place):
         assert ("--muon_lr=0.5 --val_loss_every=2" in line) == ("--name=base_ours " in line)
     assert (place / "records" / "race_x" / "base_ours").is_dir()
     asked = (place / "honesty.py.asked").read_text().splitlines()
-    assert asked[0] == f"{place}/records/race_x/base.py --weights demo --save_every=3"
+    assert asked[1] == f"{place}/records/race_x/base.py --weights demo --save_every=3"
 
 @pytest.mark.parametrize("old, new, flags, words", [
     ("loss = 5", "loss = missing", [], "whose output is above; mend it and start the race again"),
@@ -327,7 +327,8 @@ def test_two_settings_of_one_script(place):
     ("NOISE = 1.0", "NOISE = 1.0  # CRASHES", [], "record.py: AssertionError: the check failed; it "
      "is not raced, unless you add --dishonest"),
     ("muon_lr=1.0", "muon_lr=1.0, z_loss=0.1", ["--z_loss=0.2"], "base.py fails in a run of 1 "
-     "step, whose output is above; flags that only the copies know go into --only_ours")])
+     "step, whose output is above; correct the flag; one that only the copies know goes into "
+     "--only_ours")])
 def test_a_mistake_shows_in_one_step_and_once_mended_it_is_raced(place, capsys, old, new, flags,
                                                                  words):
     changed(place, old, new)
@@ -336,9 +337,11 @@ def test_a_mistake_shows_in_one_step_and_once_mended_it_is_raced(place, capsys, 
     assert err.splitlines()[-1].endswith(words)
     assert ("NameError: name 'missing' is not defined" in err) == ("missing" in new)
     assert ("a race needs the seed, and a validation after" in err) == ("--seed=9" in new)
-    if not flags:  # else the baseline, which is tried first, does not know them
-        assert all(steps == "1" for *_, steps in starts(place))
-        assert all(line.endswith("NPROC=1") for line in (place / "starts").read_text().splitlines())
+    assert all(steps == "1" for *_, steps in starts(place))
+    assert all(line.endswith("NPROC=1") for line in (place / "starts").read_text().splitlines())
+    # Before a copy is blamed, the baseline shows whether anything runs on this machine.
+    assert (("base", 1, "1") in starts(place)) == (not flags and "CRASHES" not in new)
+    if not flags:
         (place / "record.py").write_text(STAND_IN)
     assert run_race(place, "--repeat=1", *[f"--only_ours={flag}" for flag in flags]) == 4
 

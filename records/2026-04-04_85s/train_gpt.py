@@ -134,8 +134,8 @@ class Hyperparameters:
     doc_lens: str = flag("896,2048,2048,2048", "tokens that a document keeps", pattern=WHOLE)
     short_windows: str = flag("128,384,640,768", "short window, in tokens", pattern=WHOLE)
     long_windows: str = flag("384,896,1408,1664", "long window, in tokens", pattern=WHOLE)
-    stage_lr: str = flag("1,1.52,1.73,1", "multiplies all learning rates; in the last stage only "
-                         "lr_floor does", pattern=NUMBERS)
+    stage_lr: str = flag("1,1.52,1.73,1", "factors on all learning rates; in the last stage only "
+                         "lr_floor counts", pattern=NUMBERS)
     second_target: str = flag("0.5,0.5:0,0,0", "weight of the token after the next one; a:b goes "
                               "from a to b", pattern=RAMPS)
     third_target: str = flag("0.25:0,0,0,0", "weight of the one after it, likewise", pattern=RAMPS)
@@ -160,7 +160,7 @@ class Hyperparameters:
     # Optimization
     num_iterations: int = flag(1490, "training steps", high=10**7)
     cooldown_frac: float = flag(0.6, "share of the steps before the last stage in which learning "
-                                "rates fall", low=0.01, high=1)
+                                "rates fall", high=1)
     lr_floor: float = flag(0.15, "factor on all learning rates at the end", high=1)
     muon_lr: float = flag(0.023, "learning rate of the layers' matrices (NorMuon)")
     muon_momentum_start: float = flag(0.85, "momentum at first and at the end", high=1)
@@ -388,7 +388,7 @@ class GPT(nn.Module):
         - The layer without attention adds the output of layer skip_from instead, which has the
           long window. A gate decides how much of it (2024-12-17, 2025-11-18, 2025-12-29).
         - Layers after back_from attend to the output of that layer, not to the newest stream
-          (2026-03-06). Its main use is this context, so part of it, back_scale times, is
+          (2026-03-06). It is mainly their context, so back_scale times this output is
           subtracted again before the head (2025-10-04)."""
         masks = self.block_masks(tokens_T, schedule.windows)
         rotations = rotations_of(schedule, len(tokens_T), self.hp.head_dim)
@@ -444,7 +444,7 @@ class GPT(nn.Module):
 def bigram_rows(tokens_T: Tensor, rows: int) -> Tensor:
     """The row of the pair of each token and the one before it, by a hash, so some pairs share a row
     (2026-01-19). The first token of a pack has the last row. As in the record, the second token is
-    paired with the number of that row, not with the first token, and the products overflow int32.
+    paired with the number of that row, not with the first token, and their product overflows int32.
     """
     last = rows - 1
     seen_T = torch.cat((torch.full_like(tokens_T[:1], last), tokens_T[1:]))
@@ -842,7 +842,7 @@ class World:
         return whole.chunk(self.size)[self.rank] if self.is_sharded(whole) else whole
 
     def reduce_scatter(self, whole: Tensor) -> Pending:
-        """Sums a tensor over the ranks. If it is sharded, each receives only its rows."""
+        """Sums a tensor over the ranks. If it is sharded, each rank receives only its rows."""
         if not self.is_sharded(whole):
             return self.all_reduce(whole)
         local = torch.empty_like(self.shard(whole))
@@ -1258,8 +1258,8 @@ def read_packs(shard: Shard, packs: list, hp: Hyperparameters, world: World) -> 
     return list(zip(tokens[:, :-1].contiguous(), tokens[:, 1:].to(torch.int64)))
 
 def load_validation(shards: list[Shard], hp: Hyperparameters, world: World) -> list:
-    """The validation sequences of this rank. Together the ranks predict the val_tokens tokens
-    after the first. The last sequence is padded with targets of -1, which the loss ignores."""
+    """The validation sequences of this rank. Together the ranks predict val_tokens tokens, from
+    the second one on. The last sequence is padded with targets of -1, which the loss ignores."""
     stream = torch.empty(0, dtype=torch.int32)
     for shard in shards:
         count = min(shard.tokens, hp.val_tokens + 1 - len(stream))
@@ -1616,8 +1616,8 @@ def make_plan(hp: Hyperparameters, command, script: str, world: World, saved: di
         # A setting in neither the checkpoint nor the flags would silently get its default.
         own = {f.name for f in fields(Hyperparameters)}
         given = saved["settings"].keys() | command.named.keys()
-        require(own == given, "--resume: only in the script or only in the checkpoint: "
-                f"{sorted(own ^ given)}; pass new ones as flags, or use the script from the log")
+        require(own == given, "--resume: script and checkpoint differ in the settings "
+                f"{sorted(own ^ given)}: pass new ones as flags, or use the script from the log")
         hp = Hyperparameters(**(saved["settings"] | command.named))
     check_settings(hp, world.size)
     hp = resolve(hp, world.device)

@@ -257,11 +257,8 @@ def show_sample(path: str, log: Path, hp, prompt: list[str]):
     try:
         checkpoint = sample.find_checkpoint(log)
         str(checkpoint).encode()  # torch reads no file whose path is not UTF-8
-    except UnicodeEncodeError as e:
-        say(f"no sample: {e}")
-        return
-    except UserError:
-        say("no sample: no checkpoint could be saved; the warnings above say why")
+    except (UserError, UnicodeEncodeError) as e:
+        say(f"no sample: {e}; if a save has failed, a warning above says so")
         return
     say(f"what the model writes after step {sample.step_of(checkpoint)} of {hp.num_iterations}:")
     words = [*[f"--script={path}"] * (path != "train_gpt.py"), *prompt]
@@ -284,7 +281,7 @@ def main(argv=None):
     path, flags = split_words(words)
     if own.help:
         start(path or "train_gpt.py", "--help")
-        print("\nand of ./run.sh: --repeat=N, --text=PATH, --resume[=RUN] (./run.sh help)")
+        print("\n./run.sh also takes --repeat=N, --text=PATH, --text_field=NAME, --resume[=RUN].")
         return
     require(own.text != "", "--text= is empty: name a file or a folder")
     path, flags, saved = find_resumed(path, flags)

@@ -37,9 +37,12 @@ def end_with_starter():
 
 def show_from(script: str, kind, error, trace):
     """A traceback begins in the script; that of a syntax error has no frame in it."""
-    while trace and trace.tb_frame.f_code.co_filename != script:
-        trace = trace.tb_next
-    sys.__excepthook__(kind, error.with_traceback(trace), trace)
+    own = trace
+    while own and own.tb_frame.f_code.co_filename != script:
+        own = own.tb_next
+    if not own and not issubclass(kind, SyntaxError):
+        own = trace
+    sys.__excepthook__(kind, error.with_traceback(own), own)
 
 def note_what_is_opened(file: str):
     """Appends the time and the path of each file that this process opens from now on, except new

@@ -32,7 +32,7 @@ race.html, a page for a browser, is written after every run. The race ends with 
 and a line in records/ideas.csv.
 
 The flags of run.sh go to all sides: a preset (speedrun, short or demo), --text=FILE_OR_FOLDER, and
-all that ./run.sh train --help lists. Those in --only_ours go to the candidates alone, those in one
+all settings of ./run.sh train --help. Those in --only_ours go to the candidates alone, those in one
 word with a script to that one. No checkpoint is kept unless --save_every asks for it. Unless
 --val_loss_every says otherwise, runs validate where the verdict needs it: on the way and near the
 end, since the slope there tells how many steps and seconds a difference in loss is worth.
@@ -211,11 +211,10 @@ def check(race: Race):
         racer.kept = str(race.folder / f"{racer.name}.py")
         write_whole(Path(racer.kept), racer.text)
     announce(race)
-    # The baseline comes first, so that no copy is blamed for what is wrong on this machine.
-    new = [racer for racer in (race.baseline, *race.candidates)
-           if f"{racer.name}.sha256" not in before]
+    new = [racer for racer in race.racers if f"{racer.name}.sha256" not in before]
     for racer in new:
-        try_out(race, racer)
+        if race.racing:  # else the baseline need not be tried
+            try_out(race, racer)
     if new and race.racing and not race.text["exam"]:
         say("the validation text is too short to keep a part of it for exams, so the verdict uses "
             "the runs' own")
@@ -265,8 +264,10 @@ def try_out(race: Race, racer: Entry):
         if output:
             trial.show(output)
         advice = "mend it and start the race again"
+        if racer is race.baseline:
+            advice = "mend the flags, or what is wrong on this machine"
         if "unrecognized arguments" in trial.last_line(output):
-            advice = "flags that only the copies know go into --only_ours"
+            advice = "correct the flag; one that only the copies know goes into --only_ours"
         require(not output, f"{racer.script} fails in a run of 1 step, whose output is above; "
                 f"{advice}")
         race.text = race.text or trial.text_for(one, race.folder / "text")
@@ -278,6 +279,8 @@ def try_out(race: Race, racer: Entry):
     except UserError as error:
         if racer is race.baseline:
             raise
+        if not race.text:  # no script has run here, so perhaps this machine is to blame
+            try_out(race, race.baseline)
         racer.problem = str(error)
         say(f"{racer.name} is not raced: {error}")
 
