@@ -97,7 +97,7 @@ def test_the_table(tmp_path, monkeypatch, capsys):
     assert [line.split()[2:] for line in rows] == [
         ["good", "better", "+0.0100", "E", "5,000", "3", "yes"],
         [r"bad\x1b", "undecided", "+0.0100", "E", "0.25", "3"],
-        ["andidates", "worse?", "+0.0100", "E", "150", "3"],
+        ["of_many_candidates", "worse?", "+0.0100", "E", "150", "3"],
         ["broken", "undecided", "3"], ["old", "undecided", "+0.0100", "p", "0.5", "3"]]
     assert count == "5 ideas, 1 of them kept at a false discovery rate of 5%"
     assert last == "What failed, and why: records/negative.md"

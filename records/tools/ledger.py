@@ -86,24 +86,23 @@ def main(arguments=None):
     ArgumentParser(description=__doc__, prog="./run.sh ideas").parse_args(arguments)
     records = ROOT / "records"
     paths = [records / "ideas.csv", *sorted(records.glob("*/ideas.csv"))]
-    rows = [row | {"race": row["race"].removeprefix("race_")}
-            for path in paths for row in read(path)]
+    rows = [row for path in paths for row in read(path)]
     mark_survivors(rows)
+    names = [f"{row['race'].removeprefix('race_')} {row['candidate']}" for row in rows]
     # Where the console is narrow, names lose their beginnings.
-    longest = max([9, *[len(row[key]) for row in rows for key in ("race", "candidate")]])
-    width = min(longest, max(9, (shutil.get_terminal_size().columns - 62) // 2))
-    line = f"{{:5}}  {{:{width}}}  {{:{width}}}  {{:13}}  {{:>7}}  {{:14}}  {{:>5}}  {{}}"
+    width = min(max(map(len, ["race candidate", *names])),
+                max(20, shutil.get_terminal_size().columns - 60))
+    line = f"{{:5}}  {{:{width}}}  {{:13}}  {{:>7}}  {{:14}}  {{:>5}}  {{}}"
     if rows:
-        print(line.format("date", "race", "candidate", "decision", "loss", "E or p", "pairs",
-                          "kept"))
-    for row in rows:
+        print(line.format("date", "race candidate", "decision", "loss", "E or p", "pairs", "kept"))
+    for row, name in zip(rows, names):
         decision, loss = row["decision"], row["difference"]
         if decision == "undecided" and (row["E"] or 0) >= 100:
             decision = "better?" if loss < 0 else "worse?"
         evidence = "" if row["E"] is None else f"E {plain(row['E'], 2)}"
         if row["p"] is not None:
             evidence = f"p {row['p']:.2g}"
-        cells = [row["date"][5:], row["race"][-width:], row["candidate"][-width:], decision,
+        cells = [row["date"][5:], name[-width:], decision,
                  "" if loss is None else f"{loss:+.4f}", evidence, row["pairs"], row["kept"]]
         print(line.format(*map(logs.printable, cells)).rstrip())
     kept = sum(row["kept"] == "yes" for row in rows)
