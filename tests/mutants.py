@@ -1,7 +1,7 @@
 """The measure of the test suite: plants mistakes in train_gpt.py and in the programs, one at a
 time, in a copy of the repository, and shows for each that a test finds it.
 
-    ./run.sh test mutants                       # all of them, in some hours on one core
+    ./run.sh test mutants                       # all of them, in twenty minutes on one core
     ./run.sh test mutants --only=train_gpt.py   # those in the script
     ./run.sh test mutants --quick               # which of them does ./run.sh test quick find?
     ./run.sh test mutants --only=window         # those with this word in mistake, text or test
