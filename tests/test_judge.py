@@ -1,6 +1,8 @@
 """tools/judge.py: p-values and intervals against SciPy, e-values against integration."""
 
 import math
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from conftest import ROOT
@@ -118,3 +120,13 @@ def test_what_bets_on_signs_win():
     assert judge.e_of_signs(np.ones(8)) >= 100 > judge.e_of_signs(np.ones(7))
     assert judge.e_of_signs(-3 * np.ones(8)) == judge.e_of_signs(np.ones(8))
     assert judge.e_of_signs(np.zeros(8)) == pytest.approx(1)
+
+def test_losses_are_unchanged_if_those_in_common_are():
+    """A race draws when its runs save, and a save adds a validation."""
+    def run(*losses):
+        lines = [SimpleNamespace(step=step, kind="val_loss", loss=loss) for step, loss in losses]
+        return SimpleNamespace(lines=lines)
+    one, other = run((0, 5.0), (3, 4.0), (9, 3.0)), run((0, 5.0), (4, 3.9), (9, 3.0))
+    assert judge.unchanged_losses([(one, other), (one, one)]) == 5
+    assert judge.unchanged_losses([(one, other), (one, run((9, 3.1)))]) is None
+    assert judge.unchanged_losses([]) is judge.unchanged_losses([(one, run((5, 1.0)))]) is None

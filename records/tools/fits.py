@@ -13,7 +13,7 @@ import sys
 if sys.version_info < (3, 10):
     sys.exit("Python %d.%d is older than 3.10" % sys.version_info[:2])
 for file in sorted(os.listdir(".")):
-    if file.endswith(".py") and file[:-3] in sys.stdlib_module_names:
+    if file.endswith(".py") and file[:-3] in {*sys.stdlib_module_names, *sys.argv[1:]}:
         sys.exit("%s in this folder hides Python's own module: give it another name" % file)
 for name in sys.argv[1:]:
     try:

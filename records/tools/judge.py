@@ -359,12 +359,14 @@ def steps_later(curve, difference):
     return None
 
 def unchanged_losses(pairs):
-    """How many losses two sides of equal seeds have, where none differs at any step."""
-    logged = [[[(line.step, line.kind, line.loss) for line in run.lines if line.kind]
+    """How many losses two sides of equal seeds have in common, where none of these differs."""
+    logged = [[{(line.step, line.kind): line.loss for line in run.lines if line.kind}
                for run in pair] for pair in pairs]
-    if not pairs or any(one != other for one, other in logged):
+    # A save adds a validation, and a race draws when its runs save.
+    common = [[(a[key], b[key]) for key in a.keys() & b.keys()] for a, b in logged]
+    if not all(common) or any(one != other for losses in common for one, other in losses):
         return None
-    return sum(len(one) for one, _ in logged)
+    return sum(map(len, common)) or None
 
 def differences_by_step(pairs, level=ALPHA, by_e=False):
     """Steps, rows [pairs, steps] of A - B in the validation loss, for pairs (run of A, run of B),

@@ -33,11 +33,8 @@ def load_script(path, name: str = "training_script") -> ModuleType:
     loader = SourceFileLoader(name, str(path))
     script = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
     sys.modules[name] = script  # dataclasses look for their module there
-    try:
-        loader.exec_module(script)
-    except Exception:
-        sys.excepthook = partial(show_from, str(path))
-        raise
+    sys.excepthook = partial(show_from, str(path))
+    loader.exec_module(script)
     return script
 
 @contextlib.contextmanager

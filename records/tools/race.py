@@ -142,6 +142,8 @@ def parse(arguments) -> Race:
     options, words = parser.parse_known_args(arguments)
     require(not options.repeat or options.level == 0.01, "--repeat judges at a level of 0.01: "
             "leave --level out, or --repeat")
+    require(not re.search(r"[^\w.-]", options.name or ""), f"--name={options.name}: use letters, "
+            "digits and ._-")
     scripts = {word: found for word in words if (found := SCRIPT.fullmatch(word))}
     require(scripts, "no word names a copy: ./run.sh race my_record.py [preset] [flags]")
     flags = [word for word in words if word not in scripts]
@@ -215,9 +217,9 @@ def check(race: Race):
     for racer in new:
         if race.racing:  # else the baseline need not be tried
             try_out(race, racer)
-    if new and race.racing and not race.text["exam"]:
-        say("the validation text is too short to keep a part of it for exams, so the verdict uses "
-            "the runs' own")
+    if new and race.racing:
+        say("exams compute the verdict's losses, on text that no run is given" if race.text["exam"]
+            else "the validation text is too short for exams, so the verdict uses the runs' own")
     if race.racing:
         write_whole(path, json.dumps(definition(race), indent=1))
     for one in race.racing if new else ():
@@ -263,9 +265,8 @@ def try_out(race: Race, racer: Entry):
         one, output = trial.one_step(racer, race.options.seed, race.folder / "one_step")
         if output:
             trial.show(output)
-        advice = "mend it and start the race again"
-        if racer is race.baseline:
-            advice = "mend the flags, or what is wrong on this machine"
+        advice = ("mend the flags, or what is wrong on this machine" if racer is race.baseline
+                  else "mend it and start the race again")
         if "unrecognized arguments" in trial.last_line(output):
             advice = "correct the flag; one that only the copies know goes into --only_ours"
         require(not output, f"{racer.script} fails in a run of 1 step, whose output is above; "
