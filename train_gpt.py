@@ -188,7 +188,7 @@ def tokens_seen(done: int, hp: Hyperparameters) -> int:
 def window_tokens(step: int, hp: Hyperparameters) -> int:
     """The long window in tokens. It grows during the run, since short-range context is learned
     first and costs less (2024-11-24). At steps 0, 500, 1000 and 1770 it is 128, 512, 1024, 1792."""
-    # As in the record, the ramp ends half a block below window_end; rounding to blocks reaches it.
+    # As in the record, the ramp ends half a block below window_end; rounding up closes the gap.
     grown = (hp.window_end - BLOCK / 2) * step / max(1, hp.num_iterations)
     return max(hp.window_start, math.ceil(grown / BLOCK) * BLOCK)
 
@@ -673,10 +673,10 @@ class Optimizer:
         finish(step)  has everything                 has everything
 
     Adam changes the weights in update(). Muon computes changes there, and applies them in finish().
-    Only update() can use the sums over all ranks; for a sharded tensor, only this rank's rows.
+    Only update() sees sums over all ranks, and for a sharded tensor just this rank's rows.
 
     `state` is what an optimizer remembers from step to step: {name: one tensor per parameter, with
-    its number of rows}, or in Muon {name: one padded stack}. It is saved, loaded on resume, and
+    as many rows as it}, or in Muon {name: one padded stack}. It is saved, loaded on resume, and
     restored after the warm-up, so keep all state here. A rank uses only its own rows,
     world.shard(tensor).
     """
@@ -1125,7 +1125,7 @@ def connect(plan: "Plan | None", script: str, world: World) -> "Plan":
         dist.broadcast_object_list(plans, src=0)
     except (RuntimeError, ValueError) as e:
         reason = " ".join(str(e).split())  # NCCL's own reason is on its last lines
-        advice = ("enlarge /dev/shm (in Docker by --shm-size=1g)" if "/dev/shm" in reason else
+        advice = ("enlarge /dev/shm (in Docker with --shm-size=1g)" if "/dev/shm" in reason else
                   "start them with torchrun, or set NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME")
         raise UserError(f"the ranks cannot reach each other ({reason}); {advice}") from None
     here = (script, find_shards(plans[0].hp.train_files), find_shards(plans[0].hp.val_files))
@@ -1244,7 +1244,7 @@ def make_plan(hp: Hyperparameters, command, script: str, world: World, saved: di
             f"steps, not {hp.num_iterations}: add shards, raise --epochs or lower --num_iterations")
     small = [s.tokens for s in train_shards if s.tokens <= hp.tokens_per_step]
     require(sum(small) <= UNREAD * sum(s.tokens for s in train_shards), f"{len(small)} training "
-            f"shards have no more than the {hp.tokens_per_step} tokens of a step: merge them")
+            f"shards are no longer than a step ({hp.tokens_per_step} tokens): merge them")
 
     plan = Plan(hp, script, train_shards, val_shards, command.resume)
     if saved:
@@ -1448,8 +1448,8 @@ def save_checkpoint(done: int, seconds: float, model, optimizers, plan: Plan, lo
     return True
 
 if __name__ == "__main__":
-    # Ctrl+C ends this process at once, even while it waits for a GPU. Process 1, as in a container,
-    # ignores signals that it does not handle.
+    # Ctrl+C ends this process at once, even while it waits for a GPU. In a container it may be
+    # process 1, which ignores signals that it does not handle.
     end = signal.SIG_DFL if os.getpid() > 1 else lambda number, frame: os._exit(128 + number)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end)

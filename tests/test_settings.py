@@ -189,7 +189,7 @@ def test_training_shards_without_a_step_are_refused(tmp_path, shards, sizes, sho
     """Where they hold more than 2 % of the tokens. A step's last target is one token further."""
     for number, size in enumerate(sizes):
         write_shard(tmp_path / f"{number}.bin", [256, *range(number, number + size - 1)])
-    words = f"{short} training shards have no more than the 2048 tokens of a step: merge them"
+    words = fr"{short} training shards are no longer than a step \(2048 tokens\): merge them"
     with refused(words) if short else nullcontext():
         plan = prepare(shards[1], f"--train_files={tmp_path}/*.bin", "--micro_batches=8")
         assert [shard.tokens for shard in plan.train_shards] == sizes
