@@ -264,7 +264,7 @@ def try_out(race: Race, racer: Entry):
         one, output = trial.one_step(racer, race.options.seed, race.folder / "one_step")
         if output:
             trial.show(output)
-        advice = ("mend the flags, or what is wrong on this machine" if racer is race.baseline
+        advice = ("mend it, the flags, or this machine" if racer is race.baseline
                   else "mend it and start the race again")
         if "unrecognized arguments" in trial.last_line(output):
             advice = "correct the flag; one that only the copies know goes into --only_ours"
