@@ -1636,7 +1636,7 @@ def make_plan(hp: Hyperparameters, command, script: str, world: World, saved: di
             f"steps, not {hp.num_iterations}: add shards, raise --epochs or lower --num_iterations")
     small = [s.tokens for s in train_shards if s.tokens <= hp.tokens_per_step]
     require(sum(small) <= UNREAD * sum(s.tokens for s in train_shards), f"{len(small)} training "
-            f"shards have no more than the {hp.tokens_per_step} tokens of a step: merge them")
+            f"shards are no longer than a step ({hp.tokens_per_step} tokens): merge them")
 
     plan = Plan(hp, script, train_shards, val_shards, command.resume)
     if saved:
