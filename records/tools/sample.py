@@ -168,6 +168,8 @@ def load_model(run, device="cpu", script_path: Path | None = None) -> Trained:
 def load_run(args) -> Trained:
     """The model of the run that the arguments name. Raises UserError."""
     runs = [Path(run) for run in args.run]
+    for run in runs if len(runs) > 1 else ():
+        require(run.exists(), f"{run}: there is no such run (--prompt gives a text to continue)")
     newest = max(runs, key=lambda run: (began(run), run.name))
     if len(runs) > 1:
         note(f"the newest of {len(runs)} runs: {newest}")
