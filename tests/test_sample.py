@@ -163,7 +163,7 @@ def test_of_several_runs_the_newest_is_taken(tmp_path, monkeypatch, capsys):
         torch.save({"log": f"r/{name}.log"}, tmp_path / "best" / "step00000001.pt")
         (tmp_path / "best.log").write_text(log_text(notes=[f"log: r/{name}.log"]))
     with pytest.raises(UserError, match="The : there is no such run"):
-        sample.load_run(SimpleNamespace(run=[newest, Path("The ")], script=None))
+        sample.load_run(SimpleNamespace(run=[newest, "The "], script=None))
 
 def test_a_run_of_another_script_needs_that_script(tmp_path, run_sample, monkeypatch):
     monkeypatch.chdir(tmp_path)
