@@ -48,6 +48,7 @@ def pytest_addoption(parser):
     parser.addoption("--record-times", action="store_true", help="write how long each test takes "
                      "to tests/times.json")
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
     return idle_cores()
 

@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-
 import pytest
 from conftest import ENVIRONMENT, ROOT
 
@@ -71,7 +70,7 @@ def test_who_asks_for_some_gets_them(suite):
     status, lines = suite("-n0", "-mquick")
     assert status == 0 and lines[0] == "1 process tests; two processes take 60 seconds on a machine"
     assert re.match("30 passed, 3 deselected in ", lines[-1])
-    status, lines = suite("-n0", "--all", "--deselect=tests/test_example.py::test_wrong")
+    status, lines = suite("-oaddopts=-q", "-pno:xdist", "--all", "-knot wrong")
     assert status == 0 and re.match("32 passed, 1 deselected in ", lines[-1])
 
 def test_a_test_that_hangs_is_ended_and_named(suite):
