@@ -194,8 +194,8 @@ IN_PROGRAMS = {
         ("a signal's status is another one", "else 128 «-→+» status)", "breaks_is_said"),
         ("the wrong rank is blamed", " < 0« and code != -signal.SIGTERM→»]", "is_blamed")],
     ("records/tools/race.py", "test_race.py"): [
-        ("the first seed is not the one asked for", "range(«self.options.seed, self.options.seed "
-         "+ self.pairs→1, 1 + self.pairs»)", "two_settings"),
+        ("the first seed is not the one asked for", "first = «self.options.seed→1»\n",
+         "two_settings"),
         ("the copy always begins", "missing if «pair % 2→True» else", "in_turn"),
         ("a race that is lost is status 0", "return «3→0» if decisions", "status_and"),
         ("a race goes on with other flags", '"sha256", «"flags", →»"dis', "refuses_what"),
@@ -244,7 +244,7 @@ IN_PROGRAMS = {
         ("the first steps are not trained again", "train_again(0, «FIRST→0»)", "cheating"),
         ("validation may change things", "not torch.equal(«x.cpu()→before[key]», b", "cheating")],
     ("records/tools/trial.py", "test_exam.py"): [
-        ("a file that was not given may be opened", "if «not known→False»:", "opened")],
+        ("a file that was not given may be opened", "elif «name not in allowed→False» and", "opened")],
     ("records/tools/sample.py", "test_sample.py"): [
         ("the seed draws nothing", "manual_seed(«args.seed→0»)", "a_seed_gives"),
         ("the oldest checkpoint is taken", "return found[«-1→0»]", "chain")],

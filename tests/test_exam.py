@@ -189,24 +189,23 @@ def test_a_leash_notes_the_data_that_a_script_opens(tmp_path):
     notes = tmp_path / "notes"
     done = subprocess.run([sys.executable, LEASH, str(script)], cwd=tmp_path, capture_output=True,
                           text=True, env={**os.environ, "LEASH_OPENED": str(notes)}, check=True)
-    rows = [line.partition(" ") for line in
-            notes.read_text(errors="surrogateescape").splitlines()]
-    assert [name for _, _, name in rows] == [
-        repr(str(tmp_path / name)) for name in ("one.bin", "two.pt", "fo ur\udce4.npy")]
-    assert [float(time) for time, _, _ in rows] and done.stdout == "False\n"
+    rows = notes.read_text(errors="surrogateescape").splitlines()
+    assert rows == [repr(str(tmp_path / name)) for name in ("one.bin", "two.pt", "fo ur\udce4.npy")]
+    assert done.stdout == "False\n"
 
 @pytest.mark.parametrize("events, words", [
     (["t.bin", "v.bin", trial.FIRST_LINE, "t.bin", "r/a/step1.pt", "r/a.log"], "$"),
-    (["v.bin", trial.FIRST_LINE, "v.bin"], "its run opened the validation text .*/v.bin after"),
-    (["../v.bin"], "its run opened .*/v.bin, which it was not given"),
+    (["v.bin", trial.FIRST_LINE, "v.bin"], "its run opened .*/v.bin, .* after its first step$"),
+    (["../v.bin"], "its run opened .*/v.bin, which it was not given$"),
     ([trial.FIRST_LINE, "r/b/step1.pt"], "its run opened .*/r/b/step1.pt, which it was not given")])
-def test_what_a_run_opened_is_compared_with_what_it_was_given(events, words, tmp_path):
+def test_what_a_run_opened_is_compared_with_what_it_was_given(events, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     run = SimpleNamespace(path="r/a.log", environment={"data": "t.bin 9 tokens f; u.bin 9 tokens"},
                           val_data=["v.bin 9 tokens f"])
     names = [name if name == trial.FIRST_LINE else os.path.abspath(name) for name in events]
-    rows = [f"{100 + i}.5 {name!r}\n" for i, name in enumerate(names)]
-    (tmp_path / "notes").write_text("".join(sorted(rows, reverse=True)))
-    assert re.match(words, trial.opened_wrongly(run, tmp_path / "notes") or "")
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "a.opened").write_text("".join(f"{name!r}\n" for name in names))
+    assert re.match(words, trial.opened_wrongly(run))
 
 def test_the_text_is_divided_between_runs_and_exams(tmp_path):
     def divided(tokens, val_tokens):

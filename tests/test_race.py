@@ -309,8 +309,8 @@ def test_no_copy_is_kept_that_is_later_at_the_loss(place, monkeypatch, ms, tick,
 
 def test_two_settings_of_one_script(place):
     flags = [f"--records={place / 'records'}", "--repeat=2", "--seed=7", "--save_every=3"]
-    assert run_race(place, "demo", *flags, "--only_ours=--muon_lr=0.5 --val_loss_every=2",
-                    "--name=x", "--text=a.txt", script="base.py") == 3
+    assert run_race(place, "demo", *flags, "--name=x", "--text=a.txt",
+                    script="base.py --muon_lr=0.5 --val_loss_every=2") == 3
     lines = (place / "starts").read_text().splitlines()[2:]
     assert [seed for _, seed, _ in starts(place)[2:]] == [7, 7, 8, 8]
     for line in lines:
@@ -327,8 +327,8 @@ def test_two_settings_of_one_script(place):
     ("NOISE = 1.0", "NOISE = 1.0  # CRASHES", [], "record.py: AssertionError: the check failed; it "
      "is not raced, unless you add --dishonest"),
     ("muon_lr=1.0", "muon_lr=1.0, z_loss=0.1", ["--z_loss=0.2"], "base.py fails in a run of 1 "
-     "step, whose output is above; correct the flag; one that only the copies know goes into "
-     "--only_ours")])
+     "step, whose output is above; correct the flag; one that only a copy knows goes into one word "
+     "with it")])
 def test_a_mistake_shows_in_one_step_and_once_mended_it_is_raced(place, capsys, old, new, flags,
                                                                  words):
     changed(place, old, new)
@@ -343,7 +343,7 @@ def test_a_mistake_shows_in_one_step_and_once_mended_it_is_raced(place, capsys, 
     assert (("base", 1, "1") in starts(place)) == (not flags and "CRASHES" not in new)
     if not flags:
         (place / "record.py").write_text(STAND_IN)
-    assert run_race(place, "--repeat=1", *[f"--only_ours={flag}" for flag in flags]) == 4
+    assert run_race(place, "--repeat=1", script=" ".join(["record.py", *flags])) == 4
 
 def test_it_says_where_pairs_do_not_start_from_equal_weights(place, capsys):
     """Once, as the race begins; parameters of another shape differ anyway."""
@@ -376,24 +376,23 @@ def test_a_race_that_goes_on_refuses_what_has_changed(place, capsys, monkeypatch
         err = capsys.readouterr().err
         assert "was begun with other scripts or flags: " in err and words in err
         assert "Go back to them, remove that folder, or give this race a --name of its own" in err
-    is_refused("or flags: --muon_lr=1 then, --muon_lr=2 now. Go back", "--muon_lr=2")
+    is_refused("or flags: record.flags was ['--muon_lr=1'] and is ['--muon_lr=2'];", "--muon_lr=2")
     is_refused("first_seed was 1 and is 2", "--muon_lr=1", "--seed=2")
     monkeypatch.setenv("NPROC", "2")
     is_refused("NPROC was None and is 2", "--muon_lr=1")
     (place / "record.py").write_text(STAND_IN)
     is_refused("record.sha256 was ", "--muon_lr=1")
 
-ON_ALL_SIDES = "this flag takes effect on all sides or on none"
 @pytest.mark.parametrize("flags, words", [
     (["--repeat=0"], "argument --repeat: 0: expected a whole number from 1 on"),
     (["--resume=x.log"], "--resume=x.log: a race starts runs of its own"),
-    (["--only_ours='"], "cannot be split into flags (No closing quotation); close its quotes"),
+    (["b.py --x='"], "cannot be split into flags (No closing quotation); close its quotes"),
     (["--level=2"], "argument --level: 2: expected a number from 1e-09 to 0.5"),
     (["--level=0.1", "--repeat=3"], "--repeat judges at a level of 0.01"),
     (["gone.py"], "gone.py: cannot be read"),
-    (["--only_ours=--val_files=x.bin"], f"--val_files=x.bin: losses compare only on one validation "
-     f"text, so {ON_ALL_SIDES}"), (["--only_ours=--muon_lr=1 --val_tokens 9"], ON_ALL_SIDES),
-    ([f"{ROOT}/train_gpt.py --val_seq_len=64"], ON_ALL_SIDES),
+    (["b.py --val_files=x.bin"], "--val_files=x.bin: losses compare only on one validation text, "
+     "so this flag takes effect on all sides or on none"),
+    (["b.py --muon_lr=1 --val_tokens 9"], "--val_tokens: losses compare only on one"),
     (["base.py"], "would race itself, with the same settings: name a copy"),
     (["demo"], "no word names a copy: ./run.sh race my_record.py")])
 def test_wrong_usage_starts_nothing(flags, words, place, capsys):
@@ -501,5 +500,5 @@ def test_which_runs_count(place, more, resumed, counts):
     for name in ("a.log", "z_copy.log"):  # of a seed that is there
         (place / name).write_text(log_text(**usual | more))
     entry = race.Entry("record", "record.py", [], usual["source"])
-    found = race.trial.finished(entry, logs.read([place])[0], range(1, 3))
-    assert [(seed, Path(run.path).stem) for seed, run in found.items()] == [(1, "a")] * counts
+    found = race.trial.finished(entry, logs.read([place])[0], ("1", "2"))
+    assert [(seed, Path(run.path).stem) for seed, run in found.items()] == [("1", "a")] * counts

@@ -112,7 +112,7 @@ def test_a_new_optimizer(copy, runs_here):
     rates, last = indented(page).splitlines()
     bash(copy, re.sub(r"0\.0003 .* 0\.01;", "0.01;", rates))
     assert "\nSignMomentum, lr 0.01" in next(copy.glob("records/*_lr0.*.log")).read_text()
-    assert last.startswith("./run.sh race my_optimizer.py")
+    assert last.startswith('./run.sh race "my_optimizer.py --muon_lr=')
     assert list(honesty.check(copy / "my_optimizer.py", parts=[honesty.check_run]))
 
 def started(script: str) -> list[list[str]]:
@@ -143,6 +143,7 @@ def training(words: list[str]) -> tuple[str | None, list[str]] | None:
     if program != "./run.sh" or others & {*words[:1], *words[-1:]}:
         return None
     if words[:1] and words[0] in ("race", "ablate"):
+        words = [word for each in words for word in each.split()]  # flags in one word with a script
         scripts = [word for word in words if word.endswith(".py") and not word.startswith("--")]
         options = words[2:]
         if words[0] == "ablate":

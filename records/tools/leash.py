@@ -13,7 +13,6 @@ all that it does. Words that begin with a dash are for a Python that takes this 
 import os
 import re
 import sys
-import time
 from functools import partial
 from types import ModuleType
 
@@ -45,9 +44,8 @@ def show_from(script: str, kind, error, trace):
     sys.__excepthook__(kind, error.with_traceback(own), own)
 
 def note_what_is_opened(file: str):
-    """Appends the time and the path of each file that this process opens from now on, except new
-    ones, such as a compiler's temporary files. What C++ code or a child process opens is not seen.
-    """
+    """Appends the path of each file that this process opens from now on, except new ones, such as a
+    compiler's temporary files. What C++ code or a child process opens is not seen."""
     notes = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     caches = [os.path.abspath(os.environ[name]) + os.sep for name in CACHES if os.environ.get(name)]
     own = (sys.prefix, sys.base_prefix, *caches)
@@ -57,8 +55,7 @@ def note_what_is_opened(file: str):
                 and not (values[2] or 0) & (os.O_EXCL | os.O_TRUNC)):
             path = os.path.abspath(os.fsdecode(values[0]))
             if not (OWN.match(path) or path.startswith(own) or os.path.isdir(path)):
-                row = f"{time.monotonic()} {path!r}\n"
-                os.write(notes, row.encode("utf-8", "surrogateescape"))
+                os.write(notes, f"{path!r}\n".encode("utf-8", "surrogateescape"))
     sys.addaudithook(note)
 
 def run_script(path: str):

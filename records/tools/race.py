@@ -2,7 +2,6 @@
 
     ./run.sh race my_record.py [--vs=train_gpt.py] [preset] [flags]
     ./run.sh race a.py b.py "train_gpt.py --muon_lr=0.04"        several candidates, one baseline
-    ./run.sh race train_gpt.py --only_ours="--muon_lr=0.04"      two settings of one script
     ./run.sh race my_record.py --text=FILE                       on a text of your own
 
 All scripts train in turn with the same seed, then with the next one. What a change leaves alone
@@ -17,25 +16,21 @@ its losses are the baseline's to the last digit in two pairs. With --repeat=N, e
 N pairs, and a p-value at the end.
 
 The race keeps a copy of each script in its folder, and runs that: the script may be edited for the
-next idea meanwhile. Before its first run each script trains one step, which does not count but
-shows its mistakes, and ./run.sh honest checks that its validation loss is honest. A copy that fails
-is not raced, unless --dishonest says so; the verdict then begins with what the check saw.
+next idea meanwhile. Before its first run each script trains one step, which shows its mistakes, and
+./run.sh honest checks it. After each pair, exam.py examines both final checkpoints: their losses on
+a part of the text that no run was given are what the verdict judges (records/README.md says how). A
+copy that fails drops out, unless --dishonest says that one that is not honest races on.
 
-A race believes nothing that a script says of itself (records/README.md says how). After each pair,
-exam.py examines both final checkpoints: their losses on a part of the text that no run was given
-are what the verdict judges. exams.json has what it found. A run that fails is not counted.
-
-The race lies in records/race_NAME, a folder of logs for each script; NAME is the first copy's, or
---name. Interrupted, the same command goes on with it, unless a script or a flag has changed.
-race.html, a page for a browser, is written after every run. The race ends with a verdict
-(verdict.txt, and verdict.json for programs), a picture (race.png), what was changed (NAME.patch),
-and a line in records/ideas.csv.
+All lies in records/race_NAME: the logs, race.html, a page for a browser, which is written after
+every run, exams.json, and in the end a verdict (verdict.txt, and verdict.json for programs), a
+picture (race.png) and what was changed (NAME.patch). records/ideas.csv gets a line. Interrupted,
+the same command goes on, unless a script or a flag has changed.
 
 The flags of run.sh go to all sides: a preset (speedrun, short or demo), --text=FILE_OR_FOLDER, and
-all settings of ./run.sh train --help. Those in --only_ours go to the candidates alone, those in one
-word with a script to that one. No checkpoint is kept unless --save_every asks for it. Unless
---val_loss_every says otherwise, runs validate where the verdict needs it: on the way and near the
-end, since the slope there tells how many steps and seconds a difference in loss is worth.
+all settings of ./run.sh train --help. Those in one word with a script go to that one. No checkpoint
+is kept unless --save_every asks for it. Unless --val_loss_every says otherwise, runs validate where
+the verdict needs it: on the way and near the end, since the slope there tells how many steps and
+seconds a difference in loss is worth.
 
 --json prints verdict.json alone, a list with an object for each candidate:
   candidate, script, patch (its SHA-256), honest, pairs, why (in words)
@@ -85,7 +80,7 @@ class Race:
     folder: Path
     candidates: list[Entry]
     baseline: Entry
-    options: Namespace  # of OPTIONS
+    options: Namespace
     text: dict | None = None  # on which runs are examined, as trial.text_for has it
     places: dict = field(default_factory=dict)  # {seed: where the exam of its runs begins in it}
 
@@ -95,7 +90,8 @@ class Race:
 
     @property
     def seeds(self):
-        return range(self.options.seed, self.options.seed + self.pairs)
+        first = self.options.seed
+        return [str(seed) for seed in range(first, first + self.pairs)]
 
     @property
     def pairs(self):
@@ -108,7 +104,7 @@ class Race:
     @property
     def racing(self):
         """The candidates that still race."""
-        return [one for one in self.candidates if not one.problem and one.decided is None]
+        return [one for one in self.candidates if not (one.problem or one.decided)]
 
 def say(text: str, who: str = "race"):
     tqdm.write(f"{who}: {logs.printable(text)}", file=sys.stdout)
@@ -116,16 +112,6 @@ def say(text: str, who: str = "race"):
 
 # ---- Plan ----------------------------------------------------------------------------------------
 
-OPTIONS = [
-    ("--vs", "train_gpt.py", str, "the baseline"),
-    ("--most", 12, between(1), "pairs, unless it is decided before"),
-    ("--level", 0.01, between(1e-9, 0.5, float), "the chance of a wrong decision"),
-    ("--repeat", None, between(1), "a fixed number of pairs"),
-    ("--only_ours", "", str, "flags for the copies"),
-    ("--name", None, str, "of the race, by default the first copy's"),
-    ("--records", "records", str, "where the race's folder lies"),
-    ("--seed", 1, between(0), "the first seed"),
-    ("--target", None, between(0, kind=float), "a loss to reach, which the verdict judges too")]
 # A script with flags of its own in one word. Both may hold spaces.
 SCRIPT = re.compile(r"(?s)(['\"]?)([^-'\"].*?\.py)\1(?:\s+(-.*))?")
 
@@ -133,12 +119,19 @@ def parse(arguments) -> Race:
     """The plan of a race."""
     parser = ArgumentParser(description=__doc__, prog="./run.sh race",
                             usage="%(prog)s my_record.py [more.py ...] [options] [preset] [flags]")
-    for name, default, kind, text in OPTIONS:
-        text += f" (default: {default})" * bool(default)
-        parser.add_argument(name, default=default, type=kind, help=text)
-    parser.add_argument("--dishonest", action="store_true",
-                        help="race a script that fails the check of its honesty all the same")
-    parser.add_argument("--json", action="store_true", help="print verdict.json alone")
+    add = parser.add_argument
+    add("--vs", default="train_gpt.py", help="the baseline (train_gpt.py)")
+    add("--most", type=between(1), default=12, help="pairs, unless it is decided before (12)")
+    add("--level", type=between(1e-9, 0.5, float), default=0.01,
+        help="the chance of a wrong decision (0.01)")
+    add("--repeat", type=between(1), help="a fixed number of pairs")
+    add("--name", help="of the race (the first copy's)")
+    add("--records", default="records", help="where the race's folder lies (records)")
+    add("--seed", type=between(0), default=1, help="the first one (1)")
+    add("--target", type=between(0, kind=float), help="a loss to reach, judged by the verdict too")
+    add("--dishonest", action="store_true",
+        help="race a script that fails the check of its honesty all the same")
+    add("--json", action="store_true", help="print verdict.json alone")
     options, words = parser.parse_known_args(arguments)
     require(not options.repeat or options.level == 0.01, "--repeat judges at a level of 0.01: "
             "leave --level out, or --repeat")
@@ -148,11 +141,16 @@ def parse(arguments) -> Race:
     flags = [word for word in words if word not in scripts]
     racers = [Entry(name_of(options.vs), options.vs, flags, script_text(options.vs))]
     for found in scripts.values():
-        script, own = found[2], [*split(found[3] or ""), *split(options.only_ours)]
+        script = found[2]
+        try:
+            own = shlex.split(found[3] or "")
+        except ValueError as error:
+            raise UserError(f"{found[0]}: cannot be split into flags ({error}); close its "
+                            "quotes") from None
         for flag in own:
             require(flag.partition("=")[0] not in VALIDATION, f"{flag}: losses compare only on one "
                     "validation text, so this flag takes effect on all sides or on none: give it "
-                    "as a word of its own, outside of --only_ours")
+                    "as a word of its own")
         name = name_of(script)
         if name in [racer.name for racer in racers]:
             name += re.sub(r"[^\w.]+", "_", f" {' '.join(own)}" if len(scripts) > 1 else "_ours")
@@ -168,12 +166,6 @@ def parse(arguments) -> Race:
 
 def name_of(script: str) -> str:
     return re.sub(r"[^\w.-]+", "_", Path(script).stem)
-
-def split(text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise UserError(f"{text}: cannot be split into flags ({error}); close its quotes") from None
 
 # ---- Check ---------------------------------------------------------------------------------------
 
@@ -198,13 +190,12 @@ def check(race: Race):
     except (ValueError, TypeError) as error:
         raise UserError(f"{path}: cannot be read ({error}); remove {race.folder} to begin "
                         "anew") from None
-    for racer in race.racers:
-        for key in ("dishonest", "weights"):
-            setattr(racer, key, before.get(f"{racer.name}.{key}", getattr(racer, key)))
     race.text = before.get("text")
-    changed = dict.fromkeys(
-        how_it_changed(key, before[key], value) for key, value in definition(race).items()
-        if before.get(key, value) != value)
+    for racer in race.racers:
+        racer.dishonest = before.get(f"{racer.name}.dishonest", "")
+        racer.weights = before.get(f"{racer.name}.weights", {})
+    changed = [f"{key} was {before[key]} and is {value}"
+               for key, value in definition(race).items() if before.get(key, value) != value]
     require(not changed, f"{race.folder} was begun with other scripts or flags: "
             f"{'; '.join(changed)}. Go back to them, remove that folder, or give this race "
             "a --name of its own")
@@ -224,24 +215,11 @@ def check(race: Race):
     for one in race.racing if new else ():
         say_unequal(one, race.baseline)
     for racer in race.racers:
-        racer.runs = trial.finished(racer, logs.read([race.folder / racer.name])[0], race.seeds)
+        racer.done = trial.finished(racer, logs.read([race.folder / racer.name])[0], race.seeds)
     read_exams(race)
-    for racer in race.racers:
-        for seed, one in [*racer.runs.items()]:
-            if seed not in racer.exams and not os.path.isdir(os.path.splitext(one.path)[0]):
-                del racer.runs[seed]  # whose checkpoints are gone is made again
-                os.unlink(one.path)
-    done = sum(len(racer.runs) for racer in race.racers)
+    done = sum(len(racer.done) for racer in race.racers)
     if done:
         say(f"{runs_of(done, 'run')} are done")
-
-def how_it_changed(key: str, before, now) -> str:
-    """What has changed. Of flags, those that differ; the sides share most of them."""
-    if not isinstance(before, list):
-        return f"{key} was {before} and is {now}"
-    sides = [[word for word in ours if word not in theirs] or ["nothing"]
-             for ours, theirs in ((before, now), (now, before))]
-    return f"{' '.join(sides[0])} then, {' '.join(sides[1])} now"
 
 def announce(race: Race):
     names = ", ".join(one.name for one in race.candidates)
@@ -261,15 +239,14 @@ def try_out(race: Race, racer: Entry):
     """One step, and the check of honesty. A candidate that fails does not race."""
     try:
         say(f"checking {racer.script}: one step that does not count, to see whether it runs")
-        one, output = trial.one_step(racer, race.options.seed, race.folder / "one_step")
-        if output:
+        one, output = trial.one_step(racer, race.seeds[0], race.folder / "one_step")
+        if not one:
             trial.show(output)
         advice = ("mend it, the flags, or this machine" if racer is race.baseline
                   else "mend it and start the race again")
         if "unrecognized arguments" in trial.last_line(output):
-            advice = "correct the flag; one that only the copies know goes into --only_ours"
-        require(not output, f"{racer.script} fails in a run of 1 step, whose output is above; "
-                f"{advice}")
+            advice = "correct the flag; one that only a copy knows goes into one word with it"
+        require(one, f"{racer.script} fails in a run of 1 step, whose output is above; {advice}")
         race.text = race.text or trial.text_for(one, race.folder / "text")
         say(f"checking {racer.script}: a tiny model by its method, to see whether its validation "
             "loss is honest")
@@ -277,12 +254,15 @@ def try_out(race: Race, racer: Entry):
         require(race.options.dishonest or not racer.dishonest, f"{racer.dishonest}; it is not "
                 "raced, unless you add --dishonest")
     except UserError as error:
-        if racer is race.baseline:
-            raise
-        if not race.text:  # no script has run here, so perhaps this machine is to blame
-            try_out(race, race.baseline)
-        racer.problem = str(error)
-        say(f"{racer.name} is not raced: {error}")
+        if not race.text and racer is not race.baseline:
+            try_out(race, race.baseline)  # for it may be this machine that is to blame
+        drop(race, racer, str(error))
+
+def drop(race: Race, racer: Entry, problem: str):
+    """A candidate with a problem leaves the race, which without the baseline is none."""
+    require(racer is not race.baseline, problem)
+    racer.problem = problem
+    say(f"{racer.name} drops out: {problem}")
 
 def say_unequal(one: Entry, other: Entry):
     """Pairs that do not start from equal weights differ more, so that more of them are needed."""
@@ -296,10 +276,11 @@ def say_unequal(one: Entry, other: Entry):
 # ---- Run -----------------------------------------------------------------------------------------
 
 def run_pair(race: Race, pair: int):
-    """Train what a pair still lacks. Who begins alternates, so that a machine that grows slower
-    favours no side. A candidate whose run fails drops out."""
+    """Train and examine what a pair still lacks. Who begins alternates, so that a machine that
+    grows slower favours no side. A candidate whose run fails drops out."""
     seed = race.seeds[pair - 1]
     began = time.monotonic()
+    take_runs(race, seed)
     order = [*race.racing, race.baseline]
     missing = [racer for racer in order if seed not in racer.runs]
     for racer in missing if pair % 2 else missing[::-1]:
@@ -314,73 +295,63 @@ def run_pair(race: Race, pair: int):
         times = [tqdm.format_interval(n * (time.monotonic() - began)) for n in (1, left)]
         say(f"a pair takes {times[0]}; {race.at_most}{left} more take {times[1]}")
 
-def train(race: Race, racer: Entry, seed: int, pair: int):
+def take_runs(race: Race, seed: str):
+    """Takes the runs of a pair that are done, and what their exams found."""
+    for racer in race.racers:
+        if seed in racer.done and not racer.decided:
+            racer.runs[seed] = racer.done[seed]
+            take_exam(race, racer, seed)
+
+def train(race: Race, racer: Entry, seed: str, pair: int):
     what = f"pair {pair} of {race.at_most}{race.pairs}, {racer.name}, seed {seed}"
     say(what)
     folder = race.folder / racer.name
     with tqdm(desc=racer.name, unit="step", disable=None, leave=False) as bar:
-        one, output = trial.run(racer, seed, folder, *race.text["flags"],
-                                notes=notes_of(race, racer, seed), watch=partial(move, bar))
+        one, output = trial.run(racer, seed, folder, *race.text["flags"], watch=partial(move, bar))
     if one:
         racer.runs[seed] = one
         say(f"{what}: val loss {one.loss:.4f} after {one.steps} steps, {one.seconds:.1f} s of "
             "training")
         return
     trial.show(output)
-    racer.problem = (f"{racer.script} failed with seed {seed}, see its output above; the same "
-                     "command goes on with this run")
-    require(racer is not race.baseline, racer.problem)
-    say(racer.problem)
+    drop(race, racer, f"{racer.script} failed with seed {seed}, see its output above; the same "
+         "command goes on with this run")
 
-def notes_of(race: Race, racer: Entry, seed: int) -> Path:
-    """Where a run notes which files it opens."""
-    return race.folder / f"{racer.name}.{seed}.opened"
-
-def examine(race: Race, racer: Entry, seed: int):
+def examine(race: Race, racer: Entry, seed: str):
     """The exam of a run. The place in the text is drawn after all runs of the pair have ended."""
     last = race.text["left"] - race.text["tokens"] if race.text["exam"] else 1
     place = race.places.setdefault(seed, random.SystemRandom().randrange(last))
     say(f"the exam of {racer.name}, seed {seed}")
     run = racer.runs[seed]
     try:
-        found = trial.examine(racer, run, race.text, place, notes_of(race, racer, seed))
+        racer.exams[seed] = trial.examine(racer, run, race.text, place)
     except UserError as error:
-        require(racer is not race.baseline, str(error))
-        racer.problem = str(error)
-        say(racer.problem)
         del racer.runs[seed]
+        drop(race, racer, str(error))
         return
-    racer.exams[seed] = found
     write_whole(race.folder / "exams.json", json.dumps(
         {"places": race.places, "exams": {one.name: one.exams for one in race.racers}}, indent=1))
     if not any(flag.startswith("--save_every") for flag in racer.flags):
         shutil.rmtree(os.path.splitext(run.path)[0], ignore_errors=True)
-    notes_of(race, racer, seed).unlink(missing_ok=True)
     take_exam(race, racer, seed)
 
-def take_exam(race: Race, racer: Entry, seed: int):
-    """From here on, the loss of a run is what its exam found."""
-    found = racer.exams[seed]
-    if found["problem"]:
+def take_exam(race: Race, racer: Entry, seed: str):
+    """From here on, the loss of a run is what its exam found, if there is one."""
+    found = racer.exams.get(seed, {})
+    if found.get("problem"):
         problem = f"{racer.script}, seed {seed}: {found['problem']}"
-        require(race.options.dishonest or racer is not race.baseline, problem)
         racer.dishonest = racer.dishonest or problem
         if not race.options.dishonest:
-            racer.problem = problem
-            say(problem)
-    if race.text["exam"]:
+            drop(race, racer, problem)
+    if "text" in found and race.text["exam"]:
         racer.runs[seed].loss = found["text"]
 
 def read_exams(race: Race):
-    """Takes the exams that are done."""
     path = race.folder / "exams.json"
-    found = json.loads(path.read_text()) if path.exists() else {}
-    race.places = {int(seed): place for seed, place in found.get("places", {}).items()}
+    found = json.loads(path.read_text() if path.exists() else '{"places": {}, "exams": {}}')
+    race.places = found["places"]
     for racer in race.racers:
-        exams = found.get("exams", {}).get(racer.name, {})
-        racer.exams = {int(seed): exam for seed, exam in exams.items()}
-        for seed in racer.runs.keys() & racer.exams.keys():
-            take_exam(race, racer, seed)
+        racer.exams = found["exams"].get(racer.name, {})
 
 def move(bar: tqdm, line: str):
     """The progress bar, by a line of a run's output."""
@@ -390,33 +361,26 @@ def move(bar: tqdm, line: str):
 
 # ---- Look ----------------------------------------------------------------------------------------
 
-def pairs_of(race: Race, one: Entry, last: int | None):
-    """The pairs (run of a candidate, run of the baseline) of the first `last` seeds, at most as
-    many as decided it."""
-    runs = [(one.runs.get(seed), race.baseline.runs.get(seed)) for seed in race.seeds]
-    return [pair for pair in runs[:one.decided or last] if all(pair)]
-
-def outcome_of(race: Race, last: int | None = None) -> verdict.Outcome:
-    """What these pairs show, by the losses of their exams."""
-    pairs = [pairs_of(race, one, last) for one in race.candidates]
+def outcome_of(race: Race) -> verdict.Outcome:
+    """What the pairs show, by the losses of their exams."""
     level = None if race.options.repeat else race.options.level
-    return verdict.outcome_of(race.candidates, pairs, race.baseline, race.options.target, level)
+    return verdict.outcome_of(race.candidates, race.baseline, race.options.target, level)
 
-def look(race: Race, pair: int):
+def look(race: Race):
     """After a pair: who is decided, and how the others stand."""
     for one in race.racing:
-        pairs = pairs_of(race, one, pair)
+        pairs = verdict.pairs_of(one, race.baseline)
         if any(ours.validated_on != theirs.validated_on for ours, theirs in pairs):
             one.problem = (f"{one.script}: no loss compares, for the validation data or the "
                            "vocabulary are not the baseline's")
-    rows = {row["candidate"]: row for row in outcome_of(race, pair).rows}
+    rows = {row["candidate"]: row for row in outcome_of(race).rows}
     for one in race.racing:
         row = rows[one.name]
         decision = None if race.options.repeat else row["decision"]
         asked = needed_E(race, row["difference"])
-        one.standing = verdict.in_words(pairs_of(race, one, pair), decision, row["E"], asked,
-                                        race.options.most)
-        one.decided = None if decision in (None, "undecided") else pair
+        one.standing = verdict.in_words(verdict.pairs_of(one, race.baseline), decision, row["E"],
+                                        asked, race.options.most)
+        one.decided = decision not in (None, "undecided")
         say(f"{one.name}: {one.standing}")
 
 # ---- Judge again ---------------------------------------------------------------------------------
@@ -454,14 +418,12 @@ def ended(folder: Path) -> tuple[Race, dict, dict, dict]:
             one.problem = rows[one.name]["why"]
     race = Race(folder, candidates, baseline, options, told.get("text"))
     for racer in race.racers:
-        racer.runs = trial.finished(racer, sides[racer.name][0], race.seeds)
+        racer.done = trial.finished(racer, sides[racer.name][0], race.seeds)
     read_exams(race)
-    finished = [racer.runs for racer in race.racers]
-    for pair, seed in enumerate(race.seeds, 1):
-        for racer, runs in zip(race.racers, finished):
-            racer.runs = {known: run for known, run in runs.items() if known <= seed}
+    for seed in race.seeds:
+        take_runs(race, seed)
         if race.racing and all(seed in one.runs for one in (*race.racing, baseline)):
-            look(race, pair)
+            look(race)
     return race, told, rows, sides
 
 # ---- Conclude ------------------------------------------------------------------------------------
@@ -500,8 +462,9 @@ def main(arguments=None) -> int:
     for one in race.candidates:
         require(one.flags != race.baseline.flags
                 or not os.path.samefile(one.script, race.baseline.script),
-                f"{one.script} would race itself, with the same settings: name a copy, or give "
-                "--only_ours a flag (a second file with equal text shows how far runs spread)")
+                f"{one.script} would race itself, with the same settings: name a copy, or give it "
+                "flags in one word with it (a second file with equal text shows how far runs "
+                "spread)")
     console = sys.stderr if race.options.json else sys.stdout
     alone = locked(race.folder / ".lock", "this race is running already; wait for it, or give "
                    "this one a --name of its own")
@@ -511,7 +474,7 @@ def main(arguments=None) -> int:
             for pair in range(1, race.pairs + 1):
                 if race.racing:
                     run_pair(race, pair)
-                    look(race, pair)
+                    look(race)
         except KeyboardInterrupt:
             say("the same command goes on from the runs that are done")
             conclude(race, interrupted=True)

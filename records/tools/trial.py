@@ -34,12 +34,13 @@ class Entry:
     script: str
     flags: list[str]  # the preset first, if one is given
     text: str  # of the script
-    runs: dict = field(default_factory=dict)  # {seed: finished run}, the first of each seed
+    done: dict = field(default_factory=dict)  # {seed: finished run}, the first of each seed
+    runs: dict = field(default_factory=dict)  # those of them that the race has come to
     problem: str = ""  # why it cannot be raced
     dishonest: str = ""  # what the check of its honesty saw
     weights: dict = field(default_factory=dict)  # hashes of those that its runs start from
     exams: dict = field(default_factory=dict)  # {seed: what the exam of its run found}
-    decided: int | None = None  # after how many pairs
+    decided: bool = False
     standing: str = ""  # after the last pair, in words
     kept: str = ""  # the file with its text that a race runs, whatever happens to the script
 
@@ -66,7 +67,7 @@ def start(program: Path, entry: Entry, *words: str, watch=lambda line: None, **v
     env = os.environ | {"PYTHONIOENCODING": "utf-8:backslashreplace",
                         "PYTHONPATH": os.pathsep.join(filter(None, paths))} | variables
     output = ""
-    with child("-W", "ignore", str(program), entry.kept or entry.script, *words, env=env,
+    with child("-W", "ignore", str(program), entry.kept, *words, env=env,
                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                encoding="utf-8", errors="replace") as process:
         for line in process.stdout:
@@ -74,31 +75,36 @@ def start(program: Path, entry: Entry, *words: str, watch=lambda line: None, **v
             watch(line)
     return process.returncode, output
 
-def run(entry: Entry, seed: int, records: Path, *more: str, notes: Path | None = None,
-        watch=lambda line: None, **variables: str):
+def run(entry: Entry, seed: str, records: Path, *more: str, watch=lambda line: None,
+        **variables: str):
     """Train with these flags more; (the finished run or None, the output, which ends with what is
-    wrong). The file `notes` gets the times at which the run opened files and began to train."""
+    wrong). Beside its log it leaves what a clock of the race says, and which files it opened."""
     clock = logs.Clock()
-    if notes:
-        notes.unlink(missing_ok=True)
-        variables[RACE] = str(notes.absolute())
+    records.mkdir(parents=True, exist_ok=True)
+    opened = records.absolute() / "opened"
+    opened.write_text("")
 
     def see(line: str):
+        before = clock.first
         clock.note(line, monotonic())
+        if clock.first != before:
+            with open(opened, "a", encoding="utf-8") as file:
+                file.write(f"{FIRST_LINE!r}\n")
         watch(line)
     status, output = start(LAUNCH, entry, "--curve", *entry.flags,
                            f"--seed={seed}", f"--name={entry.name}", f"--records={records}", *more,
-                           watch=see, **variables)
-    if notes:
-        with open(notes, "a", encoding="utf-8") as file:
-            file.write(f"{clock.first} {FIRST_LINE!r}\n")
-    found = {} if status else finished(entry, logs.read([records])[0], [seed])
-    if not status and not found:
+                           watch=see, **{RACE: str(opened)}, **variables)
+    one = None if status else finished(entry, logs.read([records])[0], [seed]).get(seed)
+    if one:
+        clock.save(one)
+        opened.replace(opened_beside(one))
+    elif not status:
         output += (f"{records}: there is no log of a finished run of {entry.script} with seed "
                    f"{seed}; a race needs the seed, and a validation after the last step\n")
-    elif found:
-        clock.save(found[seed])
-    return found.get(seed), output
+    return one, output
+
+def opened_beside(one) -> Path:
+    return Path(one.path).with_suffix(".opened")
 
 def finished(entry: Entry, runs: list, seeds) -> dict:
     """{seed: run} of the finished runs of this script: the first of each seed."""
@@ -106,17 +112,16 @@ def finished(entry: Entry, runs: list, seeds) -> dict:
     for one in runs:
         same = one.source == entry.text
         whole = one.finished and not (one.diverged or one.changed or one.mixed)
-        if same and whole and one.seed in map(str, seeds):
-            found.setdefault(int(one.seed), one)
+        if same and whole and one.seed in seeds:
+            found.setdefault(one.seed, one)
     return found
 
-def one_step(entry: Entry, seed: int, records: Path):
-    """A run of one step, on one process, so that a mistake has one traceback; (the run, nothing),
-    or if the script fails, (None, its output)."""
-    one, output = run(entry, seed, records, "--num_iterations=1", "--val_loss_every=0",
-                      "--save_every=0", NPROC="1")
+def one_step(entry: Entry, seed: str, records: Path):
+    """A run of one step, as run() has it, on one process, so that a mistake has one traceback."""
+    found = run(entry, seed, records, "--num_iterations=1", "--val_loss_every=0", "--save_every=0",
+                NPROC="1")
     shutil.rmtree(records, ignore_errors=True)
-    return one, "" if one else output
+    return found
 
 def show(output: str):
     print(logs.printable(output[-20_000:]), file=sys.stderr)
@@ -138,25 +143,24 @@ def dishonesty(entry: Entry) -> tuple[str, dict]:
 def text_for(one, folder: Path) -> dict:
     """Divides the validation text of a run into what the runs of a race are given, and what their
     exams use. `flags` are those of the runs, `exam` is the exam's shard or None."""
-    rows = [logs.shard_in(row)[0] for row in one.val_data if "tokens" in row]
     settings = one.hyperparameters
-    if not rows:
-        return {"flags": [], "exam": None}
-    tokens = np.concatenate([check_shard(row, int(settings["vocab_size"])) for row in rows])
+    shards = [check_shard(logs.shard_in(row)[0], int(settings["vocab_size"]))
+              for row in one.val_data]
+    tokens = np.concatenate([np.empty(0, "<u2"), *shards])
     given = int(settings["val_tokens"]) + 1
     if len(tokens) - given < SHORTEST:
         given = len(tokens) - len(tokens) // 3
-    if len(tokens) - given < SHORTEST:
+    left = len(tokens) - given
+    if left < SHORTEST:
         return {"flags": [], "exam": None}
     folder.mkdir(exist_ok=True)
     write_shards([tokens[:given]], folder / "given", 0, given)
-    write_shards([tokens[given:]], folder / "kept", 0, len(tokens))
+    write_shards([tokens[given:]], folder / "kept", 0, left)
     flags = [f"--val_files={glob.escape(str(folder))}/given_*.bin", f"--val_tokens={given - 1}"]
-    left = len(tokens) - given
     return {"flags": flags, "exam": str(folder / "kept_000000.bin"), "left": left,
             "tokens": min(given - 1, left * 3 // 4)}
 
-def examine(entry: Entry, one, text: dict, place: int, notes: Path) -> dict:
+def examine(entry: Entry, one, text: dict, place: int) -> dict:
     """What the exam of a run found: its losses, and a problem if there is one."""
     words = []
     if text["exam"]:
@@ -167,26 +171,23 @@ def examine(entry: Entry, one, text: dict, place: int, notes: Path) -> dict:
         raise UserError(f"{entry.script}: its run cannot be examined ({last_line(output)}); the "
                         "same command tries it again")
     found = json.loads(rows[-1])
-    found["problem"] = found["problem"] or opened_wrongly(one, notes)
+    found["problem"] = found["problem"] or opened_wrongly(one)
     return found
 
-def opened_wrongly(one, notes: Path) -> str:
+def opened_wrongly(one) -> str:
     """Which file a run has opened that it was not given, or validation data after the first step;
     nothing if there is none."""
     lines = []
-    if notes.exists():
-        lines = notes.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    events = sorted((float(time), ast.literal_eval(name)) for time, _, name in
-                    (line.partition(" ") for line in lines))
+    if opened_beside(one).exists():
+        lines = opened_beside(one).read_text(encoding="utf-8", errors="surrogateescape").split("\n")
     train, val = ([os.path.abspath(logs.shard_in(row)[0]) for row in rows] for rows in
                   (one.environment.get("data", "").split("; "), one.val_data))
     own = os.path.abspath(os.path.splitext(one.path)[0])
-    begun = False
-    for _, name in events:
-        begun = begun or name == FIRST_LINE
-        if name in val and begun and name not in train:
-            return f"its run opened the validation text {name} after its first step"
-        known = name in [*train, *val, f"{own}.log", FIRST_LINE] or name.startswith(f"{own}/")
-        if not known:
-            return f"its run opened {name}, which it was not given"
+    allowed = {*train, *val, f"{own}.log"}
+    for name in map(ast.literal_eval, lines[:-1]):
+        if name == FIRST_LINE:
+            allowed -= {*val} - {*train}
+        elif name not in allowed and not name.startswith(f"{own}/"):
+            late = ", after its first step" * (name in val)
+            return f"its run opened {name}, which it was not given{late}"
     return ""

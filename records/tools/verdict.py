@@ -8,6 +8,7 @@ import io
 import json
 import shlex
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from statistics import mean
 
@@ -42,16 +43,22 @@ class Outcome:
     level: float | None  # of e-values; None for a fixed number of pairs
     notes: list[str]  # what is wrong with scripts
 
-def outcome_of(candidates: list[Entry], pairs: list[list], baseline: Entry, target: float | None,
+def pairs_of(one: Entry, baseline: Entry) -> list[tuple]:
+    """The pairs (its run, the baseline's) of a candidate."""
+    return [(run, baseline.runs[seed]) for seed, run in one.runs.items() if seed in baseline.runs]
+
+def outcome_of(candidates: list[Entry], baseline: Entry, target: float | None,
                level: float | None) -> Outcome:
-    """By the pairs (its run, the baseline's) of each candidate, and by all runs of the baseline,
-    which may have begun a pair that no candidate has yet."""
+    """By the pairs of each candidate, and by all runs of the baseline, which may have begun a pair
+    that no candidate has yet."""
+    pairs = [pairs_of(one, baseline) for one in candidates]
     raced = {one.name: own for one, own in zip(candidates, pairs) if own}
     sides = [compare.Side("A" if len(raced) == 1 else f"A{i}", [ours for ours, _ in own], target)
              for i, own in enumerate(raced.values(), 1)]
     found = []
     if sides:
-        sides.append(compare.Side("B", list(baseline.runs.values()), target))
+        theirs = sorted(baseline.runs.values(), key=attrgetter("path"))
+        sides.append(compare.Side("B", theirs, target))
         absent = len(candidates) - len(raced)
         found = compare.compare_all(sides[:-1], sides[-1], target, level, absent)
     known = {name: (each, side.used, sides[-1].used)
