@@ -69,7 +69,7 @@ def main(argv=None):
                 continue
             name = args.tokenizer or tokenizer_of(path)
             report(path, check_shard(path, TOKENIZERS[name].vocab_size), name, args.vocab_dir)
-        except (UserError, OSError, logs.BadInput) as e:
+        except (UserError, OSError) as e:
             print(f"error: {e}", file=sys.stderr)
             status = 2
     return status

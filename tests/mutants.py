@@ -224,7 +224,7 @@ IN_PROGRAMS = {
         ("one equal pair is no effect", "or «any→all»(one != other", "words_of"),
         ("a seed that ran twice is a pair", "« and seeds[run.seed] == 1→»}", "p_value_of")],
     ("records/tools/logs.py", "test_logs.py"): [
-        ("seconds taken for milliseconds", '« and known[2].lower() == "ms"→»:', "published_log"),
+        ("seconds taken for milliseconds", 'if «unit == "ms"→True» else', "published_log"),
         ("a step where a run was resumed stands twice", ">= step« + validated→»]", "one_run")],
     ("records/tools/logs.py", "test_compare.py"): [
         ("the target is reached too early", "point.step - «share→(1 - share)» *", "table_of_runs")],

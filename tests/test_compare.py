@@ -321,7 +321,7 @@ def test_what_is_no_log_costs_one_line_and_the_rest_goes_on(tmp_path, capsys):
     assert [line.partition(": ")[2] for line in found[2].splitlines()] == [
         "no .log or .txt file in this folder", "no log (no line of a step in it)",
         "no log (no line of a step in it)", "cannot be read (No such file or directory)"]
-    with pytest.raises(logs.BadInput, match=r"^no run in x.log \(x.log: cannot be read .*\)$"):
+    with pytest.raises(load.UserError, match=r"^no run in x.log \(x.log: cannot be read .*\)$"):
         compare.main(["x.log"])
 
 @pytest.mark.parametrize("arguments, words", [
@@ -377,10 +377,10 @@ def test_statistics_replace_only_their_own(tmp_path, capsys):
         assert (submission.PEEKED in run_main(capsys, folder, "--statistics")[2]) == warned
         assert (submission.PEEKED in (folder / "statistics.md").read_text()) == warned
     (folder / "statistics.md").write_text("# by hand")
-    with pytest.raises(logs.BadInput, match="was not written by --statistics"):
+    with pytest.raises(load.UserError, match="was not written by --statistics"):
         compare.main([str(folder), "--statistics"])
     (tmp_path / "x.log").write_text(log_text((10.8, 4.0), total=500))
-    with pytest.raises(logs.BadInput, match="has no finished run"):
+    with pytest.raises(load.UserError, match="has no finished run"):
         compare.main([str(tmp_path / "x.log"), "--statistics"])
 
 def test_tables_fit_a_terminal(capsys):

@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 from test_compare import GOOD, SAME, side_of, write
 from test_logs import LOGS, log_text, read_text
-from records.tools import compare, logs, plot
+from records.tools import compare, load, logs, plot
 
 LONG = (10.8258, 4.0, 3.9, 3.8, 3.7, 3.6, 3.5, 3.4, 3.3)
 
@@ -73,5 +73,5 @@ def test_a_run_that_is_alive_and_one_without_tokens(tmp_path):
     run = logs.read_run(LOGS / "stopped_early.txt", "x")
     sides = [compare.Side(label, [run], 3.28) for label in "AB"]
     assert drawn(*sides)[1].get_xlabel() == "training step"
-    with pytest.raises(logs.BadInput, match="hold no validation"):
+    with pytest.raises(load.UserError, match="hold no validation"):
         drawn(compare.Side("A", [read_text(tmp_path, log_text((math.nan,), total=9))], 3.28))

@@ -119,7 +119,7 @@ def run_race(place, *flags, script="record.py"):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         patch.setattr(sys, "argv", ["race.py", *argv])
-        return status_of(race.main, errors=(logs.BadInput,))
+        return status_of(race.main)
 
 def verdicts(place, name="record"):
     text = (place / "records" / f"race_{name}" / "verdict.json").read_text()
@@ -419,7 +419,7 @@ race.trial.LAUNCH = race.Path({launcher!r})
 race.trial.HONESTY = race.trial.LAUNCH.with_name("honesty.py")
 race.trial.EXAM = race.trial.LAUNCH.with_name("exam.py")
 race.trial.text_for = lambda *_: {{"flags": [], "exam": None}}
-sys.exit(race.load.run(race.main, errors=(logs.BadInput,)))
+sys.exit(race.load.run(race.main))
 """
 
 def begin(place):

@@ -161,4 +161,4 @@ def main(arguments=None):
     write_shortest(options, script, text, parts, rows, folder)
 
 if __name__ == "__main__":
-    sys.exit(run(main, errors=(logs.BadInput,)))
+    sys.exit(run(main))

@@ -41,7 +41,7 @@ from records.tools import judge, load, tables
 from records.tools.load import between
 from records.tools.judge import (ALPHA, TARGET, comparable_losses, comparable_times,
                                  test_that_speaks)
-from records.tools.logs import BadInput, interval, number, printable, read, short
+from records.tools.logs import interval, number, printable, read, short
 from records.tools.tables import percent, plain, runs_of
 
 WIDTH = 100
@@ -362,7 +362,7 @@ def read_sides(options):
     for paths in inputs:
         runs, lines = read(paths)
         if not runs:
-            raise BadInput(f"no run in {', '.join(map(str, paths))} ({'; '.join(lines)})")
+            raise load.UserError(f"no run in {', '.join(map(str, paths))} ({'; '.join(lines)})")
         sides.append(runs)
         unread += lines
     target = options.target
@@ -429,4 +429,4 @@ def main(arguments=None):
     return 2 if apart else 1 if unread else 0
 
 if __name__ == "__main__":
-    sys.exit(load.run(main, errors=(BadInput,)))
+    sys.exit(load.run(main))

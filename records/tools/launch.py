@@ -345,4 +345,4 @@ def main(argv=None):
         show_sample(path, runs[0], hp, [] if own.text or own_data else ["--prompt=def "])
 
 if __name__ == "__main__":
-    sys.exit(run(main, errors=(logs.BadInput,)))
+    sys.exit(run(main))

@@ -2,15 +2,14 @@
 October 2024, and captured consoles. The other programs here take the runs that it finds.
 
 What a run did stands in its step lines. The source in a log may hold any text, also whole logs in
-its strings, and none of that is ever read as a result: this project's logs give the SHA-256 and
-the length of their source; in the others, the source ends where the log names its Python.
+its strings, and none of that is ever read as a result: this project's logs give the SHA-256 of
+their source; in the others, the source ends where the log names its Python.
 
 A resumed run has a log of its own, whose head says `resumed: CHECKPOINT at step N`. The checkpoint
 lies in a folder with the name of the log that the run continues, its parent. The logs of such a
 chain are read as one run, which is called by the newest of them.
 """
 
-import codecs
 import contextlib
 import copy
 import hashlib
@@ -21,10 +20,7 @@ import re
 from collections import namedtuple
 from pathlib import Path
 
-from data.common import walk
-
-class BadInput(Exception):
-    """An error that the user can fix: the message is one line."""
+from data.common import UserError, require, walk
 
 def printable(text):
     """Without what would steer a terminal: such characters as escapes."""
@@ -46,7 +42,6 @@ def interval(bounds, form):
 
 SEPARATOR = "=" * 100
 OWN_HEAD = re.compile(rf"((?:\w+ = .*\n)+){SEPARATOR}\n((?:\w+:.*\n)+){SEPARATOR}\n")
-SCRIPT = re.compile(r"(?m)^script: sha256 ([0-9a-f]{64}) ([0-9]{1,9}) lines$")
 VERSION = re.compile(r"(?i)\b(?:py)?(python|torch|triton|cuda|driver)(?: version)?:? (\d[\w.+]*)")
 NVIDIA_SMI_ROW = re.compile(r"(?m)^\| +\d+ +(NVIDIA(?: \S+)*) +(?:On|Off) +\|")
 PYTHON_LINE = re.compile(r"(?m)^Running [Pp]y")
@@ -54,34 +49,27 @@ PYTHON_LINE = re.compile(r"(?m)^Running [Pp]y")
 Sections = namedtuple("Sections", "hyperparameters environment source steps")
 
 def own_sections(text):
-    """The Sections of a log of this project; None where it is none."""
+    """The Sections of a log of this project; None where it is none. A source may quote a whole log,
+    so it ends at the last line of 100 '=', and its hash must be the one that the log gives."""
     head = OWN_HEAD.match(text)
     if not head:
         return None
-    source, steps = source_and_steps(text[head.end():], SCRIPT.search(head[2]))
-    if f"\n{SEPARATOR}\n" in steps:
-        raise BadInput("no log (a line of 100 '=' stands among its steps: one log a file)")
     hyperparameters = dict(re.findall(r"(\w+) = (.*)\n", head[1]))
-    return Sections(hyperparameters, environment_of(head[2]), source, steps)
-
-def source_and_steps(text, script):
-    """A source may quote a whole log, so it ends where its hash and number of newlines say."""
-    if not script:
-        raise BadInput("no log (it does not say where its source ends)")
-    lines = text.split("\n")
-    count = int(script[2])
-    for end, last in ((count, "\n"), (count + 1, "")):  # with and without a last newline
-        source = "\n".join(lines[:end]) + last
-        if hashlib.sha256(source.encode()).hexdigest() == script[1]:
-            return source, "\n".join([*lines[end + 1:-1], ""])  # without half a line
-    raise BadInput("no log (its source is cut or changed: the SHA-256 is another)")
+    environment = environment_of(head[2])
+    sha256 = environment.pop("script", "").split()[1:2]  # of `sha256 HASH COUNT lines`
+    printed, _, steps = text[head.end():].rpartition(f"\n{SEPARATOR}\n")
+    for source in (printed, f"{printed}\n"):  # a last newline is not printed
+        if [hashlib.sha256(source.encode()).hexdigest()] == sha256:
+            whole_lines = steps[:steps.rfind("\n") + 1]
+            return Sections(hyperparameters, environment, source, whole_lines)
+    raise UserError("no log (its source is cut or changed: the SHA-256 is another; or several logs "
+                    "stand in this file: split it, one file for each)")
 
 def environment_of(text):
     """key -> value of `key: value` lines; the values of a key that comes several times, joined."""
     found = {}
     for key, value in re.findall(r"(\w+):(.*)\n", text):
         found.setdefault(key, []).append(value.strip())
-    found.pop("script", None)  # the source itself is compared
     gpus = [row.split(", ") for row in found.pop("gpu", [])]
     for column, *values in zip(*gpus):
         if not column.startswith(("clocks.current", "temperature")):  # which change all the time
@@ -94,28 +82,24 @@ def published_sections(text):
     running = PYTHON_LINE.search(text)
     if not running:
         source, _, steps = text.rpartition(f"{SEPARATOR}\n")
-        return Sections({}, {}, source.strip("=\n"), steps)
-    steps = text[running.start():]
+        return Sections({}, {}, source.removesuffix("\n"), steps)
+    source, steps = text[:running.start()], text[running.start():]
     top = steps.partition("\nstep:")[0]
     environment = {key.lower(): value for key, value in VERSION.findall(top)}
     gpus = NVIDIA_SMI_ROW.findall(top)
     if gpus:
         environment["gpus"] = f"{len(gpus)} x {gpus[0].rstrip()}"
-    return Sections({}, environment, text[:running.start()].strip("=\n"), steps)
+    source = source.removeprefix(f"{SEPARATOR}\n").removesuffix(f"{SEPARATOR}\n")
+    return Sections({}, environment, source.removesuffix("\n"), steps)
 
 # ---- The steps -----------------------------------------------------------------------------------
 
-NUMBER = r"[+-]?(?:\d{1,99}(?:\.\d{0,99})?|\.\d{1,99})(?:e[+-]?\d{1,4})?"
-LOSS = re.compile(rf"(?ai)({NUMBER}|[+-]?(?:nan|inf(?:inity)?))(?:\(\w*\))?")  # also -nan(ind)
-TIME = re.compile(rf"(?ai)({NUMBER})(ms|s)")
-COUNT = re.compile(r"(?a)(\d{1,18})")
-FIELDS = {"train_time": TIME, "tokens": COUNT, "window": COUNT, "lr": LOSS,
-          "step_avg": re.compile(rf"(?ai)({NUMBER}|[+-]?nan|[+-]?inf)ms")}
-ANYTHING = re.compile("(.*)")
-STEP = re.compile(r"(?a)step:(\d{1,15})/(\d{1,15})((?:\s+\S+)+)\s*")
-# What a console adds before a line: colours, and the rank that wrote it.
-ADDED = re.compile(r"(?:\s|\x1b\[[\d;?]*[A-Za-z]|\[[\w ]*\d\]:)+")
-WITHIN = re.compile(r"step:\d+/\d+\s.*(?:loss|train_time):")
+# The form of all 2.28 million step lines that the speedrun has published until 2026, and of ours.
+STEP = re.compile(r"(?ai)step:(\d{1,15})/(\d{1,15}) (?:(train|val)_loss:([-+.\da-z]+) )?"
+                  r"(?:val_(?!loss:)\w+:\S+ )*train_time:([.\d]{1,18})(ms|s) "
+                  r"step_avg:(nan|[.\d]{1,18})ms(?: tokens:(\d{1,18}))?"
+                  r"(?: (?!tokens:|\w*loss:)\S+:\S+)*\s*")
+WITHIN = re.compile(r".*step:\d+/\d+\s.*(?:loss|train_time):")
 PARAMETERS = re.compile(r"(?ma)^model: (\d{1,15}) parameters")
 
 Line = namedtuple("Line", "step total kind loss seconds ms_per_step tokens")
@@ -125,49 +109,36 @@ def finite(text):
     value = float(text)
     return value if math.isfinite(value) else None
 
-def lines_of(text):
-    """The Lines of one step line: one, or two where it has the losses of training and validation.
-    None where the line is not understood."""
+def line_of(text):
+    """The Line of a step line; None where it is not understood."""
     match = STEP.fullmatch(text)
-    values = {}
-    for word in match[3].split() if match else ():
-        key, colon, value = word.partition(":")
-        loss = re.search("loss(?!_)", key)
-        if not colon and not loss:
-            continue
-        known = (LOSS if loss else FIELDS.get(key, ANYTHING)).fullmatch(value)
-        if key in values or not known or loss and not re.fullmatch(r"\w+_loss", key):
-            return None
-        values[key] = known[1]
-        if key == "train_time" and known[2].lower() == "ms":
-            values[key] = float(known[1]) / 1000
-    if not {"train_time", "step_avg"} <= set(values) or finite(values["train_time"]) is None:
+    if not match:
         return None
-    tokens = int(values["tokens"]) if "tokens" in values else None
-    losses = [(kind, finite(values[f"{kind}_loss"])) for kind in ("train", "val")
-              if f"{kind}_loss" in values]
-    return [Line(int(match[1]), int(match[2]), kind, loss, finite(values["train_time"]),
-                 finite(values["step_avg"]), tokens)
-            for kind, loss in losses or [(None, None)]]
+    step, total, kind, loss, time, unit, average, tokens = match.groups()
+    try:
+        return Line(int(step), int(total), kind, kind and finite(loss),
+                    float(time) / (1000 if unit == "ms" else 1), finite(average),
+                    tokens and int(tokens))
+    except ValueError:  # more than one point in a number
+        return None
 
 def step_lines(text, first, anywhere):
-    """The Lines in a text, whose first line has this number in the file. Raises BadInput for a line
-    that begins as a step and is not understood, so that no loss is lost in silence; `anywhere`: or
-    has a step behind other text. Left out are half lines: what a full disk cut ends with "...",
-    and a run that is alive or was killed has no end of the last line."""
+    """The Lines in a text, whose first line has this number in the file. Raises UserError for a
+    line that begins as a step and is not understood, so that no loss is lost in silence;
+    `anywhere`: or has a step behind other text. Left out are half lines: what a full disk cut ends
+    with "...", and a run that is alive or was killed has no end of the last line."""
     found = []
     rows = text.split("\n")
     for i, row in enumerate(rows):
-        for piece in row.split("\r") if "step:" in row else ():  # a progress bar goes back
-            piece = ADDED.sub("", piece, count=1) if ADDED.match(piece) else piece
-            if piece.endswith("..."):
-                continue
-            lines = lines_of(piece) if piece.startswith("step:") else None
-            begins = re.match(r"step:\s*\d", piece) or anywhere and WITHIN.search(piece)
-            if not lines and begins and i < len(rows) - 1:
-                raise BadInput(f"no log (line {first + i} begins as a step line and is not "
-                               f"understood: {short(piece, 80)!r}; mend it or take it out)")
-            found += lines or []
+        if row.endswith("..."):
+            continue
+        line = line_of(row)
+        begins = re.match(r"step:\s*\d", row) or anywhere and WITHIN.match(row)
+        if line:
+            found.append(line)
+        elif begins and i < len(rows) - 1:
+            raise UserError(f"no log (line {first + i} begins as a step line and is not "
+                            f"understood: {short(row, 80)!r}; mend it or take it out)")
     return found
 
 def split_runs(lines):
@@ -180,9 +151,9 @@ def split_runs(lines):
             runs.append([line])
         elif line.step >= last:
             runs[-1].append(line)
-        elif line not in runs[-1]:
-            raise BadInput(f"no log (its steps go back from {last} to {line.step}, where no run "
-                           "begins: two runs have written it at once)")
+        else:
+            require(line in runs[-1], f"no log (its steps go back from {last} to {line.step}, "
+                    "where no run begins: two runs have written it at once)")
     return runs
 
 # ---- Runs ----------------------------------------------------------------------------------------
@@ -198,6 +169,10 @@ def place_of(run):
     for name in ("host", "torch"):  # without the platform, without Python
         found[name] = found[name].partition(",")[0]
     return found
+
+def differing(old, new):
+    return [(name, old.get(name), new.get(name)) for name in old | new
+            if old.get(name) != new.get(name)]
 
 def shard_in(row):
     """(path, number of tokens and fingerprint) of a shard in a log."""
@@ -216,12 +191,12 @@ class Clock:
     def note(self, text, now):
         if text.startswith("checkpoint: ") and self.start:
             self.start = (self.start[0], now)
-        lines = lines_of(text)
-        if not lines:
+        line = line_of(text)
+        if not line:
             return
-        here = (lines[-1].seconds, now)
+        here = (line.seconds, now)
         self.first = now if self.first is None else self.first
-        if lines[-1].kind != "val":
+        if line.kind != "val":
             self.last = here
             return
         if self.start and self.last:
@@ -277,7 +252,7 @@ class Run:
         threads = environment.get("threads")
         self.timed_on = (self.hardware, self.ranks, threads, self.free_steps(), *gpus)
         # `path tokens fingerprint` of each shard that it validates on
-        self.val_data = environment["val_data"].split("; ") if "val_data" in environment else []
+        self.val_data = [*filter(None, environment.get("val_data", "").split("; "))]
         contents = [shard_in(row)[1] for row in self.val_data]  # not the paths
         self.validated_on = (settings.get("val_tokens"), settings.get("vocab_size"), *contents)
 
@@ -302,13 +277,11 @@ class Run:
         self.finished = self.finished and bool(own) and self.steps >= self.total
         self.logs = [*before.logs, (self.path, step)]
         self.missing = before.missing
-        old, new = before.hyperparameters, self.hyperparameters
-        self.changed = before.changed + [
-            f"{name} was {old.get(name)} and is {new.get(name)}" for name in old | new
-            if old.get(name) != new.get(name) and name not in NO_SETTINGS]
-        old, new = place_of(before), place_of(self)
-        differing = [name for name in old | new if old.get(name) != new.get(name)]
-        self.mixed = list(dict.fromkeys([*before.mixed, *differing]))
+        settings = differing(before.hyperparameters, self.hyperparameters)
+        self.changed = before.changed + [f"{name} was {old} and is {new}"
+                                         for name, old, new in settings if name not in NO_SETTINGS]
+        others = differing(place_of(before), place_of(self))
+        self.mixed = list(dict.fromkeys(before.mixed + [name for name, _, _ in others]))
 
     def take(self, lines):
         """Set what follows from the step lines."""
@@ -332,59 +305,48 @@ class Run:
     def find_target(self, target):
         """Set reached to the (step, seconds) where the validation loss first meets the target, on
         the straight line from the validation before."""
-        before = None
-        for point in self.validations if target is not None else ():
-            if point.loss is None:
-                continue
-            if point.loss <= target:
-                share = (target - point.loss) / (before.loss - point.loss) if before else 0
-                before = before or point
+        points = [line for line in self.validations if line.loss is not None]
+        for before, point in zip(points[:1] + points, points):
+            if target is not None and point.loss <= target:
+                share = (target - point.loss) / ((before.loss - point.loss) or 1)
                 self.reached = (point.step - share * (point.step - before.step),
                                 point.seconds - share * (point.seconds - before.seconds))
                 return
-            before = point
 
 # ---- Chains of logs ------------------------------------------------------------------------------
 
 class Reader:
-    """Reads logs, each file once, and joins those of resumed runs. A parent is looked for by its
-    file name: beside the log, where the checkpoint's path says, and among the files in `paths`."""
+    """Reads logs, each file once, and joins those of resumed runs. A parent is looked for beside
+    the log, where the checkpoint's path says, and among the files in `paths`."""
 
     def __init__(self, paths):
-        self.paths = {os.path.basename(path): str(path) for path in paths}
+        self.paths = paths
         self.found = {}  # real path -> the runs of a file, without the logs that they continue
 
     def pieces(self, path):
         file = os.path.realpath(path)
         if file not in self.found:
             try:
-                data = Path(path).read_bytes()
-                wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))  # PowerShell's
-                text = data.decode("utf-16" if wide else "utf-8-sig", "replace")
-                self.found[file] = runs_in(re.sub("\r+\n", "\n", text), str(path))
+                text = Path(path).read_text(encoding="utf-8-sig", errors="replace")
+                self.found[file] = runs_in(text, str(path))
             except OSError as error:
-                raise BadInput(f"{path}: cannot be read ({error.strerror})") from None
-            except BadInput as error:
-                raise BadInput(f"{path}: {error}") from None
+                raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+            except UserError as error:
+                raise UserError(f"{path}: {error}") from None
         return self.found[file]
 
     def parent_of(self, piece):
-        """The log that a piece continues. Raises BadInput that says why there is none."""
+        """The log that a piece continues. Either the file or, if that was renamed, what it says of
+        itself has the name of the checkpoint's folder."""
         checkpoint, _ = piece.resumed()
-        named = f"{os.path.dirname(checkpoint)}.log"
-        name = os.path.basename(named)
-        beside = os.path.join(os.path.dirname(piece.path), name)
-        for path in (beside, named, self.paths.get(name, "")):
-            if os.path.isfile(path):
-                parents = self.pieces(path)
-                if len(parents) > 1:
-                    raise BadInput(f"{path} holds {len(parents)} runs")
-                return parents[0]
-        for path in (*self.paths.values(), *sorted(Path(piece.path).parent.glob("*.log"))):
-            with contextlib.suppress(BadInput):
-                if self.pieces(path)[0].born == Path(name).stem:  # it was renamed
-                    return self.pieces(path)[0]
-        raise BadInput(f"{name} is missing")
+        named = Path(f"{os.path.dirname(checkpoint)}.log")
+        folder = Path(piece.path).parent
+        for path in (folder / named.name, named, *self.paths, *sorted(folder.glob("*.log"))):
+            with contextlib.suppress(UserError):
+                parent = self.pieces(path)[0]
+                if named.stem in (Path(path).stem, parent.born):
+                    return parent
+        raise UserError(f"{named.name} is missing")
 
     def runs(self, path, name):
         """The runs in a file: one, or where there are several, NAME#1, NAME#2 and so on."""
@@ -399,10 +361,9 @@ class Reader:
         if piece.resumed():
             try:
                 parent = self.parent_of(piece)
-                if parent in newer:
-                    raise BadInput(f"{parent.path} continues this log")
+                require(parent not in newer, f"{parent.path} continues this log")
                 run.follow(self.joined(parent, [*newer, piece]))
-            except BadInput as error:
+            except UserError as error:
                 run.missing = str(error)
                 run.mixed = ["a missing log"]
         return run
@@ -428,7 +389,7 @@ def read(arguments):
         name = os.path.splitext(os.path.relpath(file, top))[0]
         try:
             runs += reader.runs(path, name)
-        except BadInput as error:
+        except UserError as error:
             unread.append(str(error))
     continued = {os.path.realpath(path) for run in runs for path, _ in run.logs[:-1]}
     runs = [run for run in runs if run.finished or os.path.realpath(run.path) not in continued]
@@ -441,33 +402,22 @@ def runs_in(text, path):
     sections = own or published_sections(text)
     first = text.count("\n") - sections.steps.count("\n") + 1
     groups = split_runs(step_lines(sections.steps, first, anywhere=not own))
-    if own and len(groups) > 1:
-        raise BadInput("no log (its steps begin anew: two runs have written it)")
+    require(own or groups, "no log (no line of a step in it)")
+    require(not own or len(groups) < 2, "no log (its steps begin anew: two runs have written it)")
     # Where the steps of a source's strings were taken for the first run, a second one has its head.
-    if (len(groups) > 1 and sections.source
-            and PYTHON_LINE.search(sections.steps, sections.steps.index("step:"))):
-        raise BadInput("no log (several logs in one file: split it, one file for each)")
-    if own and not groups:
-        groups = [[]]  # it is alive, before its first step
-    if not groups:
-        raise BadInput("no log (no line of a step in it)")
-    return [Run(path, sections, group) for group in groups]
+    if len(groups) > 1 and sections.source:
+        again = PYTHON_LINE.search(sections.steps, sections.steps.index("step:"))
+        require(not again, "no log (several logs in one file: split it, one file for each)")
+    return [Run(path, sections, group) for group in groups or [[]]]  # none before its first step
 
 def source_of(path):
-    """The script that a log holds, byte for byte. Published logs have it in front of the first line
-    of 100 '=', with the line break that printing adds."""
-    run = Reader(()).pieces(path)[0]
-    if run.hyperparameters:
-        return run.source
-    text = Path(path).read_bytes().decode("utf-8", "replace").removeprefix(f"{SEPARATOR}\n")
-    source, bar, _ = text.partition(f"\n{SEPARATOR}\n")
-    if not bar or not run.source:
-        raise BadInput(f"{path}: holds no source")
+    """The script that a log holds."""
+    source = Reader(()).pieces(path)[0].source
+    require(source, f"{path}: holds no source")
     return source
 
 def read_run(path, name):
     """The run in a file that holds one."""
     runs = Reader(()).runs(path, name)
-    if len(runs) > 1:
-        raise BadInput(f"{path}: holds {len(runs)} runs, expected one; name a file of one run")
+    require(len(runs) == 1, f"{path}: holds {len(runs)} runs, expected one; name a file of one run")
     return runs[0]

@@ -9,7 +9,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from records.tools.judge import differences_by_step, pairs_of
-from records.tools.logs import BadInput, short
+from records.tools.load import UserError
+from records.tools.logs import short
 from records.tools.tables import runs_of
 
 # Told apart by the colour-blind, and in grey by the dashes.
@@ -113,7 +114,7 @@ def draw_differences(place, differences):
 def draw(sides, comparisons, target):
     """The figure of some sides, the baseline last where there are comparisons with it."""
     if not any(validation_curve(run, "step")[0] for side in sides for run in side.runs):
-        raise BadInput("no picture, for the logs hold no validation")
+        raise UserError("no picture, for the logs hold no validation")
     axes = axes_of(sides)[:2]
     differences = differences_of(sides, comparisons)
     figure = Figure(figsize=(9, 7.6 if differences else 4.8), layout="constrained")

@@ -486,4 +486,4 @@ def main(arguments=None) -> int:
     return status
 
 if __name__ == "__main__":
-    sys.exit(load.run(main, errors=(logs.BadInput,)))
+    sys.exit(load.run(main))

@@ -85,7 +85,7 @@ def born(run: Path) -> str:
     """What a log, or the log of a folder or checkpoint, was called at first, by what it says."""
     folder = run.parent if run.suffix == ".pt" else run
     log = run if run.suffix == ".log" else folder.parent / f"{folder.name}.log"
-    with contextlib.suppress(logs.BadInput):
+    with contextlib.suppress(UserError):
         return logs.read_run(log, "").born
     found = [run] if run.suffix == ".pt" else checkpoints_in(folder)
     return content_of(found[-1]).get("log", folder.name) if found else log.stem
@@ -122,7 +122,7 @@ def find_checkpoint(run: Path) -> Path:
     runs = [path for path in run.iterdir() if path.suffix == ".log"] if run.is_dir() else []
     runs.sort(key=began, reverse=True)
     for log in runs:
-        with contextlib.suppress(UserError, logs.BadInput):
+        with contextlib.suppress(UserError):
             return find_checkpoint(log)
     run = (runs or [run])[0]
     folder = folder_of(run)
@@ -149,7 +149,7 @@ def load_model(run, device="cpu", script_path: Path | None = None) -> Trained:
     try:
         checkpoint = find_checkpoint(Path(run))
         saved = script.read_checkpoint(checkpoint)
-    except (script.UserError, logs.BadInput) as e:
+    except (script.UserError, UserError) as e:
         raise UserError(one_line(e).removeprefix("--resume=")) from None
     if source_hash(path) != saved.get("script"):
         message = f"{checkpoint}: was trained by another script than {path} as it is now"

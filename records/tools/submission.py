@@ -9,7 +9,8 @@ from pathlib import Path
 from statistics import median
 
 from records.tools import judge
-from records.tools.logs import BadInput, number
+from records.tools.load import require
+from records.tools.logs import number
 
 PEEKED = ("These runs are of a race that looked after each pair and stopped when it was decided, "
           "so no p-value of their difference holds: its E does, which ./run.sh compare "
@@ -62,12 +63,11 @@ def write(candidates, baseline, comparisons, target):
     """The file beside the logs of A; it replaces only one that stems from here."""
     sides = candidates + baseline
     for side in sides:
-        if not side.used:
-            raise BadInput(f"--statistics: {side.name} has no finished run")
+        require(side.used, f"--statistics: {side.name} has no finished run")
     folders = [Path(one.path).resolve().parent for one in sides[0].runs]
     path = Path(os.path.commonpath(folders)) / "statistics.md"
-    if path.exists() and MARK not in path.read_text(encoding="utf-8", errors="replace"):
-        raise BadInput(f"{path} was not written by --statistics: rename it")
+    require(not path.exists() or MARK in path.read_text(encoding="utf-8", errors="replace"),
+            f"{path} was not written by --statistics: rename it")
     lines = ["# Statistics", "", *[PEEKED, ""] * until_decided(sides)]
     for side, comparison in zip(candidates, comparisons):
         lines += section_of_two(side, *baseline, comparison)

@@ -140,4 +140,4 @@ def main(arguments=None) -> int:
     return 3 if found else 0
 
 if __name__ == "__main__":
-    sys.exit(load.run(main, errors=(logs.BadInput,)))
+    sys.exit(load.run(main))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from records.tools import logs, sample
+from records.tools import sample
 from records.tools.leash import OPENED
 from records.tools.load import LEASH, TORCHRUN, UserError, child, require
 
@@ -112,7 +112,7 @@ def train(path: str, flags: list[str], ranks: int) -> Path:
 def how_to_go_on(path: str, log: Path | None) -> str:
     try:
         checkpoint = sample.find_checkpoint(log or Path("no log"))
-    except (UserError, logs.BadInput):
+    except UserError:
         return "it has saved no checkpoint to go on from; the same command starts it again"
     script = [path] * (path != "train_gpt.py")
     return f"to go on: {shlex.join(['./run.sh', *script, f'--resume={checkpoint}'])}"
