@@ -62,7 +62,7 @@ IN_LOGS = [  # the log, what in it becomes what, and what is said though its SHA
     ("record/4", "(?s).*", with_hash, "the SHA-256 of its script is "),
     ("record/4", "(?s).*", "", "no log (no line of a step in it)"),
     ("record/5", "(?s)\nstep:5/5 .*", "\n", NOT_WHOLE),
-    ("record/5", END.format("val_loss"), r"\1nan ", NOT_WHOLE),
+    ("record/5", END.format("val_loss") + r"\S+", r"\1nan", NOT_WHOLE),
     ("record/5", "ranks: 1", "ranks: 1\nresumed: x/step2.pt at step 2", NOT_WHOLE)]
 IN_FILES = [
     ("record.patch", "OFFSET = -0.1", "OFFSET = -0.2", "record.patch: is not what"),
