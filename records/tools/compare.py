@@ -99,7 +99,7 @@ def name_of(runs):
 
 def compare_all(candidates, baseline, target, level=None, more=0):
     """What judge.compare_all finds, with a diff of the sources and the verdict in words."""
-    found = judge.compare_all(candidates, baseline, target, level, more)
+    found = judge.compare_all(candidates, baseline, level, more)
     for side, one in zip(candidates, found):
         one["source"] = source_diff(*[(each.used or each.runs)[0] for each in (baseline, side)])
         one["unequal"] = unequal(side, baseline)

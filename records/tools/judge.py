@@ -40,21 +40,18 @@ def difference(a, b, level=ALPHA, test=None, **options):
     found = dict.fromkeys(("difference", "interval", "t", "p", "E", "adjusted")) | {"level": level}
     if a and b:
         found["difference"] = float(np.mean(a) - np.mean(b))
-    if test:
+    if test and min(len(a), len(b)) > 1:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about values that are nearly the same
             result = test(a, b, **options)
             low, high = result.confidence_interval(1 - level)
-        if math.isfinite(result.pvalue):
+        if abs(result.statistic) < 1e9:  # nan, infinite or larger where nothing spreads
             p = float(result.pvalue)
             found |= {"interval": (float(low), float(high)), "p": p, "adjusted": p,
                       "t": float(result.statistic)}
     return found
 
 def welch(a, b, level=ALPHA):
-    """By Welch's test, if one of the sides spreads."""
-    if min(len(a), len(b)) < 2 or max(len(set(a)), len(set(b))) < 2:
-        return difference(a, b, level)
     return difference(a, b, level, stats.ttest_ind, equal_var=False)
 
 def of_pairs(a, b, level, test=None):
@@ -64,9 +61,7 @@ def of_pairs(a, b, level, test=None):
         "sd": sd_of(differences), "n": len(a), "lower": int(np.sum(differences < 0))}
 
 def paired(a, b, level=ALPHA):
-    """By the t-test of the differences of pairs, if these spread."""
-    sd = sd_of(np.subtract(a, b))
-    return of_pairs(a, b, level, stats.ttest_rel if sd and sd > 1e-12 else None)
+    return of_pairs(a, b, level, stats.ttest_rel)
 
 def adjusted(values):
     """p-values of several comparisons, adjusted for their number (Holm, 1979): with a probability
@@ -128,20 +123,14 @@ def confidence_sequence(differences, level):
     """The means that e_of_pairs(differences - mean) < 1 / level leaves possible. With a probability
     of 1 - level, the true mean lies in all such intervals, after however many pairs. None where the
     pairs are too few for a bound."""
-    n = len(differences)
-    width = 1 + n * PRIOR
-    share = (1 - (level * width**-0.5) ** (2 / n)) / (1 - 1 / width)  # at which E is 1 / level
-    if share >= 1 or e_of_signs(np.ones(n)) < 1 / level:
-        return None
+    def excess(middle):
+        return float(e_of_pairs(differences - middle)) - 1 / level
     mean = float(np.mean(differences))
-    half = float(np.std(differences)) * math.sqrt(share / (1 - share))
-    ends = [mean - half, mean + half]
-    far = 1000 * float(np.ptp(differences))
-    if far:
-        found = [optimize.brentq(lambda m: e_of_signs(differences - m) - 1 / level, mean, end)
-                 for end in (mean - far, mean + far)]
-        ends = [min(ends[0], found[0]), max(ends[1], found[1])]
-    return tuple(ends)
+    far = 1000 * float(np.ptp(differences)) or 1.0
+    ends = (mean - far, mean + far)
+    if min(map(excess, ends)) < 0:
+        return None
+    return tuple(optimize.brentq(excess, mean, end, xtol=1e-15) for end in ends)
 
 def until_decided(a, b, level):
     """The test of pairs whose number was not fixed beforehand."""
@@ -279,29 +268,28 @@ def comparable_times(a, b):
     runs = a.used + b.used
     return len({run.timed_on for run in runs}) == 1 and not any(run.mixed for run in runs)
 
-def compare(a, b, target, level=None):
+def compare(a, b, level=None):
     """What the tests say of two sides. A level means that pairs were added until a difference was
     decided at it, so that e-values take the place of p-values."""
     pairs = pairs_of(a, b)
     by_seed = len(pairs) > 1 and 2 * len(pairs) >= min(len(a.used), len(b.used))
-    speaks = "paired" if by_seed or level else "welch"  # by the seeds alone, never the outcome
-    tests = TESTS[bool(level)]
     found = {
         "hyperparameters": differences(a, b, "hyperparameters"),
         "environment": differences(a, b, "environment"),
         "paired": {"seeds": [run.seed for run, _ in pairs]},
         "no_effect": unchanged_losses(pairs),
-        "speaks": speaks, "level": level or ALPHA}
-    for key in KEYS:
-        found[key] = tests["welch"](*tested(a, b, "welch", key), found["level"])
-        found["paired"][key] = tests["paired"](*tested(a, b, "paired", key), found["level"])
+        "speaks": "paired" if by_seed or level else "welch",  # by the seeds, never the outcome
+        "level": level or ALPHA}
+    for kind, place in (("welch", found), ("paired", found["paired"])):
+        for key in KEYS:
+            place[key] = TESTS[bool(level)][kind](*tested(a, b, kind, key), found["level"])
     return found
 
-def compare_all(candidates, baseline, target, level=None, more=0):
+def compare_all(candidates, baseline, level=None, more=0):
     """A comparison of each candidate with the baseline, its p- or e-value adjusted for the number
     of candidates and of `more` that have no runs, and the decision. A gain's interval has the level
     that the adjustment leaves, so it holds 0 where the gain is not decided."""
-    found = [compare(side, baseline, target, level) for side in candidates]
+    found = [compare(side, baseline, level) for side in candidates]
     for key in KEYS:
         tests = [test_that_speaks(one, key) for one in found]
         values = [1 if test["adjusted"] is None else test["adjusted"] for test in tests]
