@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT
 from scipy import stats
 from test_logs import LOGS, log_text
-from records.tools import compare, load, logs, submission
+from records.tools import compare, load, logs, submission, tables
 
 GOOD = [3.2770, 3.2781, 3.2776, 3.2783]
 SAME = [3.2772, 3.2779, 3.2778, 3.2784]
@@ -387,7 +387,7 @@ def test_tables_fit_a_terminal(capsys):
     """Columns that hold nothing are left out, those that do not fit come below."""
     rows = [["run", *"abcde"], *[[f"{n}" * 20, *(column * 17 for column in "xy-zw")] for n in "12"]]
     rows[1][3] = rows[2][3] = "-"
-    compare.print_table(rows)
+    tables.print_table(rows)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 6 and max(map(len, lines)) <= 80
     assert [line.split() for line in lines[::3]] == [["run", "a", "b", "d"], ["run", "e"]]

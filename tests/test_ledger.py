@@ -81,7 +81,6 @@ def test_what_survives():
 
 def test_the_table(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ledger, "ROOT", tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "records" / "2026-11-25_x").mkdir(parents=True)
     ledger.main([])
     assert "no idea yet" in capsys.readouterr().out
@@ -93,12 +92,13 @@ def test_the_table(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert all(len(line) <= 80 for line in out.splitlines())
     header, *rows, _, count, last = out.splitlines()
-    assert header.split()[2:5] == ["candidate", "decision", "loss"]
-    assert [line.split()[2:] for line in rows] == [
+    assert header.split()[1:5] == ["candidate", "date", "decision", "loss"]
+    assert [[line.split()[1], *line.split()[3:]] for line in rows] == [
         ["good", "better", "+0.0100", "E", "5,000", "3", "yes"],
-        [r"bad\x1b", "undecided", "+0.0100", "E", "0.25", "3"],
-        ["of_many_candidates", "worse?", "+0.0100", "E", "150", "3"],
-        ["broken", "undecided", "3"], ["old", "undecided", "+0.0100", "p", "0.5", "3"]]
+        [r"bad\x1b", "undecided", "+0.0100", "E", "0.25", "3", "-"],
+        ["of_many_candidates", "worse?", "+0.0100", "E", "150", "3", "-"],
+        ["broken", "undecided", "-", "-", "3", "-"],
+        ["old", "undecided", "+0.0100", "p", "0.5", "3", "-"]]
     assert count == "5 ideas, 1 of them kept at a false discovery rate of 5%"
     assert last == "What failed, and why: records/negative.md"
 

@@ -43,6 +43,6 @@ def test_it_has_all_that_is_printed(tmp_path, capsys):
 
 def test_a_hostile_log_changes_nothing(hostile):
     text = page_of(hostile, alive=True)
-    assert "if (true) {\n  setTimeout(() => location.reload()" in text
-    assert "\x1b" not in text and len(text) < 300_000 and text.count("<script>") == 1
+    assert "refresh" in text and "refresh" not in page_of(hostile)
+    assert "\x1b" not in text and len(text) < 300_000 and "<script" not in text
     assert "<img" not in text and text.count("<footer>") == 1

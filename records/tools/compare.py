@@ -6,21 +6,20 @@
     ./run.sh compare new/ --vs base/ --statistics        new/statistics.md, for a submission
     ./run.sh compare idea1/ idea2/ --vs base/            several candidates, a table
 
-A log is this project's, or published by the speedrun since October 2024, or captured from a
-console; it may hold several runs, one after the other. A folder stands for every .log and .txt
-below it. A resumed run is read with the logs that it continues. The runs named first are A, those
-after --vs are B, the baseline: "B -> A" and A - B throughout. With --vs, each folder named first is
-a candidate of its own (A1, A2, ...), and p-values of "better" are adjusted for their number.
+A log is this project's, or published by the speedrun since October 2024, or a captured console; it
+may hold several runs. A folder stands for every .log and .txt below it. A resumed run is read with
+the logs that it continues. The runs named first are A, those after --vs are B, the baseline. With
+--vs, each folder named first is a candidate of its own, and p-values of "better" are adjusted for
+their number.
 
-Only finished runs with finite losses enter the statistics, and none that was resumed with another
-script or other settings, or whose first log is missing, as long as there are others; what is left
-out is named. Losses on different validation text are not compared.
---target=LOSS is the loss to reach, by default 3.28 where the vocabulary is GPT-2's.
+Only finished runs with finite losses count, and none that was resumed with another script or other
+settings, or whose first log is missing, as long as there are others; what is left out is named.
+Losses on different validation text are not compared.
 
-Where the sides ran the same seeds, their differences are tested in pairs, beside Welch's test. If
-pairs were added until a difference was decided, no p-value holds: --until_decided=0.01 judges by
-e-values (judge.py explains them), as ./run.sh race does. An interval of a difference has the level
-of the decision, 99 % unless said, so it holds 0 where nothing is decided.
+Runs of the same seeds are tested in pairs, beside Welch's test. If pairs were added until a
+difference was decided, no p-value holds: --until_decided=0.01 judges by e-values, as ./run.sh race
+does. An interval has the level of the decision, 99 % unless said, so it holds 0 where nothing is
+decided.
 
 Exit status: 0 all read, 1 some log was none or missing (the rest is still reported), 2 wrong usage,
 or losses on different validation text. --json prints one object for programs, with the fields of
@@ -45,7 +44,6 @@ from records.tools.logs import interval, number, printable, read, short
 from records.tools.tables import percent, plain, runs_of
 
 WIDTH = 100
-TERMINAL = 80  # columns, into which tables fit
 DIFF_LINES = 60  # of a diff of sources that is printed
 RECORDS = Path(__file__).resolve().parents[1]
 
@@ -284,31 +282,17 @@ def say_wrapped(text, indent="  "):
     together = printable(text).replace(" %", "\0%")  # no line begins with a percent sign
     say(textwrap.fill(together, WIDTH, subsequent_indent=indent).replace("\0", " "))
 
-def print_table(rows):
-    """Rows of text, the first of them the header; the first column stands to the left. Columns that
-    hold nothing are left out, and those that do not fit a terminal come below."""
-    first, *columns = zip(*[map(printable, row) for row in rows])
-    left = max(map(len, first))
-    columns = [column for column in columns if {*column[1:]} != {"-"}]
-    while columns:
-        lines = [text.ljust(left) for text in first]
-        while columns and (len(lines[0]) == left or len(lines[0]) + 2 + max(
-                map(len, columns[0])) <= TERMINAL):
-            width = 2 + max(map(len, columns[0]))
-            lines = [line + text.rjust(width) for line, text in zip(lines, columns.pop(0))]
-        say("\n".join(lines))
-
 def print_side(side, target):
     say_wrapped(tables.title_of(side))
-    print_table(tables.of_runs(side, target))
+    tables.print_table(tables.of_runs(side, target))
     say()
-    print_table(tables.of_spread(side))
+    tables.print_table(tables.of_spread(side))
     for line in [side.about_rule, *(f"warning: {text}" for text in side.warnings)]:
         say_wrapped(line)
     say()
 
 def print_comparison(a, b, comparison):
-    print_table(tables.of_tests(a, b, comparison))
+    tables.print_table(tables.of_tests(a, b, comparison))
     say()
     for kind in ("hyperparameters", "environment"):
         rows = comparison[kind]
@@ -337,7 +321,8 @@ def parse(arguments):
     parser.add_argument("logs", nargs="+", metavar="A", help="logs, or folders of logs")
     parser.add_argument("--vs", nargs="+", metavar="B", default=[], action="extend",
                         help="the baseline's")
-    parser.add_argument("--target", type=between(0, kind=float), help="validation loss to reach")
+    parser.add_argument("--target", type=between(0, kind=float),
+                        help="validation loss to reach (3.28 where the vocabulary is GPT-2's)")
     parser.add_argument("--until_decided", type=between(1e-9, 0.5, float), metavar="LEVEL",
                         help="by e-values")
     parser.add_argument("--plot", metavar="FILE", help="draw the losses into a .png or .svg")
@@ -382,7 +367,7 @@ def report(candidates, baseline, comparisons, target):
     """Print everything about the sides."""
     print_verdicts(candidates, comparisons)
     if len(candidates) > 1 and comparisons:
-        print_table(tables.of_candidates(candidates, *baseline, comparisons))
+        tables.print_table(tables.of_candidates(candidates, *baseline, comparisons))
         say()
     for side in candidates + baseline:
         print_side(side, target)

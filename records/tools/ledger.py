@@ -13,15 +13,14 @@ import contextlib
 import csv
 import io
 import os
-import shutil
 import sys
 from datetime import datetime, timezone
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from records.tools import logs
 from records.tools.load import ROOT, ArgumentParser, run
-from records.tools.tables import plain
+from records.tools.logs import number
+from records.tools.tables import plain, print_table
 
 from scipy import stats
 
@@ -44,14 +43,14 @@ def read(path: Path) -> list[dict]:
     passed over."""
     text = path.read_text(encoding="utf-8-sig", errors="replace") if path.exists() else ""
     found = {}
-    for number, line in enumerate(text.split("\n"), 1):
+    for count, line in enumerate(text.split("\n"), 1):
         row = row_of(line)
         if row:
             idea = (row["race"], row["candidate"], row["patch"])
             found.pop(idea, None)
             found[idea] = row
         elif line.strip() and not line.startswith(COLUMNS[0]):
-            print(f"warning: {path}, line {number}: no line of a ledger, passed over",
+            print(f"warning: {path}, line {count}: no line of a ledger, passed over",
                   file=sys.stderr)
     return list(found.values())
 
@@ -88,23 +87,19 @@ def main(arguments=None):
     paths = [records / "ideas.csv", *sorted(records.glob("*/ideas.csv"))]
     rows = [row for path in paths for row in read(path)]
     mark_survivors(rows)
-    names = [f"{row['race'].removeprefix('race_')} {row['candidate']}" for row in rows]
-    # Where the console is narrow, names lose their beginnings.
-    width = min(max(map(len, ["race candidate", *names])),
-                max(20, shutil.get_terminal_size().columns - 60))
-    line = f"{{:5}}  {{:{width}}}  {{:13}}  {{:>7}}  {{:14}}  {{:>5}}  {{}}"
-    if rows:
-        print(line.format("date", "race candidate", "decision", "loss", "E or p", "pairs", "kept"))
-    for row, name in zip(rows, names):
-        decision, loss = row["decision"], row["difference"]
+    table = [["race candidate", "date", "decision", "loss", "E or p", "pairs", "kept"]]
+    for row in rows:
+        decision = row["decision"]
         if decision == "undecided" and (row["E"] or 0) >= 100:
-            decision = "better?" if loss < 0 else "worse?"
-        evidence = "" if row["E"] is None else f"E {plain(row['E'], 2)}"
+            decision = "better?" if row["difference"] < 0 else "worse?"
+        evidence = "-" if row["E"] is None else f"E {plain(row['E'], 2)}"
         if row["p"] is not None:
             evidence = f"p {row['p']:.2g}"
-        cells = [row["date"][5:], name[-width:], decision,
-                 "" if loss is None else f"{loss:+.4f}", evidence, row["pairs"], row["kept"]]
-        print(line.format(*map(logs.printable, cells)).rstrip())
+        name = f"{row['race'].removeprefix('race_')} {row['candidate']}"
+        table.append([name[-26:], row["date"][5:], decision, number(row["difference"], "+.4f"),
+                      evidence, row["pairs"], row["kept"] or "-"])
+    if rows:
+        print_table(table)
     kept = sum(row["kept"] == "yes" for row in rows)
     print(f"\n{len(rows)} ideas, {kept} of them kept at a false discovery rate of {RATE:.0%}"
           if rows else "no idea yet: ./run.sh race my_record.py enters one")

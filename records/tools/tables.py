@@ -1,8 +1,9 @@
 """The tables that compare.py prints: rows of text, the first of them the header."""
 
 from records.tools import judge
-from records.tools.logs import interval, number
+from records.tools.logs import interval, number, printable
 
+TERMINAL = 80  # columns, into which tables fit
 MEASURES = (("val loss", "loss", ".5f", ""), ("time", "seconds", ".3f", " s"))
 
 def tokens_text(count):
@@ -21,6 +22,21 @@ def percent(level):
 
 def runs_of(count, what="run"):
     return f"{count} {what}{'s' * (count != 1)}"
+
+def print_table(rows):
+    """Rows of text, the first of them the header; the first column stands to the left. Columns that
+    hold nothing are left out, and those that do not fit a terminal come below."""
+    first, *columns = zip(*[map(printable, row) for row in rows])
+    columns = [column for column in columns if {*column[1:]} != {"-"}]
+    left = max(map(len, first))
+    lines = names = [text.ljust(left) for text in first]
+    for column in columns:
+        width = 2 + max(map(len, column))
+        if lines is not names and len(lines[0]) + width > TERMINAL:
+            print("\n".join(lines))
+            lines = names
+        lines = [line + text.rjust(width) for line, text in zip(lines, column)]
+    print("\n".join(lines))
 
 def title_of(side):
     """A side, and what it ran on."""
