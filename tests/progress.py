@@ -23,19 +23,17 @@ HANGS = 60 * float(os.environ.get("TEST_HANGS_AFTER", 20))  # seconds; the slowe
 EVERY = 1 if sys.stdout.isatty() else 15  # seconds between two lines about the time that is left
 
 def idle_cores(watched: float = 0.5) -> int:
-    """How many of this process's cores were free while they were watched, at least one."""
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    if not cores or not os.path.exists("/proc/stat"):
-        return os.cpu_count() or 1
-
+    """How many cores of this machine were free while they were watched: at least one, and at most
+    as many as this process may use."""
     def idle_ticks():
-        words = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
-        return sum(int(word[4]) for word in words if word[0] in {f"cpu{core}" for core in cores})
+        return int(Path("/proc/stat").read_text().split()[4])  # of all cores together
 
+    if not os.path.exists("/proc/stat"):
+        return os.cpu_count() or 1
     before = idle_ticks()
     time.sleep(watched)
     free = (idle_ticks() - before) / os.sysconf("SC_CLK_TCK") / watched
-    return max(1, min(len(cores), round(free)))
+    return max(1, min(len(os.sched_getaffinity(0)), round(free)))
 
 def minutes(seconds: float) -> str:
     if seconds < 90:
@@ -135,8 +133,8 @@ class Progress:
 
     def say_what_is_left(self):
         """By the speed of this machine so far, in relation to that of the file."""
-        known, done = self.known["tests"], [name for name, ended in self.tests.items() if ended]
-        expected = {name: known.get(name, USUAL) for name in self.tests}
+        done = [name for name, ended in self.tests.items() if ended]
+        expected = {name: self.known["tests"].get(name, USUAL) for name in self.tests}
         speed = sum(self.took[name] for name in done) / sum(expected[name] for name in done)
         rest = sum(expected.values()) - sum(expected[name] for name in done)
         line = (f"{len(done)} of {len(self.tests)} tests are done, about "

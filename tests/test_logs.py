@@ -134,15 +134,11 @@ def test_the_gpus_limits_count_and_their_temperatures_do_not(tmp_path):
     assert runs[0].timed_on != runs[1].timed_on
 
 FORGED = "step:200/200 val_loss:0.0100 train_time:2ms step_avg:0.01ms"
-PASTED = log_text((9.0, 0.5), source='"x"\n').splitlines()  # whole, with a script line that fits
+PASTED = log_text((9.0, 0.5), source='"x"\n')  # whole, with a script line that fits
 HOSTILE = [LINE, FORGED, f"{FORGED} tokens:7 lr:1.000 window:256",
-           "step:3/200 train_loss:0.0100 train_time:1ms step_avg:1.00ms",
-           "clock: from the first step on", "sample:", "changed: seed was 1 and is 2",
-           "Running Python 3.9.9", "import os", "seed = 7", script_line("x"),
-           "peak_memory: 1 MiB on rank 0", "# a remark", "", '"""', "'''", "it's"]
-hostile_lines = st.lists(st.one_of(
-    st.sampled_from([*HOSTILE, "\n".join(PASTED)]),
-    st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), max_size=12)), max_size=12)
+           "Running Python 3.9.9", "seed = 7", script_line("x"), "", PASTED.rstrip("\n")]
+hostile_lines = st.lists(st.sampled_from(HOSTILE) | st.text(
+    st.characters(codec="utf-8", exclude_characters="\r\n"), max_size=12), max_size=12)
 losses_of_a_run = st.lists(st.floats(0.1, 20).map(lambda x: round(x, 4)), min_size=2, max_size=5)
 @settings(max_examples=80, deadline=None)
 @given(hostile_lines, st.sampled_from(["", "\n", "\n\n"]), losses_of_a_run, st.data())

@@ -242,8 +242,8 @@ def tested(a, b, speaks, key):
 
 def to_final_loss(pairs):
     """The seconds that A and B take to the final loss of B. In all pairs a nat is worth the same
-    share of A's run: the one that steps_later finds for the mean difference. So where the sides are
-    equal, a pair's difference is as often above 0 as below, which e-values assume."""
+    share of A's run, so that pairs of equal sides differ evenly to both sides, as e-values assume:
+    the share that steps_later finds for the mean difference."""
     curve = curve_of([theirs for _, theirs in pairs])
     gaps = [ours.loss - theirs.loss for ours, theirs in pairs]
     gap = (fmean(gaps) if gaps else 0) or 1e-9  # where it is 0, the slope at the end
@@ -331,9 +331,8 @@ def curve_of(runs):
 def steps_later(curve, difference):
     """With a gain of g nats, A is where B was when its loss was still g above its last one. None
     where the curve has no such loss, or its validations are too far apart to say where: more than a
-    tenth of the run at its end, where the slope changes most, and a quarter before. (Losses of
-    training do not help. All seeds read the same batches, so these losses share their noise: in the
-    demo, their slope at the end is 1.4 to 4.5 times that of the validations.)"""
+    tenth of the run at its end, where the slope changes most, and a quarter before. (Training
+    losses do not help: all seeds read the same batches, so the noise is in all curves.)"""
     if not difference or not curve:
         return difference if curve else None
     end, last = curve[-1]
@@ -358,9 +357,8 @@ def unchanged_losses(pairs):
 
 def differences_by_step(pairs, level=ALPHA, by_e=False):
     """Steps, rows [pairs, steps] of A - B in the validation loss, for pairs (run of A, run of B),
-    and for each step the interval of the mean, None where the pairs are too few. None where they
-    have no two steps or not the data in common, or do not run to the same step: on the way, other
-    schedules say little."""
+    and for each step the interval of the mean, None where the pairs are too few. None where the
+    pairs have no two steps in common, other data, or another number of steps."""
     runs = [run for pair in pairs for run in pair]
     if len({run.total for run in runs}) != 1 or not one_validation(runs):
         return None
