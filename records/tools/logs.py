@@ -23,7 +23,7 @@ from pathlib import Path
 from data.common import UserError, require, walk
 
 def printable(text):
-    """Without what would steer a terminal: such characters as escapes."""
+    """Escapes what would steer a terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode()
                    for c in text)
 
@@ -186,25 +186,19 @@ class Clock:
         self.said = self.passed = 0.0  # seconds by the run's train_time, and by this clock
         self.first = None  # when the first line came
         self.untimed = 0.0  # seconds from then on that are not in `passed`
-        self.start = self.last = None  # (seconds by the run, seconds now)
+        self.before = None  # (seconds by the run, seconds now) of the line before
 
     def note(self, text, now):
-        if text.startswith("checkpoint: ") and self.start:
-            self.start = (self.start[0], now)
         line = line_of(text)
-        if not line:
-            return
-        here = (line.seconds, now)
-        self.first = now if self.first is None else self.first
-        if line.kind != "val":
-            self.last = here
-            return
-        if self.start and self.last:
-            self.said += self.last[0] - self.start[0]
-            self.passed += self.last[1] - self.start[1]
-        self.start = here
-        self.last = None
-        self.untimed = now - self.first - self.passed
+        if line:
+            self.first = now if self.first is None else self.first
+            if self.before and line.kind != "val":
+                self.said += line.seconds - self.before[0]
+                self.passed += now - self.before[1]
+            self.untimed = now - self.first - self.passed
+            self.before = (line.seconds, now)
+        elif text.startswith("checkpoint: ") and self.before:
+            self.before = (self.before[0], now)
 
     def save(self, run):
         """Beside the run's log, so that whoever reads that finds it too."""
