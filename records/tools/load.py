@@ -11,16 +11,13 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
-from data.common import ArgumentParser, UserError, between, locked, require, run
+from data.common import ArgumentParser, UserError, between, locked, require, run  # noqa: F401
 from records.tools.leash import STARTER, show_from
 
 ROOT = Path(__file__).resolve().parents[2]
 # Starts several processes of this machine, also where its own name leads nowhere.
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local_addr=127.0.0.1"]
 LEASH = str(ROOT / "records" / "tools" / "leash.py")
-
-__all__ = ["LEASH", "ROOT", "TORCHRUN", "ArgumentParser", "UserError", "between", "child",
-           "load_script", "locked", "require", "run"]
 
 def load_script(path, name: str = "training_script") -> ModuleType:
     """A training script as a module of this name, whatever the file is called. A mistake in it
