@@ -104,10 +104,9 @@ def between(low, high=math.inf, kind=int):
     return parse
 
 def run(main, errors: tuple = ()) -> int:
-    """Runs main(); the exit status of the program, which is what main returns, or 0.
-
-    A UserError, one of the classes in `errors`, or an error of the operating system is one line and
-    status 2; an interruption is one line and the status that a shell gives that signal."""
+    """Runs main(), and returns what that returns, or 0, as the program's exit status. A UserError,
+    one of the classes in `errors`, or an error of the operating system is one line and status 2; an
+    interruption is one line and the status that a shell gives that signal."""
     def interrupt(signum, frame):
         raise KeyboardInterrupt(signum)
 
@@ -177,11 +176,8 @@ def staging(folder: Path):
     left, and removed at the end whatever happens."""
     with locked(folder / "lock", "another run is writing there; wait for it, or choose another "
                 "name"):
-        for leftover in folder.iterdir():
-            if leftover.is_dir():
-                shutil.rmtree(leftover)
-            elif leftover.name != "lock":
-                leftover.unlink()
+        for leftover in {*folder.iterdir()} - {folder / "lock"}:
+            leftover.unlink()
         try:
             yield folder
         finally:

@@ -75,31 +75,29 @@ def main(argv=None):
         check_and_fetch(args, folder)
 
 def check_and_fetch(args, folder: Path):
-    there = sorted(path.name for path in folder.glob("fineweb_*.bin"))
     names = ["fineweb_val_000000.bin"]
     names += [f"fineweb_train_{i:06d}.bin" for i in range(1, args.num_chunks + 1)]
+    if args.verify:
+        names = sorted(path.name for path in folder.glob("fineweb_*.bin"))
+        require(names, f"{folder}: holds no fineweb_*.bin")
     sums = read_sums(folder)
-    checked = there if args.verify else [name for name in names if name in there]
-    bad = []
-    for name in tqdm(checked, desc="checking", disable=None):
+    wanted = []
+    for name in tqdm(names, desc="checking", disable=None):
         try:
             num_tokens = check(folder / name, sums.get(name))
             known = "SHA-256 as fetched" if name in sums else "no SHA-256 on record"
             tqdm.write(f"{name}: {num_tokens} tokens, sound, {known}")
+        except FileNotFoundError:
+            wanted.append(name)
         except UserError as e:
+            wanted.append(name)
             tqdm.write(f"error: {e}", file=sys.stderr)
-            bad.append(name)
-    if args.verify:
-        require(there, f"{folder}: holds no fineweb_*.bin")
-        require(not bad, f"{len(bad)} of {len(there)} files are bad; run again without --verify to "
-                "fetch them again")
-        return
-    missing = [name for name in names if name in bad or name not in there]
-    for name in tqdm(missing, desc="fetching", disable=None):
+    require(not (args.verify and wanted), f"{len(wanted)} of {len(names)} files are bad; run again "
+            "without --verify to fetch them again")
+    for name in tqdm(wanted, desc="fetching", disable=None):
         (folder / name).unlink(missing_ok=True)
         fetch(name, folder)
-    print(f"{folder}: {args.num_chunks} training chunks and validation, all sound ({len(missing)} "
-          "fetched now)")
+    print(f"{folder}: {len(names)} files, all sound ({len(wanted)} fetched now)")
 
 if __name__ == "__main__":
     sys.exit(run(main))

@@ -1,7 +1,7 @@
 """What token shards hold, and whether they are sound.
 
     ./run.sh inspect data/fineweb10B/*.bin
-    ./run.sh inspect data/mine/*.bin --tokenizer bytes
+    ./run.sh inspect data/mine/*.bin
     ./run.sh inspect RUN.log --source > script.py    # the script that a log holds, byte for byte
 
 Reads every token. Prints for each file: tokens, range of ids, documents and their lengths, and how
@@ -29,7 +29,7 @@ def tokenizer_of(path: Path) -> str:
     try:
         return TOKENIZERS[json.loads(sidecar.read_bytes())["tokenizer"]].name
     except (ValueError, LookupError, TypeError, RecursionError):
-        raise UserError(f"{sidecar}: names no known tokenizer; --tokenizer says which") from None
+        raise UserError(f"{sidecar}: names no known tokenizer; make the shards again") from None
 
 def report(path: Path, tokens: np.ndarray, tokenizer_name: str, vocab_dir):
     """Prints what a shard holds."""
@@ -58,7 +58,6 @@ def main(argv=None):
     add = p.add_argument
     add("files", nargs="+", type=Path, metavar="FILE", help="token shard, or log")
     add("--source", action="store_true", help="print the script that a log holds, and no more")
-    add("--tokenizer", choices=TOKENIZERS, help="of the shards (see above)")
     add("--vocab_dir", metavar="DIR", help="of GPT-2's encoder.json and vocab.bpe (downloaded)")
     args = p.parse_args(argv)
     status = 0
@@ -67,7 +66,7 @@ def main(argv=None):
             if args.source:
                 sys.stdout.write(logs.source_of(path))
                 continue
-            name = args.tokenizer or tokenizer_of(path)
+            name = tokenizer_of(path)
             report(path, check_shard(path, TOKENIZERS[name].vocab_size), name, args.vocab_dir)
         except (UserError, OSError) as e:
             print(f"error: {e}", file=sys.stderr)

@@ -6,9 +6,9 @@
 
 Inputs are files and folders. A line of JSON Lines (.jsonl, .ndjson, .jsonlines, .jl, .json) and a
 row of .parquet is a document; any other text file is one document. Each may be compressed, by gzip,
-xz, bzip2 or zstd. Every document begins with the end-of-text token. Written into --out, when all is
+xz or bzip2. Every document begins with the end-of-text token. Written into --out, when all is
 complete: NAME_train_000001.bin and on, NAME_val_000000.bin and on, and NAME.json, which says what
-they hold; the same whatever --workers.
+they hold.
 
 Validation takes whole documents by a hash of their text, so that copies of one go to the same side;
 it gets the wanted number of tokens or up to 10 % fewer. Where documents are too few or too long for
@@ -16,12 +16,10 @@ that (a single file, say), it is the last tokens, exactly so many.
 """
 
 import bz2
-import collections
 import contextlib
 import fnmatch
 import gzip
 import hashlib
-import io
 import json
 import lzma
 import os
@@ -29,7 +27,7 @@ import re
 import sys
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
@@ -39,20 +37,12 @@ from data.common import (PIECE_TOKENS, ArgumentParser, UserError, between, publi
                          staging, walk, write_shards)
 from data.vocab import PIECE_BYTES, TOKENIZERS, load_tokenizer, piece_end, utf8
 
-def open_zstd(raw):
-    try:
-        import pyarrow
-    except ImportError:
-        raise UserError(f"{raw.name}: reading zstd needs pyarrow: pip install pyarrow") from None
-    return io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"))
-
-PACKED = (".gz", ".xz", ".bz2", ".zst")
+PACKED = (".gz", ".xz", ".bz2")
 # A file is what it begins with, whatever its name says: a browser may have unpacked a .gz.
-OPENERS = {rb"\x1f\x8b": gzip.open, rb"\xfd7zXZ\0": lzma.open, rb"BZh[1-9]1AY&SY": bz2.open,
-           rb"\x28\xb5\x2f\xfd": open_zstd}
+OPENERS = {rb"\x1f\x8b": gzip.open, rb"\xfd7zXZ\0": lzma.open, rb"BZh[1-9]1AY&SY": bz2.open}
 FOLDER_GLOBS = [f"*.{kind}{packed}" for kind in ("txt", "md", "jsonl", "ndjson", "parquet")
                 for packed in ("", *PACKED)]
-BATCH_BYTES = 1_000_000  # of text, about, to a worker at a time, and a step of the progress bar
+BATCH_BYTES = 1_000_000  # of text, about, in memory at a time, and a step of the progress bar
 
 # ---- Reading -------------------------------------------------------------------------------------
 
@@ -66,20 +56,20 @@ def find_files(inputs, globs, exclude) -> list[Path]:
     hidden = [".*", *exclude]
     for top in map(Path, inputs):
         require(os.path.exists(top), f"{str(top)[:200]}: no such file or folder")
-        found = [PurePosixPath()] if top.is_file() else []
-        for folder, names in () if found else walk(top, lambda name: matches(name, hidden)):
-            found += [PurePosixPath(Path(folder, name).relative_to(top)) for name in names
-                      if matches(name, globs or FOLDER_GLOBS) and not matches(name, hidden)]
+        found = [top]
+        if not top.is_file():
+            walked = walk(top, lambda name: matches(name, hidden))
+            found = [folder / name for folder, names in walked for name in names
+                     if matches(name, globs or FOLDER_GLOBS) and not matches(name, hidden)]
         require(found, f"{top}: no file there matches "
                 f"{' or '.join(globs) or '.txt .md .jsonl .parquet'}; ./run.sh tokenize --glob=... "
                 "chooses others")
-        found.sort(key=lambda path: path.parts)
-        for path in found:
-            if (top / path).is_file():
-                files.setdefault((top / path).resolve(), top / path)
+        for path in sorted(found, key=lambda path: path.parts):
+            if path.is_file():
+                files.setdefault(path.resolve(), path)
             else:
-                print(f"note: {top / path} is left out: it is no file, or a link to a file that "
-                      "does not exist", file=sys.stderr)
+                print(f"note: {path} is left out: it is no file, or a link to a file that does not "
+                      "exist", file=sys.stderr)
     return list(files.values())
 
 # Readers yield (place, text in UTF-8, whether it begins a document).
@@ -139,16 +129,14 @@ def read_parquet(path, stream, text_field):
     except pa.ArrowException as e:
         raise UserError(f"{path}: no parquet file with text in {text_field!r} ({e!r})") from None
 
-def read_table(path, stream, _):
-    raise UserError(f"{path}: a table is no text: make JSON Lines of its column of texts, or name "
-                    "it .txt to take all of it as one text")
-
-READERS = {".parquet": read_parquet, ".csv": read_table, ".tsv": read_table, **dict.fromkeys(
+READERS = {".parquet": read_parquet, **dict.fromkeys(
     [".jsonl", ".ndjson", ".jsonlines", ".jl", ".json"], read_jsonl)}  # any other: text
 
 def read_files(files, text_field):
     for path in files:
         name = path.with_suffix("") if path.suffix.lower() in PACKED else path
+        require(name.suffix.lower() not in (".csv", ".tsv"), f"{path}: a table is no text: make "
+                "JSON Lines of its column of texts, or name it .txt to take all of it as one text")
         reader = READERS.get(name.suffix.lower(), read_text)
         try:
             with open(path, "rb") as raw:
@@ -183,22 +171,17 @@ def read_batches(pieces, buckets: bytearray, damaged: dict):
 
 # ---- Tokenizing ----------------------------------------------------------------------------------
 
-def encode_all(batches, tokenizer, workers: int):
-    """The batches encoded, in their order, by threads, for tiktoken leaves Python's lock to others.
-    Few batches are under way at a time: memory stays flat."""
+def encode_all(batches, tokenizer):
+    """The batches encoded, one after the other, so that memory stays flat. Threads share the texts
+    of a batch, since tiktoken leaves Python's lock to others."""
     end_of_text = np.array([tokenizer.eot], dtype="<u2")
 
-    def encode(batch) -> np.ndarray:
-        return np.concatenate([part for data, begins in batch for part in
-                               (end_of_text[:begins], tokenizer.encode_utf8(data))])
-    pending = collections.deque()
-    with ThreadPoolExecutor(workers) as pool:
+    def encode(piece) -> np.ndarray:
+        data, begins = piece
+        return np.concatenate([end_of_text[:begins], tokenizer.encode_utf8(data)])
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         for batch in batches:
-            pending.append(pool.submit(encode, batch))
-            if len(pending) > 2 * workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
+            yield np.concatenate([*pool.map(encode, batch)])
 
 # ---- Splitting -----------------------------------------------------------------------------------
 
@@ -211,9 +194,8 @@ def split(stream: np.ndarray, buckets, args, end_of_text: int) -> tuple[list, li
             "--val_fraction of ./run.sh tokenize (0 for none)")
     starts = np.concatenate([at + np.flatnonzero(stream[at:at + PIECE_TOKENS] == end_of_text)
                              for at in range(0, total, PIECE_TOKENS)])
-    ends = np.append(starts[1:], total)
     buckets = np.frombuffer(buckets, dtype="<u2")
-    bucket_tokens = np.bincount(buckets, ends - starts)
+    bucket_tokens = np.bincount(buckets, np.diff(starts, append=total))
     taken = np.zeros(len(bucket_tokens), dtype=bool)
     room = wanted
     for bucket in np.flatnonzero(bucket_tokens):
@@ -225,12 +207,10 @@ def split(stream: np.ndarray, buckets, args, end_of_text: int) -> tuple[list, li
         begin = np.full(int(stream[cut] != end_of_text), end_of_text, dtype=np.uint16)
         return [stream[:cut]], [begin, stream[cut:]], "last tokens"
     is_val = taken[buckets]
-    edges = np.flatnonzero(np.diff(is_val, prepend=~is_val[:1]))  # where the side changes
-    places = [*starts[edges].tolist(), total]
-    sides = ([], [])
-    for val, start, end in zip(is_val[edges], places, places[1:]):
-        sides[int(val)].append(stream[start:end])
-    return *sides, "documents by hash"
+    begins = 1 + np.flatnonzero(np.diff(is_val))  # the documents with which the side changes
+    stretches = np.split(stream, starts[begins])
+    first = int(is_val[0])
+    return stretches[first::2], stretches[1 - first::2], "documents by hash"
 
 def shuffled(stretches, length: int, end_of_text: int) -> list[np.ndarray]:
     """Pieces of `length` tokens in one random order. Each begins as a document does."""
@@ -256,8 +236,6 @@ def parse(argv):
         help="at most (100000000)")
     add("--val_fraction", type=between(0, 0.99, float), default=0.05, metavar="F",
         help="of tokens; 0: none (0.05)")
-    add("--workers", type=between(1, 1000), default=os.cpu_count(), metavar="N",
-        help="threads (one per core)")
     args = p.parse_args(argv)
     require(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", args.name),
             f"--name {args.name!r}: up to 100 letters, digits, and . _ - only")
@@ -271,7 +249,7 @@ def main(argv=None):
     damaged = {}
     buckets = bytearray()  # two bytes a document
     batches = read_batches(read_files(files, args.text_field), buckets, damaged)
-    batches = encode_all(batches, tokenizer, args.workers)
+    batches = encode_all(batches, tokenizer)
     with staging(args.out / f".{args.name}.unfinished") as folder, contextlib.closing(batches):
         for there in (path for end in ("_train_*.bin", "_val_*.bin", ".json")
                       for path in sorted(args.out.glob(args.name + end))):

@@ -1,9 +1,5 @@
-"""Tokenizers: GPT-2's byte-pair encoding (through tiktoken) and plain bytes.
-
-    tokenizer = load_tokenizer("gpt2")      # or "bytes"; vocab_dir= for GPT-2's files, offline
-    tokenizer.encode("text") -> list of ids, without end-of-text; tokenizer.decode(ids) -> text
-    tokenizer.vocab_size, tokenizer.eot     # end-of-text is always vocab_size - 1
-"""
+"""Tokenizers: GPT-2's byte-pair encoding (through tiktoken) and plain bytes. Encoding a text adds no
+end-of-text token, whose number is always vocab_size - 1."""
 
 import functools
 import re

@@ -174,7 +174,7 @@ IN_PROGRAMS = {
         ("a chunk too few is fetched", "range(1, args.num_chunks« + 1→»)"),
         ("the hub's checksum is not compared", "check(path, «etag→None» if"),
         ("a damaged download stays", "        «path.unlink()→pass»\n        raise"),
-        ("damaged files are not fetched again", "if «name in bad or →»name not in there]")],
+        ("damaged files are not fetched again", "«wanted.append(name)→pass»\n            tqdm")],
     ("data/inspect_shards.py", "test_data_inspect.py"): [
         ("a bad shard is status 0", "            status = «2→0»")],
     ("data/tokenize_text.py", "test_data_tokenize.py"): [

@@ -1,6 +1,5 @@
 """data/common.py: the format, errors of one line, and files that are published when whole."""
 
-import multiprocessing
 import signal
 import numpy as np
 import pytest
@@ -64,28 +63,16 @@ def test_a_defect_is_a_traceback():
     with pytest.raises(ZeroDivisionError):
         status_of(lambda: 1 / 0)
 
-def hold(folder, connection):
-    with staging(folder):
-        connection.send("held")
-        connection.recv()
-
 def test_a_folder_is_of_one_run_at_a_time(tmp_path):
     folder = tmp_path / "unfinished"
-    here, there = multiprocessing.Pipe()
-    other = multiprocessing.get_context("fork").Process(target=hold, args=(folder, there),
-                                                        daemon=True)
-    other.start()
-    assert here.recv() == "held"
-    (folder / "precious").touch()
-    with refused("another run is writing there", UserError), staging(folder):
-        pass
-    assert (folder / "precious").exists()
-    here.send("done")
-    other.join()
-    assert other.exitcode == 0 and not folder.exists()
+    with staging(folder):
+        (folder / "precious").touch()
+        with refused("another run is writing there", UserError), staging(folder):
+            pass
+        assert (folder / "precious").exists()
+    assert not folder.exists()
     folder.mkdir()
     (folder / "left").touch()
-    (folder / "foreign").mkdir()
     with staging(folder):
         assert [path.name for path in folder.iterdir()] == ["lock"]
     assert not folder.exists()

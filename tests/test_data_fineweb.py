@@ -4,6 +4,7 @@ import hashlib
 import http.server
 import threading
 from pathlib import Path
+import huggingface_hub
 import numpy as np
 import pytest
 from conftest import refused, write_shard
@@ -36,13 +37,18 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path_factory, monkeypatch):
-    """A server of the files, with etags other than their SHA-256, and the names of all it sent."""
+    """A server of the files, the first of which has an etag that is no SHA-256, as mirrors have,
+    and the names of all it sent. The hub's library is as in 2024, when a function knew no endpoint.
+    """
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.folder, server.sums, server.fetched = tmp_path_factory.mktemp("hub"), {}, []
+    server.folder, server.fetched = tmp_path_factory.mktemp("hub"), []
+    server.sums = {NAMES[0]: "some-other-etag"}
     server.files = {name: shard(server.folder / name, i) for i, name in enumerate(NAMES)}
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    plain = huggingface_hub.get_hf_file_metadata
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda url: plain(url))
     yield server
     server.shutdown()
     server.server_close()
@@ -68,17 +74,6 @@ def test_it_fetches_checks_and_records_and_then_has_nothing_to_do(hub, tmp_path,
     fetch(folder)  # needs no network
     assert hub.fetched == NAMES and "0 fetched now" in capsys.readouterr().out
 
-def test_the_hubs_library_of_2024_and_a_mirror_without_checksums_will_do(hub, tmp_path,
-                                                                         monkeypatch):
-    """Up to 0.30 this function knew no endpoint."""
-    import huggingface_hub
-    plain = huggingface_hub.get_hf_file_metadata
-    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda url: plain(url))
-    hub.sums[NAMES[0]] = "some-other-etag"
-    fetch(tmp_path, chunks=0)
-    assert hub.fetched == NAMES[:1]
-    assert hashlib.sha256(hub.files[NAMES[0]]).hexdigest() in (tmp_path / "SHA256SUMS").read_text()
-
 @pytest.mark.parametrize("content, etag, words", [
     (lambda b: b[:-2], None, "promises 5000 tokens, the file holds 4999"),
     (lambda b: b"<html></html>" * 100, None, "not a token shard"),
@@ -86,7 +81,8 @@ def test_the_hubs_library_of_2024_and_a_mirror_without_checksums_will_do(hub, tm
 def test_a_bad_file_on_the_hub_does_not_stay(hub, tmp_path, content, etag, words):
     path = hub.folder / NAMES[2]
     path.write_bytes(content(path.read_bytes()))
-    hub.sums = {NAMES[2]: etag} if etag else {}
+    if etag:
+        hub.sums[NAMES[2]] = etag
     with refused(f"{NAMES[2]}.*{words}", UserError):
         fetch(tmp_path)
     assert names(tmp_path) == sorted([*NAMES[:2], "SHA256SUMS"])  # the sound ones are kept

@@ -107,7 +107,7 @@ def test_shards_of_gpt2_tokens(vocab_dir, gpt2, tmp_path, capsys):
     texts = [f"document {i} says naïve things" * (i % 7 + 1) for i in range(100)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     tokenize_text.main([str(tmp_path / "a.jsonl"), f"--out={tmp_path}", "--name=t",
-                        "--tokenizer=gpt2", "--workers=2", f"--vocab_dir={vocab_dir}"])
+                        "--tokenizer=gpt2", f"--vocab_dir={vocab_dir}"])
     decoded = []
     for path in (tmp_path / "t_train_000001.bin", tmp_path / "t_val_000000.bin"):
         decoded += gpt2.decode(check_shard(path, 50257).tolist()).split("<|endoftext|>")[1:]
