@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, SCRIPT, TINY, edited, launch, log_of, losses, refused
-from test_gpu import SMALL
 from test_interpreted import why_not
 from data.common import UserError
 from records.tools import bench
@@ -30,8 +29,7 @@ def test_scripts_are_measured_as_they_are(tmp_path, shards):
         assert len(each["losses"]) == 2 + 3 + 2 and min(each["micro_ms"]) > 0
         assert sum(each["micro_ms"]) < sum(each["step_ms"])
         assert len(each["slowest"]) == 10 and "aten::mm" in str(each["slowest"])
-        assert list(each["start to step 1"]) == ["nothing to compile, 3 at once"]
-        assert each["peak memory, process"] > 2**27
+        assert each["peak_memory"] > 2**27
     assert published["losses"][0] == pytest.approx(math.log(50257), abs=1e-4)
     assert published["losses"][-1] < published["losses"][0]
     ratios = [1024 / 512 * a / b for a, b in zip(half["step_ms"], published["step_ms"])]
@@ -44,12 +42,10 @@ def test_scripts_are_measured_as_they_are(tmp_path, shards):
     text = bench.text_of(result)
     assert f"\n{'tokens a step':<30}{'512':>25}{'1,024':>25}{'1,024':>25}\n" in text
     assert f"train_gpt.py takes {sum(ours['ratios']) / 3:.3f} times as long a token as" in text
-    assert "GPU" not in text and "memory, reserved" not in text
 
 @pytest.mark.full
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_its_half_for_a_gpu_runs_up_to_the_launch(tmp_path, monkeypatch, capsys):
-    """Each script starts with an empty cache, then with a full one."""
     helper = ROOT / "tests" / "helpers" / "on_fake_gpu.py"
     monkeypatch.setattr(bench, "CHILD", [sys.executable, str(helper), str(PROGRAM)])
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests'}")
@@ -63,31 +59,28 @@ def test_its_half_for_a_gpu_runs_up_to_the_launch(tmp_path, monkeypatch, capsys)
     ours, published = result["scripts"]
     for each in (ours, published):
         assert each["device"] == "NVIDIA H100 80GB HBM3"
-        assert set(each["start to step 1"]) == {"an empty cache, 1 at once",
-                                                "a full cache, 2 at once"}
-        assert each["peak memory, tensors"] == 3 * 2**30 and len(each["step_ms"]) == 3
-        kernels = {kernel["name"]: kernel for kernel in each["slowest"]}
-        (transfer,) = [one for name, one in kernels.items() if name.startswith("Memcpy")] or [None]
-        assert transfer is None or transfer["ms"] == 1 / 2
+        assert each["peak_memory"] == 3 * 2**30 and len(each["step_ms"]) == 3
+        kernels = {name: ms for name, ms, _ in each["slowest"]}
+        transfers = [ms for name, ms in kernels.items() if name.startswith("Memcpy")]
+        assert transfers in ([], [1 / 2])
         assert not {"Context Sync", "Stream Wait Event", "a mark"} & kernels.keys()
     assert "triton_tem" in str(ours["slowest"]) and "triton_tem" not in str(published["slowest"])
     assert [ours["losses"][0], published["losses"][0]] == pytest.approx(
         [math.log(320), math.log(50257)], abs=1e-4)  # the head's rows
     text = bench.text_of(result)
-    assert "one cannot show" in text and "3,072 MiB" in text and "  triton_" in text
+    assert "3,072 MiB" in text and "  triton_" in text
 
-@pytest.mark.parametrize("together, tried", [(True, [1, 2]), (False, [1, 2, 1])])
+@pytest.mark.parametrize("together, tried", [(True, [2]), (False, [2, 1, 1])])
 def test_scripts_share_a_gpu_where_they_can(together, tried, monkeypatch, capsys):
     """In exclusive mode, or where memory holds one, they are measured one after the other."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     seen = []
-    def measure(contestants, at_once, *rest):
-        seen.append(at_once)
-        for one in contestants:
-            one.report = {"time": 0, "step_ms": [1] * 5, "micro_ms": [[1]] * 5, "losses": [1] * 5,
-                          "kernels": {}, "tokens": 1}
-        if at_once > 1 and not together:
+    def measure(group, turns):
+        seen.append(len(group))
+        for one in group:
+            one.report = {"step_ms": [1] * 5, "micro_ms": [[1]] * 5, "losses": [1] * 5, "tokens": 1}
+        if len(group) > 1 and not together:
             raise UserError("train_gpt.py: ended, as is shown above")
     monkeypatch.setattr(bench, "measure", measure)
     bench.main([f"--vs={LOG}", "--steps=1", "--json"])
@@ -113,13 +106,12 @@ def test_a_mistake_in_a_copy_keeps_its_traceback(tmp_path, monkeypatch):
     assert "wrong.py: Traceback (most recent call last)" in said
     assert said.endswith("has no attribute 'no_such_function'\n")
 
-def test_its_units_and_that_the_first_steps_do_not_count(tmp_path):
+def test_its_units_and_that_the_first_steps_do_not_count():
     meter = SimpleNamespace(cuda=False, profiler=None, losses=[3.0] * 8, found={
-        "tokens": 1000, "step_ms": [], "micro_ms": [], "losses": [], "kernels": {}})
+        "tokens": 1000, "step_ms": [], "micro_ms": [], "losses": []})
     meter.ends = [[float(i * i), i * i + 0.25] for i in range(9)]  # longer from step to step
     bench.Meter.collect(meter)
-    one = SimpleNamespace(name="x", seconds={}, report=meter.found, folder=tmp_path)
-    found = bench.figures_of(one, 3)
+    found = bench.figures_of(SimpleNamespace(name="x", report=meter.found), 3)
     assert found["step_ms"] == [5000.0, 7000.0, 9000.0] and found["micro_ms"] == [250.0] * 3
     cells = bench.cells_of(found)
     assert cells["a step, ms: median (range)"] == "7000.0 (5000.0 to 9000.0)"

@@ -5,9 +5,9 @@
 
 Each script runs as it is, in a process of its own, and trains --steps=20 steps, in turns of five
 with the others, so that a machine that changes its speed changes it for all. They are the steps of
-a whole run that is shortened to them, with all its windows. Two steps before are not timed. On a
-GPU each script first compiles with an empty cache, and then they start again, side by side where
-memory holds all. Nothing else runs while steps are timed.
+a whole run that is shortened to them, with all its windows. Two steps before are not timed. Where
+a GPU's memory does not hold all scripts, they run one after the other. One GPU cannot show what
+eight take to exchange gradients and weights.
 
 A published script, or that of a published log, is changed where PUBLISHED says. Tokens are made up
 unless --train_files names shards. Two more steps are profiled, for the slowest kernels.
@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 import traceback
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median, pstdev
@@ -70,7 +71,7 @@ class Meter:
         self.reports = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # what the script prints goes to stderr
         self.cuda = torch.cuda.is_available()
-        self.found = dict(step_ms=[], micro_ms=[], losses=[], kernels={})
+        self.found = dict(step_ms=[], micro_ms=[], losses=[])
         self.ends = self.micro_losses = None  # until the script has warmed up
 
     def begin(self, *_):
@@ -118,32 +119,29 @@ class Meter:
         self.found["torch"] = torch.__version__
         if self.cuda:
             torch.cuda.synchronize()
-            self.found["peak memory, tensors"] = torch.cuda.max_memory_allocated()
-            self.found["peak memory, reserved"] = torch.cuda.max_memory_reserved()
+            self.found["peak_memory"] = torch.cuda.max_memory_allocated()
         elif not self.profiler:  # which takes much itself
-            usage = resource.getrusage(resource.RUSAGE_SELF)
-            self.found["peak memory, process"] = 1024 * usage.ru_maxrss
+            self.found["peak_memory"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         self.found.setdefault("tokens", getattr(sys.modules["__main__"], "train_batch_size", None))
-        self.found["time"] = time.time()
         self.found["losses"] += map(float, self.losses)
         for ends, next_ends in pairwise(self.ends):
             self.found["step_ms"].append(took(ends[0], next_ends[0]))
             self.found["micro_ms"].append([took(*pair) for pair in pairwise(ends)])
         if self.profiler:
             self.profiler.stop()
-            self.found["kernels"] = kernels_of(self.profiler.events(), len(self.losses), self.cuda)
+            self.found["slowest"] = slowest_of(self.profiler.events(), len(self.losses), self.cuda)
 
-def kernels_of(events, steps: int, cuda: bool) -> dict:
-    """{name of a kernel, or on a CPU of an operator: (ms a step, launches a step)}"""
+def slowest_of(events, steps: int, cuda: bool) -> list[tuple[str, float, float]]:
+    """(name, ms a step, launches a step) of the ten slowest kernels, or operators on a CPU."""
     found = {}
     for event in events:
         on_gpu = event.device_type == torch.autograd.DeviceType.CUDA
         wait = event.is_user_annotation or re.search(r"\bSync$|\bWait\b", event.name)
         if on_gpu == cuda and not wait:
             took = event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
-            ms, launches = found.get(event.name, (0, 0))
-            found[event.name] = ms + took / 1000 / steps, launches + 1 / steps
-    return found
+            _, ms, launches = found.get(event.name, ("", 0, 0))
+            found[event.name] = event.name, ms + took / 1000 / steps, launches + 1 / steps
+    return sorted(found.values(), key=lambda kernel: -kernel[1])[:10]
 
 def write_documents(path, tokens: int, vocab_size: int):
     """Writes made-up documents: of 700 tokens on average, as web pages have, and by Zipf's law,
@@ -227,18 +225,14 @@ def contest(path: str, turns: str, *flags: str):
 
 # ---- Measuring -----------------------------------------------------------------------------------
 
+@dataclass
 class Contestant:
-    def __init__(self, name: str, command: list[str], folder: Path):
-        self.name = name
-        self.command = command  # that starts its process
-        self.folder = folder  # of all that it writes
-        self.seconds = {}  # from its start to step 1, by the cache's state
+    name: str
+    command: list[str]  # that starts its process
+    folder: Path  # of all that it writes
 
     def start(self):
-        self.began = time.time()
-        cache = self.folder / "cache"
         environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | os.environ | dict(
-            TORCHINDUCTOR_CACHE_DIR=str(cache), TRITON_CACHE_DIR=str(cache / "triton"),
             RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
         with open(self.folder / "output.txt", "w") as output:
             self.process = subprocess.Popen(
@@ -253,35 +247,23 @@ class Contestant:
         self.report = json.loads(line or '{"error": "ended, as is shown above"}')
         require("error" not in self.report, f"{self.name}: {self.report.get('error')}")
 
-def measure(contestants: list[Contestant], at_once: int, turns: int, cache: str):
-    """Starts as many at once, and then they train in turns."""
-    for at in range(0, len(contestants), at_once):
-        group = contestants[at:at + at_once]
-        state = f"{cache}, {len(group)} at once"
-        with contextlib.ExitStack() as stack:
-            for one in group:
-                one.start()
-                stack.enter_context(one.process)
-                stack.callback(one.process.kill)
-            for one in group:
-                one.read()
-                one.seconds[state] = one.report["time"] - one.began
-                print(f"{one.name}: {one.seconds[state]:.1f} s to step 1, {state}", file=sys.stderr)
-            for one in (turns - 1) * group:
-                print(file=one.process.stdin, flush=True)
-                one.read()
+def measure(group: list[Contestant], turns: int):
+    """Starts the scripts, each when the one before has compiled. Then they train in turns."""
+    with contextlib.ExitStack() as stack:
+        for one in group:
+            one.start()
+            stack.enter_context(one.process)
+            stack.callback(one.process.kill)
+            one.read()
+        for one in (turns - 1) * group:
+            print(file=one.process.stdin, flush=True)
+            one.read()
 
 def figures_of(one: Contestant, steps: int) -> dict:
-    """What was measured of a script. What was not is not there."""
-    found = {"name": one.name, "start to step 1": one.seconds} | one.report
-    del found["time"]
+    """What was measured of a script in the timed steps."""
     timed = slice(UNTIMED, UNTIMED + steps)
-    found["step_ms"] = found["step_ms"][timed]
-    found["micro_ms"] = sum(found["micro_ms"][timed], [])
-    kernels = [dict(name=name, ms=ms, launches=launches)
-               for name, (ms, launches) in found.pop("kernels").items()]
-    found["slowest"] = sorted(kernels, key=lambda kernel: -kernel["ms"])[:10]
-    return found
+    return one.report | dict(name=one.name, step_ms=one.report["step_ms"][timed],
+                             micro_ms=sum(one.report["micro_ms"][timed], []))
 
 # ---- What is printed -----------------------------------------------------------------------------
 
@@ -292,10 +274,7 @@ def cells_of(one: dict) -> dict[str, str]:
     if one["tokens"]:
         cells["tokens a step"] = f"{one['tokens']:,}"
         cells["tokens/s"] = f"{1000 * one['tokens'] / median(one['step_ms']):,.0f}"
-    for cache, seconds in one["start to step 1"].items():
-        cells[f"start to step 1, {cache}"] = f"{seconds:.1f} s"
-    for name in filter(re.compile("peak").match, one):
-        cells[name] = f"{one[name] / 2**20:,.0f} MiB"
+    cells["peak memory"] = f"{one['peak_memory'] / 2**20:,.0f} MiB"
     for step in sorted({1, 2, min(12, len(one["losses"])), len(one["losses"])}):
         cells[f"loss, step {step}"] = f"{one['losses'][step - 1]:.4f}"
     return cells
@@ -309,17 +288,14 @@ def text_of(result: dict) -> str:
         lines.append(f"{name:<30}" + "".join(f"{column.get(name, ''):>25}" for column in columns))
     for one in scripts:
         lines += ["", f"slowest in {one['name']}: ms a step, launches a step"]
-        for kernel in one["slowest"]:
-            lines.append(f"{kernel['ms']:10.3f} {kernel['launches']:8.1f}  {kernel['name'][:60]}")
+        for name, ms, launches in one["slowest"]:
+            lines.append(f"{ms:10.3f} {launches:8.1f}  {name[:60]}")
     lines.append("")
     for one in scripts:
         if ratios := one.get("ratios"):
             lines.append(f"{one['name']} takes {mean(ratios):.3f} times as long a token as "
                          f"{scripts[-1]['name']} (SD {pstdev(ratios):.3f}, {len(ratios)} steps "
                          f"{result['order']})")
-    if "CPU" not in scripts[0]["device"]:
-        lines.append("These are milliseconds on one GPU. Eight do a step's micro-batches at the "
-                     "same time and then exchange gradients and weights, which one cannot show.")
     return "\n".join(lines)
 
 def main(arguments=None):
@@ -348,16 +324,15 @@ def main(arguments=None):
             command = [*CHILD, "--contest", os.path.abspath(script), json.dumps(turns), *flags]
             contestants.append(Contestant(script, command, Path(tempfile.mkdtemp(dir=folder))))
         order = "in turn"
-        if not torch.cuda.is_available():
-            measure(contestants, len(contestants), len(turns), "nothing to compile")
-        else:
-            measure(contestants, 1, 1, "an empty cache")
-            try:
-                measure(contestants, len(contestants), len(turns), "a full cache")
-            except UserError as error:  # memory, or the exclusive mode of many clusters
-                order = "one script after the other, since together they fail"
-                print(f"{order}: {error}", file=sys.stderr)
-                measure(contestants, 1, len(turns), "a full cache")
+        try:
+            measure(contestants, len(turns))
+        except UserError as error:  # memory, or the exclusive mode of many clusters
+            if not torch.cuda.is_available():
+                raise
+            order = "one script after the other, since together they fail"
+            print(f"{order}: {error}", file=sys.stderr)
+            for one in contestants:
+                measure([one], len(turns))
         found = [figures_of(one, options.steps) for one in contestants]
     other = found[-1]
     for one in found[:-1]:
