@@ -190,7 +190,7 @@ IN_PROGRAMS = {
         ("damaged shards stay", "«found == sums→found.keys() == sums.keys()»", "damaged"),
         ("a copy's run is resumed by the script", "(«same or scripts→scripts»)[0]", "is_resumed"),
         ("repeats have one seed", "and «hp.seed < 0 and →»not", "can_fix")],
-    ("records/tools/watch.py", "test_watch.py"): [
+    ("records/tools/launch.py", "test_watch.py"): [
         ("a signal's status is another one", "else 128 «-→+» status)", "breaks_is_said"),
         ("the wrong rank is blamed", " < 0« and code != -signal.SIGTERM→»]", "is_blamed")],
     ("records/tools/race.py", "test_race.py"): [
@@ -247,7 +247,7 @@ IN_PROGRAMS = {
         ("a file that was not given may be opened", "elif «name not in allowed→False» and", "opened")],
     ("records/tools/sample.py", "test_sample.py"): [
         ("the seed draws nothing", "manual_seed(«args.seed→0»)", "a_seed_gives"),
-        ("the oldest checkpoint is taken", "return found[«-1→0»]", "chain")],
+        ("the oldest checkpoint is taken", "return found[«-1→0»]", "newest_ch")],
     ("records/tools/hellaswag.py", "test_hellaswag.py"): [
         ("the logits of the token itself", "len(item.context)« - 1→»\n", "batched")],
     ("records/tools/ledger.py", "test_ledger.py"): [

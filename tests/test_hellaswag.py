@@ -41,7 +41,7 @@ def test_batched_scores_are_those_of_one_example_a_forward(tmp_path):
     itself than alone."""
     run = load_model(save_random_model(tmp_path / "run", "--num_iterations=1",
                                        "--val_seq_len=1024", "--window_end=384"))
-    items = hellaswag.read_items(TINY_FILE, load_tokenizer("bytes"), None)
+    items = hellaswag.read_items(TINY_FILE, load_tokenizer("bytes"))
     long = [at for at, item in enumerate(items) if len(item.context) > 3.5 * BLOCK]
     assert len(items) == 12 and long
     batches = [hellaswag.ending_losses(run, part) for part in (items[:5], items[5:])]
@@ -52,7 +52,7 @@ def test_batched_scores_are_those_of_one_example_a_forward(tmp_path):
     assert difference.max() > 0.1, "a block more or less in the window shows"
 
 def test_figures_of_a_trained_run_are_the_plain_ones(trained, run_sample):
-    items = hellaswag.read_items(TINY_FILE, load_tokenizer("bytes"), None)
+    items = hellaswag.read_items(TINY_FILE, load_tokenizer("bytes"))
     sums = plain_losses(load_model(trained), items)
     means = sums / torch.tensor([[len(ending) for ending in item.endings] for item in items])
     labels = torch.tensor([item.label for item in items])
@@ -66,10 +66,10 @@ def test_figures_of_a_trained_run_are_the_plain_ones(trained, run_sample):
     assert trained.with_suffix(".log").read_bytes() == log
     assert {path.suffix for path in trained.iterdir()} == {".pt"}
 
-def test_labels_as_text_blank_lines_a_mark_and_limit(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", LINE, "", {**LINE, "label": "3"}, "not JSON")
+def test_labels_as_text_blank_lines_and_a_mark(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", LINE, "", {**LINE, "label": "3"})
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    items = hellaswag.read_items(path, load_tokenizer("bytes"), 2)
+    items = hellaswag.read_items(path, load_tokenizer("bytes"))
     assert [item.label for item in items] == [0, 3]
     assert bytes(items[0].context[1:]) == b"It rains. he"
     assert bytes(items[0].endings[0]) == b" waits."
@@ -87,13 +87,7 @@ def test_what_cannot_be_used_is_one_line(tmp_path, trained, run_sample, lines, m
     message = f"error: {path}: {message}"
     assert complaint(run_sample(trained, "--data", path, program=hellaswag)).startswith(message)
 
-def test_an_unknown_vocabulary_is_one_line(tmp_path, run_sample):
-    run = save_random_model(tmp_path / "unknown", "--vocab_size=1000")
-    assert complaint(run_sample(run, program=hellaswag)) == (
-        "error: no tokenizer is known for a vocabulary of 1000 tokens\n")
-
-def test_the_published_file_is_fetched_once_and_whole_or_not_at_all(tmp_path, trained, run_sample,
-                                                                    monkeypatch):
+def test_the_file_is_fetched_once_or_not_at_all(tmp_path, trained, run_sample, monkeypatch):
     published = write_lines(tmp_path / "published.jsonl", LINE, LINE)
     folder = tmp_path / "data" / "hellaswag"
     monkeypatch.setattr(hellaswag, "URL", published.as_uri())

@@ -2,20 +2,19 @@
 
 import dataclasses
 import itertools
-import subprocess
+import os
 import sys
 from collections import Counter
 from types import SimpleNamespace
 import pytest
 import torch
-from conftest import ENVIRONMENT, ROOT, TINY, train
+from conftest import ROOT, TINY, launch, train
 from test_data_common import status_of
 from test_data_vocab import vocab_dir
-from test_logs import log_text
 import train_gpt
 from data import vocab
 from data.common import UserError
-from records.tools import sample
+from records.tools import logs, sample
 
 __all__ = ["vocab_dir"]  # a fixture
 SCRIPT = ROOT / "train_gpt.py"
@@ -80,7 +79,7 @@ def test_the_odds_follow_temperature_and_top_k(monkeypatch, temperature, top_k):
     # Escape, backspace, carriage return, delete, and the control sequence introducer of one
     # character, whose two bytes come one at a time.
     ("\x1b]0;title\x07\n", b"\x1b[31mred\x08\r\n\t\x7f\x00\xc2\x9b2J",
-     r"\x1b]0;title\x07" "\n" r"\x1b[31mred\x08\x0d" "\n\t" r"\x7f\x00\x9b2J" "\n", ""),
+     r"\x1b]0;title\x07" "\n" r"\x1b[31mred\x08\r" "\n\t" r"\x7f\x00\x9b2J" "\n", ""),
     ("x", [65, 66, 256, 67], "xAB\n", "note: end of text after 2 tokens\n")])
 def test_characters_stay_whole_and_what_a_terminal_would_obey_is_escaped(
         trained, run_sample, monkeypatch, prompt, tokens, out, err):
@@ -119,49 +118,35 @@ def test_gpt2_text_which_takes_a_vocabulary(tmp_path, vocab_dir, run_sample):
     tokenizer = vocab.GPT2Tokenizer(vocab.gpt2_merge_ranks(vocab_dir))
     want = tokenizer.decode(continued(tokenizer.encode("the lost vé")))
     assert (done.status, done.err) == (0, "") and want.startswith("the lost vé")
-    assert done.out == want.translate(sample.ESCAPES) + "\n"
+    assert done.out == logs.printable(want) + "\n"
 
-def test_a_resumed_run_has_the_checkpoints_of_its_chain(tmp_path):
-    """Its own, or else those of the log that it continues, from before the step where it did."""
-    def checkpoint_of(run):
-        path = sample.find_checkpoint(tmp_path / run)
-        return f"{path.parent.name}{int(path.stem[4:])}"
+def test_the_newest_checkpoint_is_taken_in_a_folder_that_of_the_newest_run(tmp_path):
     for name, step in (("a", 2), ("a", 4), ("b", 6)):
         (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / f"step{step:08}.pt").touch()
-    for name, parent, first in (("a", None, 0), ("b", "a", 2), ("c", "b", 4), ("d", "c", 8)):
-        text = log_text((4.0, 3.9), parent=parent and f"gone/{parent}", first=first, every=2)
-        (tmp_path / f"{name}.log").write_text(text)
-    (tmp_path / "d.log").write_text(text[:text.index("step:8/")])  # has not begun yet
-    names = ["a.log", "a/step00000002.pt", "b.log", "b/", "c.log", "d.log"]
-    assert [*map(checkpoint_of, names)] == ["a4", "a2", "b6", "b6", "a2", "a2"]
-    (tmp_path / "e.log").write_text(log_text())  # of a run that has none
-    assert checkpoint_of("") == "a2", "of all logs, the newest that has one: d.log"
-    (tmp_path / "b" / "step00000006.pt").unlink()  # b began at step 2, before a's second one
-    assert {*map(checkpoint_of, names[1:])} == {"a2"}
-    (tmp_path / "a.log").unlink()
-    with pytest.raises(UserError, match="saved no checkpoint yet, and a.log is missing"):
-        sample.load_model(tmp_path / "c.log")
+    for name in "abc":  # c has none yet
+        (tmp_path / f"{name}.log").touch()
+    for run, found in {"a.log": "a/step00000004.pt", "a/step00000002.pt": "a/step00000002.pt",
+                       "b.log": "b/step00000006.pt", "": "b/step00000006.pt"}.items():
+        assert sample.find_checkpoint(tmp_path / run) == tmp_path / found
+    with pytest.raises(UserError, match="c: has no checkpoint"):
+        sample.find_checkpoint(tmp_path / "c.log")
 
 def test_of_several_runs_the_newest_is_taken(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sample, "load_model", lambda run, *_: run)
-    newest = tmp_path / "2026-01-02T00-00-00Z_a"
-    for folder in (tmp_path / "2025-12-31T23-59-59Z_z", newest):
+    older, newest = tmp_path / "2025-12-31T23-59-59Z_z", tmp_path / "2026-01-02T00-00-00Z_a"
+    for folder in (older, newest):
         folder.mkdir()
         for path in (folder.with_suffix(".log"), folder / "step00000001.pt"):
             path.touch()
-    for name in ("2025-12-31T23-59-59Z_z", "best"):
+    for name in (older.name, "renamed"):
+        older.with_suffix(".log").rename(tmp_path / f"{name}.log")
+        older.rename(tmp_path / name)
         for pattern in ("*", "*.log", "*/*.pt"):
             runs = sorted(tmp_path.glob(pattern))
             found = sample.load_run(SimpleNamespace(run=runs, script=None))
             assert sample.folder_of(found) == newest
             assert f"note: the newest of {len(runs)} runs: {found}\n" == capsys.readouterr().err
-        if name == "best":
-            break
-        for path in sorted(tmp_path.glob("2025*")):  # renamed, it is still the older one
-            path.rename(path.with_name(f"best{path.suffix}"))
-        torch.save({"log": f"r/{name}.log"}, tmp_path / "best" / "step00000001.pt")
-        (tmp_path / "best.log").write_text(log_text(notes=[f"log: r/{name}.log"]))
     with pytest.raises(UserError, match="The : there is no such run"):
         sample.load_run(SimpleNamespace(run=[newest, "The "], script=None))
 
@@ -180,16 +165,17 @@ def test_a_run_of_another_script_needs_that_script(tmp_path, run_sample, monkeyp
 
 @pytest.mark.parametrize("run, message", [
     (["nothing.pt"], "there is no such run"), (["unsaved.log"], "(--save_every=0)"),
-    (["bad.log"], "bad.log: no log ("), (["list"], "list/step00000000.pt cannot be used"),
+    (["list"], "list/step00000000.pt cannot be used"),
     (["unknown"], "unknown/step00000000.pt: does not fit"), (["shape"], "mismatch"),
+    (["words"], "error: no tokenizer is known for a vocabulary of 1000 tokens\n"),
     (["x", "--tokens=0"], "--tokens: 0: expected a whole number from 1 on")])
 def test_what_cannot_be_used_is_one_line(tmp_path, run_sample, monkeypatch, run, message):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "unsaved.log").write_text(log_text())
-    (tmp_path / "bad.log").touch()
+    (tmp_path / "unsaved.log").touch()
     settings = dataclasses.asdict(train_gpt.parse_flags(TINY)[0])
     save_random_model(tmp_path / "unknown", settings={**settings, "what": 1})
     save_random_model(tmp_path / "shape", settings={**settings, "model_dim": 48})
+    save_random_model(tmp_path / "words", "--vocab_size=1000")
     (tmp_path / "list").mkdir()
     torch.save([1, 2], tmp_path / "list" / "step00000000.pt")
     assert message in complaint(run_sample(*run))
@@ -199,18 +185,13 @@ def test_a_seed_gives_one_text(trained, run_sample):
     assert texts[0] == texts[1] != texts[2]
 
 def test_the_command_itself(trained):
-    command = [sys.executable, ROOT / "records" / "tools" / "sample.py", trained.name,
-               "--prompt=é", "--tokens=2"]
-    done = subprocess.run(command, cwd=trained.parent, capture_output=True, timeout=200, check=True,
-                          env=ENVIRONMENT | {"PYTHONIOENCODING": "ascii"})
-    assert done.stdout.startswith(rb"\xe9") and done.stderr == b"", done
+    done = launch(trained, "--prompt=é", "--tokens=2", PYTHONIOENCODING="ascii",
+                  script=ROOT / "records" / "tools" / "sample.py")
+    assert done.stdout.startswith(r"\xe9") and done.stderr == "", done
 
-def test_it_takes_one_thread_unless_told_otherwise(monkeypatch, run_sample, runs_here):
-    for wanted, threads in (("2", 2), (None, 1)):
-        torch.set_num_threads(2)
-        if wanted:
-            monkeypatch.setenv("OMP_NUM_THREADS", wanted)
-        else:
-            monkeypatch.delenv("OMP_NUM_THREADS")
-        complaint(run_sample("nothing"))
-        assert torch.get_num_threads() == threads
+@pytest.mark.parametrize("chosen, threads", [({"OMP_NUM_THREADS": "2"}, 2), ({}, 1)])
+def test_it_takes_one_thread_unless_told(chosen, threads, monkeypatch, run_sample, runs_here):
+    torch.set_num_threads(2)
+    monkeypatch.setattr(os, "environ", chosen)
+    complaint(run_sample("nothing"))
+    assert torch.get_num_threads() == threads

@@ -1,4 +1,4 @@
-"""tools/watch.py: what a run shows, and its last lines where it ends early."""
+"""tools/launch.py: what a run shows, and its last lines where it ends early."""
 
 import functools
 import os
@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 import pytest
 from conftest import ROOT, RUN_SH, TINY, log_path, newest_checkpoint, run_sh
-from records.tools import watch
+from records.tools import launch
 from records.tools.load import LEASH
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -18,8 +18,8 @@ def test_on_a_terminal_one_line_stands_for_the_training_steps(monkeypatch, capsy
     steps = [f"step:{n}/9 train_loss:{n}.5 train_time:1ms\n" for n in range(5, 10)]
     lines = ["log: a\n", *steps, "step:9/9 val_loss:1\n", "end\n"]
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
-    monkeypatch.setattr(watch, "tqdm", functools.partial(watch.tqdm, mininterval=0))
-    assert list(watch.show(lines)) == lines
+    monkeypatch.setattr(launch, "tqdm", functools.partial(launch.tqdm, mininterval=0))
+    assert list(launch.show(lines)) == lines
     shown = capsys.readouterr().out
     if not terminal:
         assert shown == "".join(lines)
@@ -87,7 +87,7 @@ def test_a_rank_that_breaks_is_said_last_without_torchruns_report(tmp_path, capf
     (script := tmp_path / "a.py").write_text(
         f"import os, sys, time\nif os.environ['RANK'] == '1':\n    {code}\ntime.sleep(60)")
     with pytest.raises(SystemExit) as ended:
-        watch.train(str(script), [], 2)
+        launch.train(str(script), [], 2)
     said = capfd.readouterr().err
     assert ended.value.code == status and said.splitlines()[-2:] == [
         f"error: {words}", "run.sh: it has saved no checkpoint to go on from; the same command "
@@ -97,11 +97,11 @@ def test_a_rank_that_breaks_is_said_last_without_torchruns_report(tmp_path, capf
 def test_a_run_that_ends_well_may_have_said_error(tmp_path):
     (script := tmp_path / "a.py").write_text(
         "import sys\nprint('log: x')\nprint('error: none', file=sys.stderr)")
-    assert watch.train(str(script), [], 1) == Path("x")
+    assert launch.train(str(script), [], 1) == Path("x")
 
 def test_the_rank_that_was_killed_is_blamed_and_not_those_that_torchrun_ended():
     ended = {}
-    watch.pass_errors([f"  exitcode  : {code} (pid: 9)\n" for code in (1, -15, -9, -15)], ended)
+    launch.pass_errors([f"  exitcode  : {code} (pid: 9)\n" for code in (1, -15, -9, -15)], ended)
     assert ended["status"] == -9
 
 def test_a_leashed_script_runs_as_any_other(tmp_path):

@@ -48,7 +48,7 @@ from torch._C._nn import cross_entropy_loss  # as it is before a script can repl
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from data.common import check_shard
-from records.tools.sample import checked_script, checkpoints_in, folder_of, one_line
+from records.tools.sample import checked_script, one_line
 
 PLACES = 8  # at which later tokens are changed
 FIRST, LATER = 3, 8  # steps that are trained again
@@ -121,7 +121,7 @@ class Exam:
         self.began = time.monotonic()
         self.path = path
         self.run = logs.read_run(log, log.stem)
-        found = {self.read(path)["step"]: path for path in checkpoints_in(folder_of(log))}
+        found = {self.read(path)["step"]: path for path in log.with_suffix("").glob("*.pt")}
         self.final = found.pop(self.run.steps, None)
         self.middle = max(found, default=0), found.get(max(found, default=0))
         require(self.final, f"there is no checkpoint of step {self.run.steps}, the last one")

@@ -1,7 +1,7 @@
 """HellaSwag (arXiv:1905.07830) accuracy of a run's model: which of four endings comes next?
 
     ./run.sh hellaswag records/2026-01-31T12-00-00Z_speedrun.log  # 10,042 items, fetched
-    ./run.sh hellaswag RUN --data my_items.jsonl --limit 1000
+    ./run.sh hellaswag RUN --data my_items.jsonl
 
 The answer is the ending with the lowest mean loss per token of the ending, given the context
 (acc_norm), and for comparison the one with the lowest summed loss (acc). Harnesses that clean the
@@ -17,7 +17,7 @@ from http.client import HTTPException
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from records.tools.load import ROOT, UserError, between, require, run
+from records.tools.load import ROOT, UserError, require, run
 
 import torch
 import torch.nn.functional as F
@@ -45,12 +45,12 @@ def download(folder: Path) -> Path:
                             "give a copy of it by --data") from None
     return path
 
-def read_items(path: Path, tokenizer, limit: int | None) -> list[Item]:
+def read_items(path: Path, tokenizer) -> list[Item]:
     """In tokens. The context begins with the end-of-text token."""
     items = []
-    with open(path, "rb") as f:
-        lines = [(number, line) for number, line in enumerate(f, 1) if line.strip()]
-    for number, line in lines[:limit]:
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
         try:
             fields = json.loads(line)
             label = ["0", "1", "2", "3"].index(str(fields["label"]))  # some have a text
@@ -94,11 +94,10 @@ def main():
     parser = arguments("hellaswag", __doc__)
     add = parser.add_argument
     add("--data", type=Path, metavar="FILE", help="items (hellaswag_val.jsonl, fetched)")
-    add("--limit", type=between(1), metavar="N", help="only the first N items")
     args = parser.parse_args()
     trained = load_run(args)
     tokenizer = tokenizer_of(trained.hp, args.vocab_dir)
-    items = read_items(args.data or download(FOLDER), tokenizer, args.limit)
+    items = read_items(args.data or download(FOLDER), tokenizer)
     batches = []
     for at in tqdm(range(0, len(items), BATCH), unit="batch", disable=None):
         batches.append(ending_losses(trained, items[at:at + BATCH]))

@@ -5,7 +5,8 @@ processes, checks everything, and starts torchrun.
     ./run.sh [SCRIPT.py] --resume[=RUN] [flags]
 
 Each command that it starts is printed first, and can be given by hand as well. What --check finds
-is one line and status 2. Of a run that ends early, the last lines say why, and how to go on.
+is one line and status 2. Of a run that ends early, the last lines say why, and how to go on;
+torchrun's own report of a failure, 40 lines, is left out.
 """
 
 import hashlib
@@ -15,22 +16,29 @@ import os
 import random
 import re
 import shlex
+import signal
+import subprocess
 import sys
 import sysconfig
+import threading
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from records.tools import logs
-from records.tools.load import ArgumentParser, UserError, child, locked, require, run
+from records.tools.load import (LEASH, TORCHRUN, ArgumentParser, UserError, child, locked, require,
+                                run)
 
 import torch
+from tqdm import tqdm
 
 from data import tokenize_text
 from data.common import sha256
 from records.tools import sample
-from records.tools.watch import RACE, say, train
+from records.tools.leash import OPENED
+
+RACE = "RACE_OPENED"  # in the environment of a race's run: where its ranks note what they open
 
 # The standard library, without its tests and its tables of characters.
 DEMO_TEXT = ("--glob *.py --exclude *-packages --exclude test --exclude tests "
@@ -39,11 +47,14 @@ DEMO_TEXT = ("--glob *.py --exclude *-packages --exclude test --exclude tests "
 PIECE = 2048  # tokens
 DEMO_RUNS = Path("records/demo/train_gpt")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-CONTROL_GROUPS = Path("/sys/fs/cgroup")
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+def say(text: str, file=None):
+    with suppress(OSError):  # a run outlives its console
+        print(f"run.sh: {text}", file=file, flush=True)
 
 def start(*command: str, **variables: str):
-    """Runs a Python program with these environment variables added. If it fails, this process ends
-    with its status."""
+    """Runs a Python program. If it fails, this process ends with its status."""
     say(shlex.join(["python", *command]))
     with child(*command, env=os.environ | variables) as program:
         program.wait()
@@ -93,32 +104,22 @@ def find_resumed(path: str | None, flags: list[str]) -> tuple[str, list[str], di
     return path, [*flags, f"--resume={checkpoint}"], settings
 
 def writer_of(folder: Path) -> int | None:
-    """A process on this machine that has the log of this folder of checkpoints open, as far as the
-    system shows."""
+    """The process on this machine that writes the log of this folder of checkpoints, if any."""
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):  # it has ended, or is another user's
-            file = Path(os.readlink(link))
-            if file.parent == folder.parent and file.suffix == ".log" and (
-                    folder.name in (file.stem, sample.born(file))):
+            if os.readlink(link) == f"{folder}.log":
                 return int(link.parts[2])
 
 def cores() -> int:
-    """How many this process may use: by its affinity, and by the quotas of its control groups, as a
-    container's --cpus sets them."""
+    """How many this process may use: by its affinity, and by the quota that a container sets."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    folder = CONTROL_GROUPS
-    with suppress(OSError):
-        group = re.search("(?m)^0::/(.*)", Path("/proc/self/cgroup").read_text())
-        folder /= group[1] if group else ""
-    for each in (folder, *folder.parents):
-        with suppress(OSError, ValueError):  # there is none, or it is "max"
-            quota, period = (each / "cpu.max").read_text().split()
-            count = min(count, int(quota) // int(period))
+    with suppress(OSError, ValueError):  # there is none, or it is "max"
+        quota, period = CPU_QUOTA.read_text().split()
+        count = min(count, int(quota) // int(period))
     return max(1, count)
 
 def number_of_ranks(micro_batches: int, gpus: int) -> int:
-    """NPROC, or as many processes as there are GPUs, or else cores, and as divide the micro-batches
-    of a step."""
+    """NPROC, or the most processes, one per GPU or core, that divide a step's micro-batches."""
     wanted = os.environ.get("NPROC")
     if wanted:
         require(wanted.isdecimal() and int(wanted) > 0, f"NPROC={wanted} is not a number above 0")
@@ -127,22 +128,8 @@ def number_of_ranks(micro_batches: int, gpus: int) -> int:
         return int(wanted)
     return max(n for n in range(1, (gpus or cores()) + 1) if micro_batches % n == 0)
 
-def idle_gpus(ranks: int, gpus: int, tokens: int, micro_batches: int) -> str:
-    """Says that GPUs are left over, and which flags would use all of them for a step of as many
-    tokens, in sequences of whole blocks of 128."""
-    if ranks >= gpus or os.environ.get("NPROC"):
-        return ""
-    blocks = tokens // 128
-    for count in range(gpus, blocks + 1, gpus):
-        if count >= micro_batches and blocks % count == 0:
-            length = 128 * blocks // count
-            return (f" on {ranks} of {gpus} GPUs (--micro_batches={count} --train_seq_len={length} "
-                    "would use all)")
-    return f" on {ranks} of {gpus} GPUs"
-
 def prepare_cpu(ranks: int):
-    """On a machine without GPUs that torch sees, sets what makes training fast, and complains if
-    there is a driver for one."""
+    """Sets what makes training on a CPU fast, and complains if there is a driver for a GPU."""
     if NVIDIA_DRIVER.exists() and "CUDA_VISIBLE_DEVICES" not in os.environ:
         version = re.search(r"\d+[.]\S+", NVIDIA_DRIVER.read_text())[0]
         raise UserError(f"torch {torch.__version__} sees no GPU with NVIDIA driver {version}; "
@@ -207,15 +194,12 @@ def digest_of(text: str, field: str) -> str:
     return hashlib.sha256(facts).hexdigest()[:16]
 
 def flags_for_text(text: str, script, hp, named: dict, field: str = "text") -> list[str]:
-    """The flags that have a run train on a text's shards: as many passes as it takes, and all of
-    the validation text. Flags that the user has named stay. The shards, data/<name>/<name>_<hash>*,
-    are made unless they are there. A changed text gets shards of its own, and those from before
-    stay, for runs that are resumed."""
+    """The flags that have a run train on a text's shards, data/texts/<name>_<hash>*, which are made
+    unless they are there: as many passes as it takes, and all of the validation text. Flags that
+    the user has named stay. The shards of a text before it was changed stay for resumed runs."""
     digest = digest_of(text, field)
     name = re.sub(r"\W", "_", Path(text).resolve().stem, flags=re.ASCII)
-    if name in ("demo", "fineweb10B"):  # which are the presets'
-        name += "_text"
-    prefix = f"data/{name}/{name}_{digest}"
+    prefix = f"data/texts/{name}_{digest}"
     if make_shards(prefix, text, f"--text_field={field}") and digest_of(text, field) != digest:
         Path(f"{prefix}.json").unlink()
         raise UserError(f"--text={text} was changed while it was read: give the command again")
@@ -232,25 +216,115 @@ def flags_for_text(text: str, script, hp, named: dict, field: str = "text") -> l
         flags["val_tokens"] = 0
     return [f"--{name}={value}" for name, value in flags.items() if name not in named]
 
+# ---- A run and its end ---------------------------------------------------------------------------
+
+def pass_errors(pipe, ended: dict):
+    """Passes on what the ranks write to stderr. Keeps their last error, and the exit code that
+    torchrun reports."""
+    held = ""  # the first line of a traceback, until the second one shows whose it is
+    is_report = False  # torchrun's own traceback has begun, which its report follows
+    codes = []
+    for line in pipe:
+        codes += map(int, re.findall(r"exitcode\s*: (-?\d+)", line))
+        is_report = is_report or held and "runpy" in line
+        if is_report or re.match(r"[EW]\d{4} .*torch/distributed/elastic/", line):
+            continue
+        ended["last"] = held + line
+        held = line if line.startswith("Traceback (") else ""
+        if line.startswith("error: "):
+            ended["error"] = line.rstrip("\n")
+        with suppress(OSError):
+            print(ended["last"] if not held else "", end="", file=sys.stderr, flush=True)
+    # Where a signal has killed a rank, the others fail with it, or torchrun ends them by SIGTERM.
+    killed = [code for code in codes if code < 0 and code != -signal.SIGTERM]
+    ended["status"] = (killed + codes + [None])[0]
+
+def show(lines):
+    """Prints what a run prints, and yields it. On a terminal, one line that tqdm keeps up to date
+    stands for the training steps, with the time left. The log has every step."""
+    terminal = sys.stdout is not None and sys.stdout.isatty()
+    bar = None
+    for line in lines:
+        step = re.match(r"step:(\d+)/(\d+) train_(loss:\S+)", line) if terminal else None
+        with suppress(OSError):  # a run outlives its console
+            if step:
+                done, total = int(step[1]), int(step[2])
+                bar = bar or tqdm(total=total, initial=done - 1, file=sys.stdout, leave=False,
+                                  dynamic_ncols=True, unit="step")
+                bar.set_postfix_str(step[3].replace(":", " "), refresh=False)
+                bar.update(done - bar.n)
+            else:
+                if bar:
+                    bar.clear()
+                print(line, end="", flush=True)
+        yield line
+    with suppress(OSError):
+        if bar:
+            bar.close()
+
+def train(path: str, flags: list[str], ranks: int) -> Path:
+    """A run; its log. If it ends early, the last lines say why and how to go on, and this process
+    ends with its status."""
+    torchrun = [*TORCHRUN, f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    say(shlex.join(["python", *torchrun, path, *flags]))
+    noted = {"PYTHONIOENCODING": "utf-8:surrogateescape"}
+    if RACE in os.environ:
+        noted[OPENED] = os.environ[RACE]
+    leashed = [*torchrun, *[LEASH] * (ranks > 1), path, *flags]
+    log = None
+    ended = {}
+    try:
+        # Whatever the console can show, the paths that a run prints arrive here as they are.
+        with child(*leashed, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8",
+                   errors="surrogateescape", env=os.environ | noted) as program:
+            errors = threading.Thread(target=pass_errors, args=(program.stderr, ended), daemon=True)
+            errors.start()
+            for line in show(program.stdout):
+                if line.startswith("log: "):
+                    log = Path(line.removeprefix("log: ").rstrip("\n"))
+                if line.startswith("model: "):
+                    say("warming up; where there is a GPU, this compiles the model, for minutes")
+            errors.join()
+        status = program.returncode and (
+            2 if "error" in ended else ended.get("status") or program.returncode)
+        what = ended.get("error", f"error: the run has failed with status {status}, see above")
+        if status < 0:
+            what = f"error: a process was killed by {signal.Signals(-status).name}"
+            what += ", as when memory runs out" * (status == -signal.SIGKILL)
+    except KeyboardInterrupt as e:
+        status = 128 + (e.args[0] if e.args else signal.SIGINT)
+        what = "interrupted"
+    if status:
+        with suppress(OSError):
+            if ended.get("last", "").rstrip("\n") != what:
+                print(what, file=sys.stderr, flush=True)
+        say(how_to_go_on(path, log), file=sys.stderr)
+        sys.exit(status if status > 0 else 128 - status)
+    require(log, f"{path} prints no line `log: PATH`, which ./run.sh reads; restore that")
+    return log
+
+def how_to_go_on(path: str, log: Path | None) -> str:
+    try:
+        checkpoint = sample.find_checkpoint(log or Path("no log"))
+    except UserError:
+        return "it has saved no checkpoint to go on from; the same command starts it again"
+    script = [path] * (path != "train_gpt.py")
+    return f"to go on: {shlex.join(['./run.sh', *script, f'--resume={checkpoint}'])}"
+
 # ---- The whole -----------------------------------------------------------------------------------
 
 def compare_with_committed(log: Path):
-    """Says how the loss of a demo compares with those of the committed runs, if these had the same
-    validation text and number of steps."""
+    """Says how the loss of a demo compares with those of the committed runs."""
     runs, _ = logs.read([log])
     if not (runs and runs[0].loss):  # the disk was full
         return
     run = runs[0]
-    runs, _ = logs.read([DEMO_RUNS])
-    losses = [each.loss for each in runs if each.loss and
-              (each.validated_on, each.total) == (run.validated_on, run.total)]
+    losses = [each.loss for each in logs.read([DEMO_RUNS])[0]
+              if (each.validated_on, each.total) == (run.validated_on, run.total)]
+    others = "had another text or number of steps (each version of Python has its own library)"
     if losses:
-        say(f"val_loss {run.loss:.4f} nats per byte; {len(losses)} runs in {DEMO_RUNS} ended "
-            f"between {min(losses):.4f} and {max(losses):.4f}")
-    else:
-        say(f"val_loss {run.loss:.4f} nats per byte; it does not compare with the runs in "
-            f"{DEMO_RUNS}, whose text or number of steps was another (each version of Python has "
-            "its own library)")
+        others = f"ended between {min(losses):.4f} and {max(losses):.4f}"
+    say(f"val_loss {run.loss:.4f} nats per byte; the runs in {DEMO_RUNS} {others}")
 
 def show_sample(path: str, log: Path, hp, prompt: list[str]):
     """A sample of a demo, and what to do next."""
@@ -260,15 +334,15 @@ def show_sample(path: str, log: Path, hp, prompt: list[str]):
     except (UserError, UnicodeEncodeError) as e:
         say(f"no sample: {e}; if a save has failed, a warning above says so")
         return
-    say(f"what the model writes after step {sample.step_of(checkpoint)} of {hp.num_iterations}:")
+    say(f"what the model writes after step {int(checkpoint.stem[4:])} of {hp.num_iterations}:")
     words = [*[f"--script={path}"] * (path != "train_gpt.py"), *prompt]
     start("records/tools/sample.py", str(checkpoint), *words, "--tokens=300", "--temperature=0.9")
     say(f"log: {log}")
-    another = shlex.join(["./run.sh", "sample", str(log), *words, "--seed=1"])
-    say(f"another sample: {another}")
-    copy = "cp train_gpt.py my_record.py; " * (path == "train_gpt.py")
-    race = shlex.join(["./run.sh", "race", "my_record.py" if copy else path])
-    say(f"next, a race of a copy that you change: {copy}{race}")
+    say("another sample: " + shlex.join(["./run.sh", "sample", str(log), *words, "--seed=1"]))
+    race = shlex.join(["./run.sh", "race", path])
+    if path == "train_gpt.py":
+        race = "cp train_gpt.py my_record.py; ./run.sh race my_record.py"
+    say(f"next, a race of a copy that you change: {race}")
 
 def main(argv=None):
     parser = ArgumentParser(add_help=False)
@@ -304,10 +378,6 @@ def main(argv=None):
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     require(own.repeat is None or own.repeat > 0 and hp.seed < 0 and not command.resume,
             f"--repeat={own.repeat}: takes a number above 0, and neither --seed nor --resume")
-    records = Path(hp.records).expanduser()
-    there = next(path for path in (records, *records.parents, Path()) if os.path.exists(path))
-    require(there.is_dir() and os.access(there, os.W_OK), f"--records={hp.records} cannot hold "
-            f"logs: {there} is no folder that you can write into")
     require(own.text is None or command.preset == "demo" and (not own_data or RACE in os.environ),
             f"--text={own.text}: trains the demo, and takes neither --train_files nor --val_files")
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
@@ -328,10 +398,8 @@ def main(argv=None):
     elif not own_data:
         make_preset_data(script, hp)
     what = "the checkpoint's settings" if command.resume else f"preset {command.preset}"
-    idle = idle_gpus(ranks, gpus, script.tokens_seen(1, hp), hp.micro_batches)
-    if command.resume:  # it keeps its micro-batches
-        idle = ""
-    say(f"{what}, {ranks} rank(s){idle}; settings and data are checked")
+    idle = f" on {ranks} of {gpus} GPUs (for all of them, see Hardware in README.md)"
+    say(f"{what}, {ranks} rank(s){idle * (ranks < gpus)}; settings and data are checked")
     start(path, "--check", *flags, WORLD_SIZE=str(ranks))
     if command.check:
         return

@@ -5,18 +5,16 @@
     ./run.sh sample RUN --tokens 500 --temperature 1 --top_k 0 --seed 7
 
 The text goes to stdout token by token, until there are --tokens of them or the model ends its text.
-Control characters are shown in the form \\x1b. One seed gives one text on the same hardware, which
-is a GPU where there is one, unless CUDA_VISIBLE_DEVICES= hides it.
+Characters that do not print are shown in the form \\x1b. One seed gives one text on the same
+hardware, which is a GPU where there is one, unless CUDA_VISIBLE_DEVICES= hides it.
 """
 
 import contextlib
 import hashlib
-import itertools
 import os
 import re
 import sys
 from dataclasses import replace
-from datetime import datetime, timezone
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -31,8 +29,6 @@ from torch import Tensor, nn
 
 from data.vocab import TOKENIZERS, load_tokenizer
 
-ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))
-           if chr(code) not in "\n\t"}  # a terminal may take these for commands
 LONGEST = 1 << 17  # tokens of a text; the angles of their positions take memory
 
 class Trained(NamedTuple):
@@ -47,7 +43,7 @@ def note(line: str):
 
 def one_line(text) -> str:
     """Text of unknown origin, made fit for a message."""
-    return " ".join(str(text).split()).translate(ESCAPES)[:500]
+    return logs.short(" ".join(str(text).split()), 500)
 
 def arguments(verb: str, description: str) -> ArgumentParser:
     """A parser with the arguments of every program that uses a trained model."""
@@ -72,31 +68,16 @@ def source_hash(path: Path) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 def folder_of(run: Path) -> Path:
-    """The folder of the run that this log, folder or checkpoint belongs to. A log that was renamed
-    alone still says what its folder is called."""
+    """The folder of the run that this log, folder or checkpoint belongs to."""
     if run.suffix == ".pt":
         return run.parent
-    if run.suffix != ".log" or run.is_dir():
-        return run
-    folder = run.with_suffix("")
-    return folder if folder.is_dir() else folder.with_name(born(run))
+    return run.with_suffix("") if run.suffix == ".log" else run
 
-def born(run: Path) -> str:
-    """What a log, or the log of a folder or checkpoint, was called at first, by what it says."""
-    folder = run.parent if run.suffix == ".pt" else run
-    log = run if run.suffix == ".log" else folder.parent / f"{folder.name}.log"
-    with contextlib.suppress(UserError):
-        return logs.read_run(log, "").born
-    found = [run] if run.suffix == ".pt" else checkpoints_in(folder)
-    return content_of(found[-1]).get("log", folder.name) if found else log.stem
-
-def began(run: Path) -> tuple[str, str]:
-    """When a run began, by its first name, or if that has no time, by its file's; and that name."""
-    name = born(run)
+def age(run: Path) -> tuple[str, str]:
+    """Sorts runs by the time in their names. Those that were renamed without it come first."""
+    name = folder_of(run).name
     found = re.search(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\dZ", name)
-    seconds = run.stat().st_mtime if run.exists() else 0
-    time = f"{datetime.fromtimestamp(seconds, timezone.utc):%FT%H-%M-%SZ}"
-    return found[0] if found else time, name
+    return found[0] if found else "", name
 
 def content_of(checkpoint: Path) -> dict:
     """What a checkpoint holds; nothing if it is none."""
@@ -104,41 +85,20 @@ def content_of(checkpoint: Path) -> dict:
         return dict(torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True))
     return {}
 
-def step_of(checkpoint: Path) -> int:
-    """By its name, or if that was changed, by its content."""
-    found = re.fullmatch(r"step(\d{8})\.pt", checkpoint.name)
-    return int(found[1]) if found else content_of(checkpoint).get("step", -1)
-
-def checkpoints_in(folder: Path) -> list[Path]:
-    """Its checkpoints by their step."""
-    return sorted(folder.glob("*.pt"), key=step_of)
-
 def find_checkpoint(run: Path) -> Path:
-    """The newest checkpoint of a run; in a folder of logs, of the newest run that has one. If a
-    resumed run has not saved one yet, it is the newest of the log that it continues, up to the step
-    from which it does."""
+    """The newest checkpoint of a run; in a folder of logs, of the newest run that has one."""
     if run.suffix == ".pt" and run.is_file():
         return run
-    runs = [path for path in run.iterdir() if path.suffix == ".log"] if run.is_dir() else []
-    runs.sort(key=began, reverse=True)
-    for log in runs:
-        with contextlib.suppress(UserError):
-            return find_checkpoint(log)
-    run = (runs or [run])[0]
+    if run.is_dir():
+        for log in sorted(run.glob("*.log"), key=age, reverse=True):
+            with contextlib.suppress(UserError):
+                return find_checkpoint(log)
     folder = folder_of(run)
-    require(run.suffix != ".pt" and (folder.is_dir() or run.suffix == ".log" and run.is_file()),
+    require(run.suffix != ".pt" and (folder.is_dir() or run.is_file()),
             f"{run}: there is no such run; name its log, its folder or a checkpoint")
-    found = checkpoints_in(folder)
-    log = run if run.suffix == ".log" else folder.parent / f"{folder.name}.log"
-    if not found and log.is_file():
-        chain = logs.read_run(log, folder.name)
-        for (before, _), (_, step) in reversed([*itertools.pairwise(chain.logs)]):
-            found = found or [path for path in checkpoints_in(folder_of(Path(before)))
-                              if step_of(path) <= step]
-        require(found or not chain.missing,
-                f"{log}: has saved no checkpoint yet, and {chain.missing}")
+    found = sorted(folder.glob(f"step{8 * '[0-9]'}.pt"))
     require(found, f"{folder}: has no checkpoint; the run has not saved one yet, was told to save "
-            "none (--save_every=0), or its folder was renamed or removed")
+            "none (--save_every=0), or its folder was removed, or renamed without its log")
     return found[-1]
 
 def load_model(run, device="cpu", script_path: Path | None = None) -> Trained:
@@ -149,8 +109,8 @@ def load_model(run, device="cpu", script_path: Path | None = None) -> Trained:
     try:
         checkpoint = find_checkpoint(Path(run))
         saved = script.read_checkpoint(checkpoint)
-    except (script.UserError, UserError) as e:
-        raise UserError(one_line(e).removeprefix("--resume=")) from None
+    except script.UserError as e:
+        raise UserError(str(e).removeprefix("--resume=")) from None
     if source_hash(path) != saved.get("script"):
         message = f"{checkpoint}: was trained by another script than {path} as it is now"
         require(script_path, f"{message}; add --script FILE, with that one (the run's log contains "
@@ -170,7 +130,7 @@ def load_run(args) -> Trained:
     runs = [Path(run) for run in args.run]
     for run in runs if len(runs) > 1 else ():
         require(run.exists(), f"{run}: there is no such run (--prompt gives a text to continue)")
-    newest = max(runs, key=lambda run: (began(run), run.name))
+    newest = max(runs, key=lambda run: (age(run), run.name))
     if len(runs) > 1:
         note(f"the newest of {len(runs)} runs: {newest}")
     return load_model(newest, "cuda" if torch.cuda.is_available() else "cpu", args.script)
@@ -234,14 +194,14 @@ def main():
         while True:
             text = tokenizer.decode(tokens)
             if not text.endswith("\ufffd"):  # which may be a part of a character
-                print(text[shown:].translate(ESCAPES), end="", flush=True)
+                print(logs.printable(text[shown:]), end="", flush=True)
                 shown = len(text)
             token = next(endless) if len(tokens) < last else eot
             if token == eot:
                 break
             tokens.append(token)
     finally:
-        print(text[shown:].translate(ESCAPES))
+        print(logs.printable(text[shown:]))
     if len(tokens) < last:
         note(f"end of text after {args.tokens - last + len(tokens)} tokens")
 

@@ -19,7 +19,7 @@ import numpy as np
 from data.common import check_shard, write_shards
 from records.tools import logs
 from records.tools.load import ROOT, UserError, child
-from records.tools.watch import RACE
+from records.tools.launch import RACE
 
 LAUNCH = ROOT / "records" / "tools" / "launch.py"
 HONESTY = ROOT / "records" / "tools" / "honesty.py"
