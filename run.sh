@@ -29,8 +29,6 @@ cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"  # of the file, if this is 
 unset RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_USE_AGENT_STORE ${!PET_@} \
   OMP_PROC_BIND OMP_PLACES GOMP_CPU_AFFINITY KMP_AFFINITY PYTHONOPTIMIZE
 export MPLBACKEND=agg
-verbs="train demo short speedrun race ablate bench honest ideas compare sample hellaswag tokenize"
-verbs+=" inspect fineweb verify test help"
 die() { echo "error: $*" >&2; exit 2; }
 note() { echo "run.sh: $*" >&2; }
 # sbatch runs a copy of this file in a folder of its own.
@@ -59,7 +57,7 @@ case "${1-train}" in
   inspect) program=inspect_shards; needed="numpy" ;;
   fineweb) program=fineweb; needed="numpy tqdm huggingface_hub" ;;
   test) needed+=" tiktoken scipy matplotlib pyarrow pytest xdist hypothesis" ;;
-  *) die "$1 is no verb; there are: $verbs" ;;
+  *) die "$1 is no verb; ./run.sh help lists them" ;;
 esac
 for python in "${PYTHON:-.venv/bin/python}" python3 python ""; do
   if versions=$(fits "$python" "$needed"); then break; fi

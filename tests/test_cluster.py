@@ -8,7 +8,7 @@ import subprocess
 import sys
 import pytest
 from conftest import (ENVIRONMENT, ROOT, SCRIPT, TINY, edited, launch, log_of, losses,
-                      newest_checkpoint, planted)
+                      newest_checkpoint, planted, run_sh)
 from test_reliability import assert_same_state
 from test_run import program
 from records.tools.load import TORCHRUN
@@ -101,9 +101,7 @@ def test_a_host_whose_own_name_leads_nowhere_trains(tmp_path, shards, namespaces
     hosts.write_text("127.0.0.1 localhost\n")
     enter = ("ip link set lo up && hostname no-such-name && mount --bind $0 /etc/hosts && "
              "! getent hosts no-such-name && exec \"$@\"")
-    done = subprocess.run([*ENTER, "sh", "-c", enter, hosts, *command, *TINY, *shards,
-                           "--micro_batches=2", f"--records={tmp_path}/r"], cwd=ROOT,
-                          capture_output=True, text=True, timeout=200, check=False,
-                          env=OTHER_HOSTS)
+    done = run_sh(*ENTER[1:], "sh", "-c", enter, hosts, *command, *TINY, *shards,
+                  "--micro_batches=2", f"--records={tmp_path}/r", run=ENTER[0])
     assert done.returncode == 0 and "step:6/6 val_loss" in done.stdout, done.stdout + done.stderr
     assert "\nranks: 2\n" in log_of(tmp_path / "r")

@@ -1,21 +1,20 @@
 """What must not lose a run: kills, damaged files, full disks, machines that differ, bad weights."""
 
-import functools
 import inspect
 import os
 import re
 import resource
 import shlex
 import shutil
-import subprocess
 import sys
 from contextlib import contextmanager
 from datetime import datetime
+from functools import partial, wraps
 from pathlib import Path
 import pytest
 import torch
-from conftest import (ENVIRONMENT, SCRIPT, TINY, launch, load_checkpoint, log_of, log_path,
-                      newest_checkpoint, planted, refused, run_helper, train, write_shard)
+from conftest import (SCRIPT, TINY, launch, load_checkpoint, log_of, log_path, newest_checkpoint,
+                      planted, refused, run_helper, run_sh, train, write_shard)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 import train_gpt
@@ -28,12 +27,13 @@ LONG = [*SAVES, "--num_iterations=60"]
 
 @contextmanager
 def before_step(number: int, do):
-    """Calls do() when that training step is about to be made. (The warmup makes one of step 0.)"""
+    """Calls do(model) when that training step is about to be made. (The warmup makes one of 0.)"""
     train_step = train_gpt.train_step
-    @functools.wraps(train_step)
+    @wraps(train_step)
     def interrupted(*args):
-        if inspect.signature(train_step).bind(*args).arguments["step"] == number - 1:
-            do()
+        named = inspect.signature(train_step).bind(*args).arguments
+        if named["step"] == number - 1:
+            do(named["model"])
         return train_step(*args)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_gpt, "train_step", interrupted)
@@ -41,7 +41,7 @@ def before_step(number: int, do):
 
 def broken_run(records, shards, *flags, step=8) -> Path:
     """The newest checkpoint of a run that ended in the middle of that step."""
-    with before_step(step, lambda: 1 / 0), pytest.raises(ZeroDivisionError):
+    with before_step(step, lambda _: 1 / 0), pytest.raises(ZeroDivisionError):
         train(train_gpt, *RUN, *shards, f"--records={records}", *flags)
     return newest_checkpoint(records)
 
@@ -221,8 +221,7 @@ def test_a_complete_run_gives_its_result_again_and_goes_on_with_more_steps(tmp_p
      r"does not match.*\bmodel\b.*\bown\b"),
     (lambda saved: saved["state"]["Adam mean"].update({"lm_head.weight": torch.ones(2)}),
      r"does not match.*\bAdam mean\b.*\blm_head\.weight\b")], ids=["setting", "tensor", "shape"])
-def test_a_checkpoint_of_another_script_is_refused_before_anything_starts(tmp_path, whole, edit,
-                                                                          words):
+def test_a_checkpoint_of_another_script_is_refused_first(tmp_path, whole, edit, words):
     saved = load_checkpoint(whole)
     edit(saved)
     checkpoint = tmp_path / "step00000012.pt"
@@ -316,9 +315,7 @@ def test_other_numbers_of_ranks_and_an_error_on_one_of_them(tmp_path, shards, wh
 @pytest.mark.quick
 def test_logs_of_one_second_take_the_next_free_name(tmp_path, shards, monkeypatch):
     class Frozen(datetime):
-        @classmethod
-        def now(cls, tz=None):
-            return cls(2026, 1, 1, tzinfo=tz)
+        now = partial(datetime, 2026, 1, 1, 0, 0, 0, 0)
     monkeypatch.setattr(train_gpt, "datetime", Frozen)
     for _ in range(3):
         train(train_gpt, *TINY, *shards, "--num_iterations=1", f"--records={tmp_path}",
@@ -342,8 +339,8 @@ def limit_files():
 def test_a_full_disk_does_not_end_a_run(limit_files, tmp_path, shards, whole, capsys, room, freed):
     """It is full from step 2 on: for one line, to step 8 (the saves of steps 3 and 6 fail), or to
     the end. What cannot be written is said once."""
-    with (before_step(2, lambda: limit_files(newest_log(tmp_path).stat().st_size + room)),
-          before_step(freed, limit_files)):
+    with (before_step(2, lambda _: limit_files(newest_log(tmp_path).stat().st_size + room)),
+          before_step(freed, lambda _: limit_files())):
         train(train_gpt, *RUN, *shards, f"--records={tmp_path}")
     limit_files()
     saved = ["step00000009.pt", "step00000012.pt"] if freed < 12 else []
@@ -377,8 +374,7 @@ def test_a_records_folder_that_cannot_be_made_is_one_line(tmp_path, shards, fold
 @pytest.mark.parametrize("console", ["> /dev/full", ">&- 2>&-"])
 def test_a_run_needs_no_console(tmp_path, shards, whole, console):
     words = shlex.join([sys.executable, str(SCRIPT), *RUN, *shards, f"--records={tmp_path}/r"])
-    done = subprocess.run(["bash", "-c", f"{words} {console}"], env=ENVIRONMENT,
-                          capture_output=True, text=True, timeout=200)
+    done = run_sh("-c", f"{words} {console}", run="bash")
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert_same_run(tmp_path / "r", whole)
     own, expected = (steps_of(folder).splitlines() for folder in (tmp_path / "r", whole))
@@ -387,16 +383,11 @@ def test_a_run_needs_no_console(tmp_path, shards, whole, console):
 @pytest.mark.quick
 def test_weights_that_are_not_finite_are_never_saved(tmp_path, shards, whole):
     """The last step before a save makes them, and no validation was due."""
-    train_step = train_gpt.train_step
-    def poisoned(model, batches, optimizers, step, hp, world):
-        loss = train_step(model, batches, optimizers, step, hp, world)
-        if step == 5:
-            next(model.parameters()).data[:] = float("inf")
-        return loss
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_gpt, "train_step", poisoned)
-        with pytest.raises(train_gpt.UserError, match="^step 6: val_loss is nan") as raised:
-            train(train_gpt, *RUN, *shards, f"--records={tmp_path}")
+    def poison(model):
+        next(model.parameters()).register_hook(lambda gradient: gradient * float("inf"))
+    with (before_step(6, poison),
+          pytest.raises(train_gpt.UserError, match="^step 6: val_loss is nan") as raised):
+        train(train_gpt, *RUN, *shards, f"--records={tmp_path}")
     assert checkpoints(tmp_path) == ["step00000003.pt"]
     assert steps_of(tmp_path).endswith(f"\nerror: {raised.value}\n")
     train(train_gpt, f"--resume={newest_checkpoint(tmp_path)}")

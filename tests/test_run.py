@@ -72,26 +72,35 @@ def test_old_pythons_can_read_what_asks_for_their_version():
 @pytest.mark.parametrize("version, status", [("2.9.0", 1), ("2.9.1", 0), ("2.10.0+cu128", 0)])
 def test_the_oldest_torch_that_will_do(version, status, tmp_path):
     (tmp_path / "torch.py").write_text(f"__version__ = '{version}'")
-    done = subprocess.run([sys.executable, ROOT / "records" / "tools" / "fits.py", "torch"],
-                          env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True,
-                          check=False)
+    done = run_sh(ROOT / "records" / "tools" / "fits.py", "torch", run=sys.executable,
+                  PYTHONPATH=str(tmp_path))
     assert done.returncode == status and f"torch {version}" in (done.stdout or done.stderr)
 
-@pytest.mark.parametrize("there", ["nothing", "an old Python", "no Python", "torch alone"])
-def test_an_environment_is_made_once_and_an_unfit_one_anew(there, bare, tmp_path):
-    """By the first Python that is new enough. A torch in it stays."""
+PIP = "-m pip install --disable-pip-version-check -r requirements.txt"
+UV = "pip install --python .venv/bin/python --torch-backend auto -r requirements.txt"
+
+@pytest.mark.parametrize("there, commands", [
+    ("nothing", [PIP]), ("an old Python", [PIP]), ("no Python", [PIP]),
+    ("torch alone", ["-m pip install --disable-pip-version-check numpy"]),
+    ("uv", ["venv --python python3.12 .venv", UV]), ("uv alone", ["venv --python 3.13 .venv", UV])])
+def test_an_environment_is_made_once_and_an_unfit_one_anew(there, commands, bare, tmp_path):
+    """By uv, or by the first Python that is new enough. A torch in it stays."""
     folder, run = bare
     old(tmp_path / "bin/python3")
     program(tmp_path / "bin/python", "exit 1")
     made = f"""case "$*" in
-        *"-m pip install"*) echo "$*" >> {tmp_path}/installed; exit ;;
+        *"-m pip install"*) echo "$*" >> {tmp_path}/asked; exit ;;
         *"fits.py torch") [ -f {tmp_path}/has_torch ] || exit 1 ;;
-        *"fits.py torch"*) [ -f {tmp_path}/installed ] || exit 1 ;; esac
+        *"fits.py torch"*) [ -f {tmp_path}/asked ] || exit 1 ;; esac
         {GOOD}"""
     program(tmp_path / "made", made)
-    program(tmp_path / "bin/python3.12", f"""[ "$1 $2" != "-W ignore" ] || exit 0
-        [ "$*" = "-m venv --without-pip .venv" ] && [ ! -e .venv ] || exit 1
-        mkdir -p .venv/bin && cp {tmp_path}/made .venv/bin/python""")
+    make = f"mkdir -p .venv/bin && cp {tmp_path}/made .venv/bin/python"
+    if there != "uv alone":
+        program(tmp_path / "bin/python3.12", f"""[ "$1 $2" != "-W ignore" ] || exit 0
+            [ "$*" = "-m venv --without-pip .venv" ] && [ ! -e .venv ] && {make}""")
+    if there.startswith("uv"):
+        program(tmp_path / "bin/uv",
+                f'echo "$*" >> {tmp_path}/asked; [ "$1" = pip ] || {{ {make}; }}')
     if there == "an old Python":
         old(folder / ".venv/bin/python")
     elif there == "no Python":  # which was removed
@@ -105,9 +114,7 @@ def test_an_environment_is_made_once_and_an_unfit_one_anew(there, bare, tmp_path
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.endswith("-m pytest --script=mine.py -k loss\n")
         assert ("making .venv" in done.stderr) == (times == 0)
-    packages = "numpy" if there == "torch alone" else "-r requirements.txt"
-    assert (tmp_path / "installed").read_text().splitlines() == [
-        f"-m pip install --disable-pip-version-check {packages}"]
+    assert (tmp_path / "asked").read_text().splitlines() == commands
 
 def test_a_folder_that_is_read_only_is_no_old_python(bare, tmp_path):
     folder, run = bare
@@ -116,9 +123,8 @@ def test_a_folder_that_is_read_only_is_no_old_python(bare, tmp_path):
     mount = f"mount --bind {folder} {folder} && mount -o remount,ro,bind {folder}"
     if subprocess.run(["unshare", "-m", "sh", "-c", mount], check=False).returncode:
         pytest.skip("mounts need root and Linux")
-    done = subprocess.run(["unshare", "-m", "sh", "-c", f"{mount} && exec {folder}/run.sh demo"],
-                          env={"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "HOME": "/"}, text=True,
-                          capture_output=True, check=False)
+    done = run_sh("-m", "sh", "-c", f"{mount} && exec {folder}/run.sh demo", run="unshare",
+                  PYTHON="", PATH=f"{tmp_path}/bin:/usr/bin:/bin", HOME="/")
     assert done.returncode == 2 and done.stderr.splitlines()[-1] == (
         "error: no Python here has the packages that this needs, and .venv cannot be made in "
         f"{folder}, which is read-only: copy the folder, or name a Python that has them by PYTHON")
@@ -160,26 +166,8 @@ def test_a_file_that_hides_one_of_pythons_modules_is_named(bare):
 
 def test_a_clone_on_windows_has_the_lines_that_bash_reads():
     """Git for Windows ends lines by CR LF where .gitattributes does not forbid it."""
-    done = subprocess.run(["git", "check-attr", "text", "eol", "--", "run.sh", "x.log"],
-                          cwd=ROOT, capture_output=True, text=True, check=True)
+    done = run_sh("-C", ROOT, "check-attr", "text", "eol", "--", "run.sh", "x.log", run="git")
     assert {"run.sh: eol: lf", "x.log: text: unset"} <= {*done.stdout.splitlines()}
-
-@pytest.mark.parametrize("has_python", [True, False])
-def test_with_uv_the_environment_is_made_by_it(has_python, bare, tmp_path):
-    folder, run = bare
-    for name in ("python", "python3"):
-        program(tmp_path / "bin" / name, "exit 1")
-    if has_python:  # which lacks the packages
-        program(tmp_path / "bin/python3.12", '[ "$4" = venv ]')
-    program(tmp_path / "made", f"[ -e {tmp_path}/installed ] || exit 1\n{GOOD}")
-    program(tmp_path / "bin/uv", f"""echo "$*" >> {tmp_path}/asked
-        [ "$1" = venv ] || exec touch {tmp_path}/installed
-        mkdir -p .venv/bin && cp {tmp_path}/made .venv/bin/python""")
-    done = run("demo")
-    assert done.stdout.endswith("records/tools/launch.py demo\n"), done.stderr
-    assert (tmp_path / "asked").read_text().splitlines() == [
-        f"venv --python {'python3.12' if has_python else '3.13'} .venv",
-        "pip install --python .venv/bin/python --torch-backend auto -r requirements.txt"]
 
 def test_help_needs_no_python():
     done = run_sh("help", PYTHON="/no/such")
@@ -187,12 +175,6 @@ def test_help_needs_no_python():
     assert done.stdout.startswith("./run.sh [train] [my_record.py] [speedrun|short|demo] [")
     assert done.stdout.endswith("or per core).\n")
     assert done.stdout == run_sh("--help", PYTHON="/no/such").stdout
-
-@pytest.mark.parametrize("word", ["rcae", "z-a"])
-def test_an_unknown_verb_names_all(word):
-    done = run_sh(word, PYTHON="/no/such")
-    assert (done.returncode, done.stdout) == (2, "") and len(done.stderr.splitlines()) == 1
-    assert f"{word} is no verb; there are: train" in done.stderr
 
 @pytest.mark.parametrize("verb", ["race", "ablate", "honest", "compare", "sample", "hellaswag",
                                   "tokenize", "inspect", "fineweb", "ideas", "bench", "verify"])
@@ -235,9 +217,11 @@ def test_tests_run_on_a_copy(tmp_path):
     assert "::test_the_script_is_honest" in done.stdout
     assert "golden" not in done.stdout and "test_model.py" not in done.stdout
 
-@pytest.mark.parametrize("words, error", [
-    (["--script", "none.py"], "none.py is not a file"),
-    (["tests/none.py::test"], "tests/none.py: there is no such file")])
-def test_tests_that_are_not_there(words, error):
-    done = run_sh("test", *words)
-    assert done.returncode == 4 and error in done.stderr
+@pytest.mark.parametrize("words, status, error", [
+    ("rcae", 2, "error: rcae is no verb; ./run.sh help lists them"), ("z-a", 2, "z-a is no verb"),
+    ("test --script none.py", 4, "none.py is not a file"),
+    ("test tests/none.py::test", 4, "tests/none.py: there is no such file")])
+def test_a_word_that_means_nothing_is_one_line(words, status, error):
+    done = run_sh(*words.split())
+    assert (done.returncode, done.stdout) == (status, "")
+    assert error in done.stderr and len(done.stderr.strip().splitlines()) == 1
