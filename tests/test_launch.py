@@ -68,7 +68,7 @@ def test_compilers_share_the_cores(chosen, cores, gpus, workers, started, monkey
     monkeypatch.setattr(os, "environ", environment)
     launch.main(["speedrun", "--check"])
     assert environment["TORCHINDUCTOR_COMPILE_THREADS"] == workers and len(started) == 2
-    assert ("2 rank(s) on 2 of 3 GPUs (for all" in capsys.readouterr().out) == (gpus == 3)
+    assert ("2 rank(s) on 2 of 3 GPUs (--mi" in capsys.readouterr().out) == (gpus == 3)
 
 def test_a_race_validates_where_its_verdict_reads_the_curve(started, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -82,6 +82,20 @@ def test_a_race_validates_where_its_verdict_reads_the_curve(started, monkeypatch
         steps = [*range(0, end, launch.validation_spacing(end)), end]
         later = judge.steps_later([(step, 9 - step / end) for step in steps], -0.9)
         assert later == pytest.approx(-0.9 * end) and len(steps) < 21
+
+@pytest.mark.parametrize("ranks, gpus, words", [
+    (8, 8, ""), (1, 0, ""),
+    (2, 3, " on 2 of 3 GPUs (--micro_batches=12 --train_seq_len=32768 would use all)"),
+    (4, 6, " on 4 of 6 GPUs (--micro_batches=12 --train_seq_len=32768 would use all)"),
+    (8, 16, " on 8 of 16 GPUs (--micro_batches=16 --train_seq_len=24576 would use all)"),
+    (4, 5, " on 4 of 5 GPUs")])
+def test_idle_gpus_are_said_with_the_flags_that_use_all(ranks, gpus, words, monkeypatch):
+    monkeypatch.delenv("NPROC", raising=False)
+    hp = train_gpt.PRESETS["speedrun"]
+    assert launch.number_of_ranks(hp.micro_batches, gpus) == ranks or not gpus
+    assert launch.idle_gpus(ranks, gpus, hp.tokens_per_step, hp.micro_batches) == words
+    monkeypatch.setenv("NPROC", str(ranks))  # the user has chosen
+    assert launch.idle_gpus(ranks, gpus, hp.tokens_per_step, hp.micro_batches) == ""
 
 def test_a_driver_in_vain_is_said(tmp_path, monkeypatch):
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "7")  # a user's own stays
@@ -100,6 +114,7 @@ def test_a_driver_in_vain_is_said(tmp_path, monkeypatch):
     ("speedrun", "speedrun takes weeks without a GPU; run demo"),
     ("no_such.py demo", "no_such.py: there is no such script"),
     ("data/common.py demo", "is no copy of train_gpt.py, because it has no GPT, parse_flags, ch"),
+    ("demo --records=README.md/x", "--records=README.md/x cannot hold logs: README.md is no "),
     ("demo --check", "NPROC=0 is not a number above 0"),
     ("demo --check", "srun has started 8 run.sh, which do not know of each other"),
     ("speedrun --text=README.md", "--text=README.md: trains the demo"),

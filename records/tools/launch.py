@@ -128,6 +128,19 @@ def number_of_ranks(micro_batches: int, gpus: int) -> int:
         return int(wanted)
     return max(n for n in range(1, (gpus or cores()) + 1) if micro_batches % n == 0)
 
+def idle_gpus(ranks: int, gpus: int, tokens: int, micro_batches: int) -> str:
+    """Says that GPUs are left over, and which flags would use all of them for a step of as many
+    tokens, in sequences of whole blocks of 128."""
+    if ranks >= gpus or os.environ.get("NPROC"):
+        return ""
+    blocks = tokens // 128
+    for count in range(gpus, blocks + 1, gpus):
+        if count >= micro_batches and blocks % count == 0:
+            length = 128 * blocks // count
+            return (f" on {ranks} of {gpus} GPUs (--micro_batches={count} --train_seq_len={length} "
+                    "would use all)")
+    return f" on {ranks} of {gpus} GPUs"
+
 def prepare_cpu(ranks: int):
     """Sets what makes training on a CPU fast, and complains if there is a driver for a GPU."""
     if NVIDIA_DRIVER.exists() and "CUDA_VISIBLE_DEVICES" not in os.environ:
@@ -378,6 +391,10 @@ def main(argv=None):
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     require(own.repeat is None or own.repeat > 0 and hp.seed < 0 and not command.resume,
             f"--repeat={own.repeat}: takes a number above 0, and neither --seed nor --resume")
+    records = Path(hp.records).expanduser()
+    there = next(path for path in (records, *records.parents, Path()) if os.path.exists(path))
+    require(there.is_dir() and os.access(there, os.W_OK), f"--records={hp.records} cannot hold "
+            f"logs: {there} is no folder that you can write into")
     require(own.text is None or command.preset == "demo" and (not own_data or RACE in os.environ),
             f"--text={own.text}: trains the demo, and takes neither --train_files nor --val_files")
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
@@ -398,8 +415,10 @@ def main(argv=None):
     elif not own_data:
         make_preset_data(script, hp)
     what = "the checkpoint's settings" if command.resume else f"preset {command.preset}"
-    idle = f" on {ranks} of {gpus} GPUs (for all of them, see Hardware in README.md)"
-    say(f"{what}, {ranks} rank(s){idle * (ranks < gpus)}; settings and data are checked")
+    idle = idle_gpus(ranks, gpus, script.tokens_seen(1, hp), hp.micro_batches)
+    if command.resume:  # it keeps its micro-batches
+        idle = ""
+    say(f"{what}, {ranks} rank(s){idle}; settings and data are checked")
     start(path, "--check", *flags, WORLD_SIZE=str(ranks))
     if command.check:
         return
