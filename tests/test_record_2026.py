@@ -25,22 +25,42 @@ def test_the_proof_names_what_differs_from_todays_script(capsys):
         pytest.skip("this copy of the repository has no history")
     assert capsys.readouterr().out in (RECORD.parent / "equal.txt").read_text()
 
+def ready_to_train(record, dtype, *flags):
+    hp, _ = record.parse_flags([*TINY, f"--dtype={dtype}", *flags])
+    world = record.World(0, 1, torch.device("cpu"))
+    model = record.GPT(hp, getattr(torch, dtype), flex=dtype == "bfloat16")
+    record.draw_weights(model, hp.seed)
+    texts = record.find_shards(hp.train_files)
+    return hp, world, model, record.build_optimizers(model, hp, world), texts
+
+def test_each_rule_updates_at_its_own_steps(shards, runs_here, monkeypatch):
+    record = load_script(RECORD)
+    rules = [(*rule, options | dict(every=4) if "tables" in rule[0] else options)
+             for *rule, options in record.PARAMETERS]
+    monkeypatch.setattr(record, "PARAMETERS", rules)
+    hp, world, model, optimizers, texts = ready_to_train(record, "float32", *shards)
+    updates = {"value_tables.0.weight": [], "embed.weight": [], "layers.0.attn.proj": []}
+    for step, batches in zip(range(8), record.train_batches(texts, hp, world, 0)):
+        before = {name: model.get_parameter(name).detach().clone() for name in updates}
+        record.train_step(model, batches, optimizers, step, hp, world)
+        for name, weight in before.items():
+            if not torch.equal(weight, model.get_parameter(name)):
+                updates[name].append(step)
+    assert [*updates.values()] == [[3, 7], [1, 3, 5, 7], [*range(8)]]
+
 def test_nothing_recompiles_between_stages(shards, runs_here, monkeypatch):
     record = load_script(RECORD)
     monkeypatch.setattr(record.Optimizer, "compiled", lambda self, f: torch.compile(f, **WHOLE))
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *args: None)
-    hp, _ = record.parse_flags([*TINY, *shards, "--num_iterations=16", "--train_seq_len=384",
-                                "--dtype=bfloat16"])
-    world, model = record.World(0, 1, torch.device("cpu")), record.GPT(hp, torch.bfloat16, True)
-    record.draw_weights(model, hp.seed)
-    optimizers = record.build_optimizers(model, hp, world)
-    texts, val_texts = map(record.find_shards, (hp.train_files, hp.val_files))
+    hp, world, model, optimizers, texts = ready_to_train(
+        record, "bfloat16", *shards, "--num_iterations=16", "--train_seq_len=384")
     torch._dynamo.reset()
     model.compile(**WHOLE)
     record.warm_up(model, optimizers, texts, hp, world)
     with torch.compiler.set_stance("fail_on_recompile"):
         for step, batches in zip(range(16), record.train_batches(texts, hp, world, 0)):
             assert record.train_step(model, batches, optimizers, step, hp, world).isfinite()
+        val_texts = record.find_shards(hp.val_files)
         record.evaluate(model, record.load_validation(val_texts, hp, world), 16, hp, world)
 
 def full_size():

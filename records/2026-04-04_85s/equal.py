@@ -196,7 +196,9 @@ def compare_schedules(record):
     schedule = record.training_schedule
     yarns = record.Yarn(128, 4), record.Yarn(128, 4, paired=True)
     manager.model = SimpleNamespace(yarn=yarns[0], yarn_paired_head=yarns[1])
-    differ(part, "number of steps, and the untying", (hp.num_iterations, train_gpt.untie_step(hp)),
+    adam = SimpleNamespace(hp=hp, every=2)
+    tied = [step for step in range(1, 1490, 2) if train_gpt.TiedAdam.is_tied(adam, step)]
+    differ(part, "number of steps, and the untying", (hp.num_iterations, tied[-1]),
            (schedule.total_steps, manager.split_step))
     for step in range(1491):
         manager.advance_schedule(step)
@@ -204,11 +206,12 @@ def compare_schedules(record):
             manager.apply_final_ws_ext()
         theirs = manager.get_forward_args()
         weights = [*theirs.mtp_weights.tolist(), 0.0, 0.0][:3]
-        frequencies, scale = train_gpt.rotary_state(train_gpt.stage_of(step, hp)[0], hp)
+        stage = train_gpt.stage_at(step, hp)
+        frequencies, scale = train_gpt.rotary_state(stage.number, hp)
         for what, mine, its in (
                 ("windows", train_gpt.window_sizes(step, hp), (theirs.ws_short, theirs.ws_long)),
-                ("tokens of a step", 8 * train_gpt.pack_len(step, hp), manager.batch_size),
-                ("cut of documents", train_gpt.doc_len(step, hp), theirs.train_max_seq_len),
+                ("tokens of a step", 8 * stage.pack_len, manager.batch_size),
+                ("cut of documents", stage.doc_len, theirs.train_max_seq_len),
                 ("weights of the targets", train_gpt.target_weights(step, hp), weights),
                 ("learning rates", train_gpt.lr_factor(step, hp), schedule.get_lr(step)),
                 ("momentum", train_gpt.muon_momentum(step, hp), record.get_muon_momentum(step)),
@@ -275,8 +278,9 @@ def compare_training(record):
     files = args.train_files = args.val_files = write_text("small", 635, 30000, 3.4, 0.9, 2000)
     hp = replace(
         PRESETS["speedrun"], dtype="float64", use_fp8=False, model_dim=96, head_dim=16,
-        vocab_size=636, bigram_rows=5 * 640, train_seq_len=384, doc_lens="56,100,100,100",
-        short_windows="8,24,40,48", long_windows="24,56,88,104", final_window=160,
+        vocab_size=636, bigram_rows=5 * 640, train_seq_len=384, final_window=160,
+        stages="1/3 56 8 24 1 0.5 0.25:0, 2/3 100 24 56 1.52 0.5:0 0, 1 100 40 88 1.73 0 0, "
+               "1 100 48 104 1 0 0",
         num_iterations=12, extension_frac=0.25, val_seq_len=256, val_tokens=2048)
     manager = small_manager(record, (128, 256, 384, 384), (56, 100, 100, 100))
     record.training_manager, manager.block_size = manager, 8
@@ -302,7 +306,8 @@ def compare_training(record):
         manager.advance_schedule(step)
         record.step = step
         record.compute_gradients()
-        differ(part, "loss", loss * 8 * train_gpt.pack_len(step, hp), sum(losses[-8:]), 1e-9)
+        tokens = 8 * train_gpt.stage_at(step, hp).pack_len
+        differ(part, "loss", loss * tokens, sum(losses[-8:]), 1e-9)
         compare("each gradient", lambda p: p.grad)
         train_gpt.train_step(ours, [], optimizers, step, hp, world)
         manager.step_optimizers(step)

@@ -12,8 +12,8 @@
 This is the method of the world record of 2026-04-04 in plain PyTorch. That record took 85 s on
 eight H100 GPUs, in 3,169 lines with seven custom kernels. The speed of this script is not measured.
 To try an idea, change a copy of this file. Every run writes a log to the records folder: settings,
-machine, this source, and a line per step. If a run is killed, --resume continues it from its last
-checkpoint. Read sections 1 to 9 in order; section 10 is support code.
+machine, this source, and a line per step. Read sections 1 to 9 in order, each of them only up to
+its line `# ---- Support`.
 
 The model has 539 million parameters, 464 million of them in the output head and the embeddings of
 tokens, token pairs and values. A run has 1,490 steps, which train on 131,072 to 393,216 tokens
@@ -22,11 +22,7 @@ near zero. The training loss starts near 19, because it counts three targets.
 
 A date such as (2024-11-24) names the record that introduced a part. All records are listed at
 https://github.com/KellerJordan/modded-nanogpt#world-record-history. This folder's README.md says
-what each part gained, and lists all differences from the record. The largest:
-
-- Weights of the layers are float32 numbers that are rounded to bfloat16. The record truncates them.
-- Rotary angles are computed in float64, rotations and the loss in float32.
-- The initial weights are drawn differently.
+what each part gained, and what differs from the record.
 
 One step of `speedrun`'s last stage, with the shapes of one of its eight packs of documents:
 
@@ -41,7 +37,7 @@ One step of `speedrun`'s last stage, with the shapes of one of its eight packs o
                  +-- skip, ----+      +------+--------+                 v
                      gated           queries, keys, values     loss <-- logits [49152, 50304]
 
-    loss.backward(); after the last sequence, all optimizers take a step (section 6)
+    loss.backward(); after the last pack, optimizers take a step
 
 Many names end in the tensor's shape: x_TD is [T, D]. T is the number of tokens, D the model width,
 H the number of attention heads, K the head width, V the padded vocabulary, N the number of
@@ -62,7 +58,6 @@ import subprocess
 import sys
 import time
 import zipfile
-from bisect import bisect_right
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timedelta, timezone
@@ -70,7 +65,7 @@ from fractions import Fraction
 from functools import lru_cache
 from hashlib import sha256
 from importlib.util import find_spec
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Iterator, NamedTuple
 
@@ -100,10 +95,8 @@ def require(condition, message: str):
 # ---- 1. Settings and schedules ------------------------------------------------------------------
 
 BLOCK = 128  # tokens; attention masks and windows consist of whole blocks
-WHOLE = r"\d{1,9}(,\d{1,9})*"  # such as 128,384
 NUMBER = r"\d{1,9}(\.\d{1,9}|/[1-9]\d{0,8})?"  # such as 2 or 1.52 or 1/3
-NUMBERS = rf"{NUMBER}(,{NUMBER})*"
-RAMPS = rf"{NUMBER}(:{NUMBER})?(,{NUMBER}(:{NUMBER})?)*"  # such as 0.5,0.5:0
+ROW = rf" *{NUMBER}( +\d{{1,9}}){{3}} +{NUMBER}( +{NUMBER}(:{NUMBER})?){{2}} *"  # of `stages`
 
 def flag(default, text: str, low=0, high=10**9, unit=1, pattern=".+"):
     """A setting. Numbers lie in [low, high], integers are multiples of unit, and strings match the
@@ -129,21 +122,22 @@ class Hyperparameters:
     val_tokens: int = flag(10485760, "validation tokens; 0 uses all", high=10**12)
     micro_batches: int = flag(8, "packs per step, on all ranks together", low=1, high=10**5)
     epochs: int = flag(1, "at most this many passes over the training shards", low=1, high=10**5)
-    # The stages of training: a number for each. All stages except the last are equally long.
-    pack_shares: str = flag("1/3,2/3,1,1", "tokens in a pack / train_seq_len", pattern=NUMBERS)
-    doc_lens: str = flag("896,2048,2048,2048", "tokens that a document keeps", pattern=WHOLE)
-    short_windows: str = flag("128,384,640,768", "short window, in tokens", pattern=WHOLE)
-    long_windows: str = flag("384,896,1408,1664", "long window, in tokens", pattern=WHOLE)
-    stage_lr: str = flag("1,1.52,1.73,1", "factors on all learning rates; in the last stage only "
-                         "lr_floor counts", pattern=NUMBERS)
-    second_target: str = flag("0.5,0.5:0,0,0", "weight of the token after the next one; a:b goes "
-                              "from a to b", pattern=RAMPS)
-    third_target: str = flag("0.25:0,0,0,0", "weight of the one after it, likewise", pattern=RAMPS)
+    # The stages of training. All stages except the last are equally long.
+    stages: str = flag(
+        # pack   document  short, long window  rate  2nd, 3rd target
+        "1/3        896        128    384      1     0.5    0.25:0,"  # stage 0
+        "2/3       2048        384    896      1.52  0.5:0  0,"
+        "1         2048        640   1408      1.73  0      0,"
+        "1         2048        768   1664      1     0      0",
+        "a row of 7 numbers per stage, with commas between rows: tokens in a pack / train_seq_len; "
+        "tokens that a document keeps; short and long window, in tokens; factor on all learning "
+        "rates (in the last stage only lr_floor counts); weight of the token after the next one in "
+        "the loss, and of the one after it (a:b goes from a to b)", pattern=rf"{ROW}(,{ROW})+")
     final_window: int = flag(2560, "long window of the last validation", low=BLOCK, unit=BLOCK)
     extension_frac: float = flag(0.0268, "the last stage, as a share of all steps", high=1)
-    untie_stage: int = flag(2, "stage in which lm_head is untied, after Adam's first update")
+    untie_stage: int = flag(2, "stage, from 0, in which lm_head is untied, after one more update")
     # The layers. Each of these strings has one character per layer. A new kind of layer also
-    # changes window_sizes, block_masks, rotations_of and check_stages.
+    # changes its pattern, block_masks, rotations_of and CausalSelfAttention.
     layers: str = flag("PSPLSP.SSPL", "attention with P: paired heads and the short window, S: the "
                        "short window, L: the long window; .: no attention", pattern="[PSL.]+")
     value_embeds: str = flag(".01.....234", "digit: value embedding, .: none", pattern="[0-9.]+")
@@ -189,73 +183,70 @@ PRESETS = {
     "demo": Hyperparameters(
         name="demo", save_every=120, val_loss_every=120, train_files="data/demo/demo_train_*.bin",
         val_files="data/demo/demo_val_*.bin", vocab_size=257, train_seq_len=1024, val_seq_len=16384,
-        val_tokens=262144, micro_batches=4, short_windows="128,128,128,128",
-        long_windows="128,256,256,256", final_window=384, layers="PL.S", value_embeds="01.2",
-        skip_from=1, back_from=2, model_dim=128, num_heads=6, head_dim=32, attention_scale=0.2,
-        bigram_rows=4096, num_iterations=720, muon_momentum_steps=140, muon_cooldown_steps=24,
-        adam_eps=1e-7)}
+        val_tokens=262144, micro_batches=4,
+        stages="1/3 896 128 128 1 0.5 0.25:0, 2/3 2048 128 256 1.52 0.5:0 0, "
+               "1 2048 128 256 1.73 0 0, 1 2048 128 256 1 0 0",
+        final_window=384, layers="PL.S", value_embeds="01.2", skip_from=1, back_from=2,
+        model_dim=128, num_heads=6, head_dim=32, attention_scale=0.2, bigram_rows=4096,
+        num_iterations=720, muon_momentum_steps=140, muon_cooldown_steps=24, adam_eps=1e-7)}
 
-def stage_starts(hp: Hyperparameters) -> list[int]:
-    """The first step of each stage: 0, 483, 967 and 1450. Batches grow from stage to stage, because
-    at first even small ones give a clear gradient (2025-11-29)."""
+class Stage(NamedTuple):
+    """A row of --stages. Lengths and windows are in tokens."""
+    number: int  # from 0
+    start: int
+    end: int  # the step after its last one
+    pack_len: int
+    doc_len: int
+    short_window: int
+    long_window: int
+    lr: float  # factor on all learning rates
+    second_target: list[float]  # weight in the loss, at the start and at the end
+    third_target: list[float]
+
+@lru_cache
+def stages_of(hp: Hyperparameters) -> list[Stage]:
+    """The stages begin at steps 0, 483, 967 and 1450. Packs grow, because at first even small
+    batches give a clear gradient (2025-11-29). Documents are cut, so that a batch has more of them
+    (2025-09-03), and are shorter while windows are short (2026-02-10)."""
+    rows = [row.split() for row in hp.stages.split(",")]
     last_start = hp.num_iterations - round(hp.num_iterations * hp.extension_frac)
-    stages = len(hp.pack_shares.split(",")) - 1
-    return [round(last_start * i / stages) for i in range(stages)] + [last_start]
+    starts = [round(last_start * i / (len(rows) - 1)) for i in range(len(rows))]
+    stages = []
+    for i, (start, end) in enumerate(pairwise([*starts, hp.num_iterations])):
+        pack, document, short, long, lr, *targets = rows[i]
+        blocks = math.ceil(Fraction(pack) * hp.train_seq_len / BLOCK)
+        second, third = ([float(Fraction(x)) for x in weight.split(":")] for weight in targets)
+        stages.append(Stage(i, start, end, blocks * BLOCK, int(document), int(short), int(long),
+                            float(Fraction(lr)), second, third))
+    return stages
 
-def stage_of(step: int, hp: Hyperparameters) -> tuple[int, float]:
-    """The stage that a step belongs to, and how much of the stage lies before it, from 0 to 1."""
-    starts = stage_starts(hp)
-    if step >= hp.num_iterations:
-        return len(starts) - 1, 1.0
-    stage = bisect_right(starts, step) - 1
-    start, end = [*starts, hp.num_iterations][stage:stage + 2]
-    return stage, (step - start) / (end - start)
-
-def pack_len(step: int, hp: Hyperparameters) -> int:
-    """Tokens in a pack, rounded up to blocks: 16384, then 32768, then 49152."""
-    share = Fraction(hp.pack_shares.split(",")[stage_of(step, hp)[0]])
-    return math.ceil(share * hp.train_seq_len / BLOCK) * BLOCK
-
-def doc_len(step: int, hp: Hyperparameters) -> int:
-    """Documents are cut to this many tokens, so that a batch has more of them: 2048 (2025-09-03),
-    or 896 while windows are short (2026-02-10)."""
-    return int(hp.doc_lens.split(",")[stage_of(step, hp)[0]])
-
-def tokens_seen(done: int, hp: Hyperparameters) -> int:
-    starts = stage_starts(hp)
-    ends = [*starts[1:], max(done, hp.num_iterations)]
-    steps = [max(0, min(done, end) - start) for start, end in zip(starts, ends)]
-    return sum(n * hp.micro_batches * pack_len(start, hp) for n, start in zip(steps, starts) if n)
+def stage_at(step: int, hp: Hyperparameters) -> Stage:
+    """The last stage that has begun."""
+    return [stage for stage in stages_of(hp) if stage.start <= step][-1]
 
 def window_sizes(step: int, hp: Hyperparameters) -> tuple[int, int]:
     """The short and the long window in tokens. They grow during the run, since short distances are
     learned first and cost less (2024-11-24). The last validation looks farther still, without
-    training for it (2025-09-15, 2025-09-21)."""
-    stage, _ = stage_of(step, hp)
-    short, long = (int(x.split(",")[stage]) for x in (hp.short_windows, hp.long_windows))
-    return short, hp.final_window if step >= hp.num_iterations else long
-
-def window_tokens(step: int, hp: Hyperparameters) -> int:
-    return window_sizes(step, hp)[1]
+    training for it, and without other rotary frequencies (2025-09-15, 2025-09-21)."""
+    stage = stage_at(step, hp)
+    return stage.short_window, stage.long_window if step < hp.num_iterations else hp.final_window
 
 def target_weights(step: int, hp: Hyperparameters) -> list[float]:
     """The weights of the next three tokens in the loss. At first the model also learns from the two
     tokens after the next one (multi-token prediction, arXiv:2404.19737, 2025-12-22)."""
-    stage, progress = stage_of(step, hp)
-    weights = [1.0]
-    for table in (hp.second_target, hp.third_target):
-        ends = [float(Fraction(x)) for x in table.split(",")[stage].split(":")]
-        weights.append(ends[0] + (ends[-1] - ends[0]) * progress)
-    return weights
+    stage = stage_at(step, hp)
+    progress = (step - stage.start) / max(1, stage.end - stage.start)
+    further = [weights[0] + (weights[-1] - weights[0]) * progress
+               for weights in (stage.second_target, stage.third_target)]
+    return [1.0, *further]
 
 def lr_factor(step: int, hp: Hyperparameters) -> float:
     """The factor on every learning rate. It rises with the size of the batches (1, 1.52, 1.73).
     From step 580 to 1450, lr_floor replaces it linearly (2025-11-29, 2026-02-10)."""
-    factor = float(Fraction(hp.stage_lr.split(",")[stage_of(step, hp)[0]]))
-    end = stage_starts(hp)[-1]
+    end = stages_of(hp)[-1].start
     start = int(end * (1 - hp.cooldown_frac))
-    fallen = min(1.0, (step - start) / max(1, end - start)) if step >= start else 0.0
-    return factor * (1 - fallen) + hp.lr_floor * fallen
+    fallen = 1.0 if step >= end else max(0, step - start) / max(1, end - start)
+    return stage_at(step, hp).lr * (1 - fallen) + hp.lr_floor * fallen
 
 def muon_momentum(step: int, hp: Hyperparameters) -> float:
     """NorMuon's momentum. It rises at first, because early gradients are soon out of date
@@ -274,11 +265,11 @@ def rotary_state(stage: int, hp: Hyperparameters) -> tuple[Tensor, float]:
     YaRN (arXiv:2309.00071, 2025-09-10), each frequency is multiplied by a number between old window
     / new window and 1. A channel that turns at most once within the old window gets the former, one
     that turns 32 times keeps its frequency. The scale grows a little: 0.1, 0.117, 0.128, 0.132."""
-    windows = [int(x) for x in hp.long_windows.split(",")]
+    windows = [each.long_window for each in stages_of(hp)]  # final_window does not count
     exponents = torch.linspace(0, 1, hp.head_dim // 4, dtype=torch.float64)
     frequencies = hp.rope_base ** -exponents
     scale = hp.attention_scale
-    for old, new in zip(windows[:stage], windows[1:stage + 1]):
+    for old, new in pairwise(windows[:stage + 1]):
         turns = old * frequencies / (2 * math.pi)
         kept = ((turns - 1) / 31).clamp(0, 1)
         frequencies = frequencies * (old / new + kept * (1 - old / new))
@@ -296,23 +287,35 @@ def rotary_tables(stage: int, hp: Hyperparameters, device: torch.device) -> tupl
 
 class Schedule(NamedTuple):
     """The parts of the schedule that the model sees. They are tensors, because torch.compile would
-    recompile for each new value of a Python number. Constants of a run may be Python numbers."""
+    recompile for each new value of a Python number."""
     windows: Tensor  # [2], short and long, in tokens
     cos: Tensor  # [positions, K/4]
     sin: Tensor
     scale: Tensor  # of attention
     target_weights: Tensor  # [3]
 
-def on_device(numbers, device: torch.device, **options) -> Tensor:
-    """A tensor of these numbers. torch.tensor would wait for the GPU."""
-    return torch.stack([torch.full((), x, device=device, **options) for x in numbers])
-
 def schedule_tensors(step: int, hp: Hyperparameters, device: torch.device) -> Schedule:
-    stage, _ = stage_of(step, hp)
+    stage = stage_at(step, hp).number
     _, scale = rotary_state(stage, hp)
     return Schedule(on_device(window_sizes(step, hp), device, dtype=torch.int32),
                     *rotary_tables(stage, hp, device), on_device([scale], device)[0],
                     on_device(target_weights(step, hp), device))
+
+# ---- Support
+
+def on_device(numbers, device: torch.device, **options) -> Tensor:
+    """A tensor of these numbers. torch.tensor would wait for the GPU."""
+    return torch.stack([torch.full((), x, device=device, **options) for x in numbers])
+
+def tokens_seen(done: int, hp: Hyperparameters) -> int:
+    """The tokens of the first `done` steps."""
+    stages = stages_of(hp)
+    ends = [*(stage.start for stage in stages[1:]), done]
+    steps = [max(0, min(done, end) - stage.start) for stage, end in zip(stages, ends)]
+    return hp.micro_batches * sum(n * stage.pack_len for n, stage in zip(steps, stages))
+
+def window_tokens(step: int, hp: Hyperparameters) -> int:
+    return window_sizes(step, hp)[1]
 
 window_tensor = schedule_tensors  # records/tools calls it by this name, as in ../../train_gpt.py
 
@@ -321,9 +324,9 @@ window_tensor = schedule_tensors  # records/tools calls it by this name, as in .
 GATE_INPUTS = 12  # Gates look at this many channels (2025-08-23).
 
 class GPT(nn.Module):
-    """model(tokens_T, targets_T, schedule) returns the sum of the losses of one pack, in nats. In
-    training, the loss also counts the two tokens after the next one. With flex=True the model uses
-    FlexAttention and must be compiled, because uncompiled FlexAttention ignores the block lists.
+    """model(tokens_T, targets_T, schedule) returns the sum of the losses of one pack, in nats. With
+    flex=True the model uses FlexAttention and must be compiled, because uncompiled FlexAttention
+    ignores the block lists.
 
     The residual stream x_TD, the embeddings, the head and the gates are in `dtype`. All other
     parameters are float32. Scalars multiply the stream without a cast. Vectors and matrices need
@@ -351,9 +354,8 @@ class GPT(nn.Module):
         self.smear_scale = nn.Parameter(torch.tensor(0.0))
         self.skip_scale = nn.Parameter(torch.tensor(-1.5))
         self.back_scale = nn.Parameter(torch.tensor(0.5))
-        # One number per layer. The layer without attention uses only mlp_keep and mlp_add. Each sum
-        # scales the stream by sqrt(1.1), so what a layer has added grows by 1.1 in each later layer
-        # with attention (2025-11-18).
+        # One number per layer. attn_keep and mlp_keep multiply the stream by 1.1 at first, so what
+        # earlier layers have added grows (2025-11-18).
         each = torch.ones(len(hp.layers))
         self.attn_keep = nn.Parameter(each * 1.1**0.5)
         self.mlp_keep = nn.Parameter(each * 1.1**0.5)
@@ -366,7 +368,7 @@ class GPT(nn.Module):
 
     def forward(self, tokens_T: Tensor, targets_T: Tensor, schedule: Schedule) -> Tensor:
         """In training a token has three targets: the next token and the two after it. Targets may
-        lie in the next document. At the end of the pack they are missing, which is -1."""
+        lie in the next piece of the pack. At its end they are missing, which is -1."""
         x_TD = self.features(tokens_T, schedule)
         shifted = [F.pad(targets_T[k:], (0, k), value=-1) for k in range(3)]
         targets_T3 = torch.stack(shifted, dim=-1)
@@ -381,15 +383,19 @@ class GPT(nn.Module):
 
     def features(self, tokens_T: Tensor, schedule: Schedule) -> Tensor:
         """Returns the normed residual stream [T, D] after the last layer. Only this function knows
-        how layers are connected:
+        how layers are connected. x0 and pair are embeddings of the token and the token pair:
 
-        - x0 is the embedding of the token. Each layer with attention adds x0 and the embedding of
-          the token pair again, with learned weights (2024-11-06, 2026-01-19).
-        - The layer without attention adds the output of layer skip_from instead, which has the
-          long window. A gate decides how much of it (2024-12-17, 2025-11-18, 2025-12-29).
-        - Layers after back_from attend to the output of that layer, not to the newest stream
-          (2026-03-06). It is mainly their context, so back_scale times this output is
-          subtracted again before the head (2025-10-04)."""
+            start    x = x0 + bigram_add pair
+            layer    x = attn_keep x + attn_add attn(norm(seen)) + x0_add x0 + bigram_add pair
+                     x = mlp_keep x + mlp_add mlp(norm(x))
+            layer 0  does not add pair again
+            layer 6  x = x + skip_gate skip, in place of attention
+            end      norm(x - back_scale back)
+
+        Up to layer 7, whose output is back, seen = x. Later layers have seen = back (2026-03-06).
+        They need back more than the head does, so half of it is removed (2025-10-04). Each layer
+        gets x0 and pair anew (2024-11-06, 2026-01-19). skip is the output of layer 3, which has
+        the long window (2024-12-17, 2025-11-18, 2025-12-29)."""
         masks = self.block_masks(tokens_T, schedule.windows)
         rotations = rotations_of(schedule, len(tokens_T), self.hp.head_dim)
         e_TD = self.embed(tokens_T)
@@ -397,7 +403,7 @@ class GPT(nn.Module):
         gate_T1 = torch.sigmoid(F.linear(e_TD[1:, :GATE_INPUTS], self.smear_gate))
         smeared = e_TD[1:] + self.smear_scale * gate_T1 * e_TD[:-1]
         x0_TD = norm(torch.cat((e_TD[:1], smeared)))
-        bigram_TD = self.bigram_embed(bigram_rows(tokens_T, self.hp.bigram_rows))
+        pair_TD = self.bigram_embed(bigram_rows(tokens_T, self.hp.bigram_rows))
         gate_T1 = 2 * torch.sigmoid(F.linear(x0_TD[:, :GATE_INPUTS], self.skip_gate))
         skip_gate_T1 = torch.sigmoid(self.skip_scale) * gate_T1
 
@@ -405,15 +411,15 @@ class GPT(nn.Module):
             numbers.type_as(x0_TD).unbind() for numbers in
             (self.attn_keep, self.mlp_keep, self.attn_add, self.mlp_add, self.x0_add,
              self.bigram_add))
-        x_TD = x0_TD + bigram_add[0] * bigram_TD
+        x_TD = x0_TD + bigram_add[0] * pair_TD
         skip_TD = back_TD = None
         for i, layer in enumerate(self.layers):
             if layer.attn is None:
                 x_TD = x_TD + skip_gate_T1 * skip_TD
             else:
                 added_TD = x0_add[i] * x0_TD
-                if i > 0:  # The first layer has received the pair's embedding already.
-                    added_TD = added_TD + bigram_add[i] * bigram_TD
+                if i > 0:
+                    added_TD = added_TD + bigram_add[i] * pair_TD
                 seen_TD = norm(x_TD if back_TD is None else back_TD)
                 digit = self.hp.value_embeds[i]
                 value_embed = self.value_tables[digit](tokens_T) if digit != "." else None
@@ -443,9 +449,8 @@ class GPT(nn.Module):
 
 def bigram_rows(tokens_T: Tensor, rows: int) -> Tensor:
     """The row of the pair of each token and the one before it, by a hash, so some pairs share a row
-    (2026-01-19). The first token of a pack has the last row. As in the record, the second token is
-    paired with the number of that row, not with the first token, and their product overflows int32.
-    """
+    (2026-01-19). The first token of a pack has the last row. As in the record, the second token's
+    hash uses the number of that row, and 27191 times it overflows int32."""
     last = rows - 1
     seen_T = torch.cat((torch.full_like(tokens_T[:1], last), tokens_T[1:]))
     hashed_T = ((36313 * seen_T[1:]) ^ (27191 * seen_T[:-1])) % last
@@ -465,16 +470,14 @@ class CausalSelfAttention(nn.Module):
 
     - Value embedding: a second embedding of the token is added to the values, because layers lose
       track of the token (arXiv:2410.17897, 2024-12-04). A gate per head decides how much of it
-      (2025-12-29). It sees 12 channels of x, or if heads are unpaired, 6 of x and 6 of the
-      embedding (2026-02-03).
+      (2025-12-29). In paired layers the gate sees 12 channels of x. In the others it sees 6 of x
+      and 6 of the embedding (2026-02-03).
     - Key offset: in layers with the long window, the unrotated half of each key is that of the
       token before. So one layer suffices to find what followed an earlier occurrence of a token
       (2025-12-14).
-    - Paired heads: heads 0, 1 and 2 of token t become row 2t of a sequence of 2T rows, and heads 3,
-      4 and 5 become row 2t + 1. Each of three heads of this sequence sees both rows of earlier
-      tokens, so it chooses among twice as many keys. The window counts rows, so it reaches half as
-      far (2026-01-07). Rotary positions do not follow the rows: even heads turn by 2t, odd
-      ones by 2t + 1, as in the record.
+    - Paired heads: six heads on T tokens become three heads on 2T rows (`rotate` has a table). A
+      head sees both rows of an earlier token, so it chooses among twice as many keys. The window
+      counts rows, so it reaches half as far (2026-01-07).
     - Gate: each head's output is multiplied by a number between 0 and 1, which depends on the
       token, so that a head can abstain (2025-08-23)."""
 
@@ -499,8 +502,8 @@ class CausalSelfAttention(nn.Module):
         q = (scale * rotate(norm(q), cos, sin)).type_as(x_TD)
         k = rotate(norm(k), cos, sin).type_as(x_TD)
         if self.kind == "L":
-            rotated, still = k.chunk(2, dim=-1)
-            k = torch.cat((rotated, torch.cat((still[:1], still[:-1]))), dim=-1)
+            rotated, other = k.chunk(2, dim=-1)
+            k = torch.cat((rotated, torch.cat((other[:1], other[:-1]))), dim=-1)
         if value_embed is not None:
             seen = x_TD[:, :GATE_INPUTS]
             if self.kind != "P":
@@ -516,6 +519,32 @@ class CausalSelfAttention(nn.Module):
         y_THK = y.reshape(T, self.heads, -1) * gate_TH1
         return F.linear(y_THK.flatten(1), (self.scales[1] * self.proj).type_as(x_TD))
 
+def rotations_of(schedule: Schedule, T: int, head_dim: int) -> dict:
+    """Cosines, sines and the scale of attention for each kind of layer. Cosines are [T, 1, 1, K],
+    and for paired heads [T, 1, 2, K], for even and odd heads."""
+    rotations = {}
+    for kinds, heads in (("SL", 1), ("P", 2)):
+        c, s = (x[:heads * T].view(T, 1, heads, -1) for x in (schedule.cos, schedule.sin))
+        unrotated = head_dim - 2 * c.size(-1)  # channels with cosine 1, sine 0
+        cos = F.pad(torch.stack((c, c), dim=-1).flatten(-2), (0, unrotated), value=1.0)
+        sin = F.pad(torch.stack((s, -s), dim=-1).flatten(-2), (0, unrotated))
+        rotations |= dict.fromkeys(kinds, (cos, sin, schedule.scale))
+    return rotations
+
+def rotate(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions (arXiv:2104.09864). Channels 2i and 2i + 1, for i < K/4, are rotated as a
+    pair: a, b becomes a cos + b sin, b cos - a sin. The second half of a head is not rotated, so it
+    matches content at any distance (2024-12-17). The result is float32. Token t has position t. If
+    six heads are paired, then as in the record even heads have 2t, odd ones 2t + 1:
+
+        row in attention   heads of token t   positions
+        2t                 0, 1, 2            2t, 2t + 1, 2t
+        2t + 1             3, 4, 5            2t + 1, 2t, 2t + 1
+    """
+    x = x_THK.float().unflatten(1, (-1, cos.size(2)))  # [T, H, 1, K] or [T, H/2, 2, K]
+    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return (x * cos + swapped * sin).flatten(1, 2)
+
 class MLP(nn.Module):
     """ReLU^2 (arXiv:2109.08668). Both matrices are [4D, D], so a row belongs to a hidden unit in
     both, and NorMuon normalizes the rows of both (2025-07-18)."""
@@ -527,26 +556,6 @@ class MLP(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return F.relu(F.linear(x_TD, self.fc.type_as(x_TD))).square() @ self.proj.type_as(x_TD)
-
-def rotations_of(schedule: Schedule, T: int, head_dim: int) -> dict:
-    """Cosines, sines and the scale of attention for each kind of layer. Cosines are [T, 1, 1, K],
-    and for paired heads [T, 1, 2, K], for even and odd heads."""
-    rotations = {}
-    for kinds, heads in (("SL", 1), ("P", 2)):
-        c, s = (x[:heads * T].view(T, 1, heads, -1) for x in (schedule.cos, schedule.sin))
-        still = head_dim - 2 * c.size(-1)  # channels that are not rotated: cosine 1, sine 0
-        cos = F.pad(torch.stack((c, c), dim=-1).flatten(-2), (0, still), value=1.0)
-        sin = F.pad(torch.stack((s, -s), dim=-1).flatten(-2), (0, still))
-        rotations |= dict.fromkeys(kinds, (cos, sin, schedule.scale))
-    return rotations
-
-def rotate(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions (arXiv:2104.09864). Channels 2i and 2i + 1, for i < K/4, are rotated as a
-    pair: a, b becomes a cos + b sin, b cos - a sin. The second half of a head is not rotated, so it
-    matches content at any distance (2024-12-17). The result is float32."""
-    x = x_THK.float().unflatten(1, (-1, cos.size(2)))  # [T, H, 1, K] or [T, H/2, 2, K]
-    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return (x * cos + swapped * sin).flatten(1, 2)
 
 class Embedding(nn.Module):
     """An embedding, stored in `dtype`: 251,520 rows in float32 would take 0.8 GB."""
@@ -599,20 +608,11 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
     distance_NN = block_N[:, None] - block_N  # [query block, key block]
     first_N = document_T[::BLOCK]  # the document of each block's first token
     last_N = document_T[BLOCK - 1::BLOCK]
-    # Document numbers never decrease. So some pair is visible if the key block is not later, and
-    # ends in the query block's first document or after it. All pairs are visible if the key block
-    # is earlier, and the query block ends in the document in which the key block begins.
-    any_visible_NN = (distance_NN >= 0) & (last_N >= first_N[:, None])
-    all_visible_NN = (distance_NN > 0) & (first_N == last_N[:, None])
-
-    def ordered(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
-        """For each row: the number of chosen columns, and a list of all columns, the chosen ones
-        first. For the row [0, 1, 0, 1], that is 2 and [1, 3, 0, 2]."""
-        # place_NN is each column's place in the list. A sort would take minutes to compile.
-        count_NN = chosen_NN.cumsum(1)
-        place_NN = torch.where(chosen_NN, count_NN - 1, count_NN[:, -1:] + block_N - count_NN)
-        order_NN = torch.zeros_like(distance_NN).scatter_(1, place_NN, block_N.expand_as(place_NN))
-        return count_NN[:, -1].int()[None, None], order_NN[None, None]  # [batch, head, ...]
+    # Without the window: document numbers never decrease. So some query and key share a document if
+    # the key block is not later, and ends in the query block's first document or after it. All do
+    # if the query block is later, and ends in the document in which the key block begins.
+    some_document_NN = (distance_NN >= 0) & (last_N >= first_N[:, None])
+    same_document_NN = (distance_NN > 0) & (first_N == last_N[:, None])
 
     def make_mask(window: Tensor):
         # If you change this rule, change visible_NN and full_NN to match, because FlexAttention
@@ -622,8 +622,8 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
             return near & (document_T[query] == document_T[key])
 
         # Between blocks at distance d, tokens are 128 d - 127 to 128 d + 127 apart.
-        visible_NN = any_visible_NN & (BLOCK * distance_NN - (BLOCK - 1) <= window)
-        full_NN = visible_NN & all_visible_NN & (BLOCK * distance_NN + (BLOCK - 1) <= window)
+        visible_NN = some_document_NN & (BLOCK * distance_NN - (BLOCK - 1) <= window)
+        full_NN = same_document_NN & (BLOCK * distance_NN + (BLOCK - 1) <= window)
         if not flex:
             return plain_mask(visible_NN, sees)
         partial_NN = visible_NN & ~full_NN
@@ -634,6 +634,29 @@ def build_block_masks(tokens_T: Tensor, end_of_text: int, window: Tensor, flex: 
                          *full_queries, (BLOCK, BLOCK), sees)
 
     return [make_mask(each) for each in window.flatten().unbind()]
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
+    """Attention for q, k and v [1, heads, rows, K]. FlexAttention has no backward pass on CPUs."""
+    if isinstance(mask, BlockMask):
+        return flex_attention(q, k, v, block_mask=mask, scale=1.0)
+    outputs = []
+    for q_block, (key_range, bias) in zip(q.split(BLOCK, dim=2), mask):
+        scores = q_block @ k[:, :, key_range].mT + bias.to(q.dtype)
+        outputs.append(scores.softmax(-1) @ v[:, :, key_range])
+    return torch.cat(outputs, dim=2)
+
+# ---- Support
+
+def ordered(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
+    """For each row: the number of chosen columns, and a list of all columns, the chosen ones first.
+    For the row [0, 1, 0, 1], that is 2 and [1, 3, 0, 2]."""
+    column_N = torch.arange(len(chosen_NN), dtype=torch.int32, device=chosen_NN.device)
+    # place_NN is each column's place in the list. A sort would take minutes to compile.
+    count_NN = chosen_NN.cumsum(1)
+    place_NN = torch.where(chosen_NN, count_NN - 1, count_NN[:, -1:] + column_N - count_NN)
+    order_NN = torch.zeros(chosen_NN.shape, dtype=torch.int32, device=chosen_NN.device)
+    order_NN.scatter_(1, place_NN, column_N.expand_as(place_NN))
+    return count_NN[:, -1].int()[None, None], order_NN[None, None]  # [batch, head, ...]
 
 def plain_mask(visible_NN: Tensor, sees) -> list[tuple[slice, Tensor]]:
     """For each query block a slice of keys and a bias [128, keys]: 0 where visible, else -inf."""
@@ -646,16 +669,6 @@ def plain_mask(visible_NN: Tensor, sees) -> list[tuple[slice, Tensor]]:
         mask.append((key_range, torch.where(visible, 0.0, -torch.inf)))
     return mask
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
-    """Attention for q, k and v [1, heads, rows, K]. FlexAttention has no backward pass on CPUs."""
-    if isinstance(mask, BlockMask):
-        return flex_attention(q, k, v, block_mask=mask, scale=1.0)
-    outputs = []
-    for q_block, (key_range, bias) in zip(q.split(BLOCK, dim=2), mask):
-        scores = q_block @ k[:, :, key_range].mT + bias.to(q.dtype)
-        outputs.append(scores.softmax(-1) @ v[:, :, key_range])
-    return torch.cat(outputs, dim=2)
-
 # ---- 4. The head: FP8 and the loss --------------------------------------------------------------
 
 # The head takes a large part of all arithmetic, and FP8 halves its time (2025-01-13). But FP8 has a
@@ -666,8 +679,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
 #     weight     e4m3     1.6, to which it is clamped        448              448
 #     gradient   e5m2     1.75 * 23 / 30 = 1.34              801            57344
 #
-# (e4m3 has 4 exponent bits and 3 mantissa bits, e5m2 has 5 and 2.) The gradient is that of a pack's
-# summed loss. The division by the number of packs is undone before the cast.
+# (e4m3 has 4 exponent bits and 3 mantissa bits, e5m2 has 5 and 2.) The gradient is that of a
+# pack's summed loss. train_step divides it by 8, so FP8Linear multiplies by 8 * 597 (448 / 0.75).
 INPUT_SCALE, WEIGHT_SCALE, TOKEN_GRADIENT_SCALE = 448 / 100, 448 / 1.6, 448 / 0.75
 
 def to_e4m3(x: Tensor, scale: float) -> Tensor:
@@ -701,12 +714,13 @@ class FP8Linear(torch.autograd.Function):
 
 class CrossEntropy(torch.autograd.Function):
     """The sum over all tokens and their three targets of weight * -log softmax(logits_TV)[target].
-    A target of -1 does not count (multi-token prediction, 2025-12-22).
+    A target of -1 does not count (2025-12-22). Logits are below 23, so no maximum is subtracted
+    before exp.
 
-    Since 2026-04-04 the record's gradient, and this one, errs at the end of a pack: softmax counts
-    with all three weights, although the last two tokens lack targets. The gradient is coded by hand
-    for another reason too: the compiler would fuse the backward pass of F.cross_entropy, which sums
-    over the vocabulary, with FP8Linear's cast and transposed copy into one slow kernel."""
+    The gradient is coded by hand for two reasons. As in the record, it is wrong where targets are
+    missing: the softmax always counts with all three weights. And the compiler would fuse the
+    backward pass of F.cross_entropy, which sums over the vocabulary, with FP8Linear's cast and
+    transposed copy into one slow kernel."""
 
     @staticmethod
     def forward(ctx, logits_TV: Tensor, targets_T3: Tensor, weights_3: Tensor) -> Tensor:
@@ -742,9 +756,15 @@ def uniform(x: Tensor, generator):  # the standard deviation is 0.5 / sqrt(numbe
     x.uniform_(-bound, bound, generator=generator)
 
 # Each parameter follows the first rule whose pattern matches its full name. A rule names a function
-# for the initial values, the optimizer (section 6) and its options. `rate` multiplies the
-# optimizer's learning rate, and `decay` Adam's weight decay. Initial `None` keeps the values that
-# the module set (only for vectors and scalars).
+# for the initial values, the optimizer (section 6) and its options. `rate` multiplies the learning
+# rate and so weight decay, in Adam by its square. `decay` multiplies Adam's weight decay. `every=4`
+# updates at every fourth step, by the sum of the gradients; the default is 2 in Adam, 1 in NorMuon.
+# Initial `None` keeps the values that the module set (only for vectors and scalars). Who updates
+# what, with eight ranks:
+#
+#     head, embeddings       each rank an eighth of the rows
+#     NorMuon's matrices     each rank some of the matrices
+#     gates, scalars         every rank all of them
 PARAMETERS = [
     # names, initial values, one of the shapes; optimizer and its options
     (r"(lm_head|embed)\.weight", normal(0.005),  # [50304, 768]
@@ -753,13 +773,13 @@ PARAMETERS = [
      "Adam", dict(rate=75, betas=(0.75, 0.95), decay=5)),
     (r"bigram_embed\.weight", zero,  # [251520, 768]
      "Adam", dict(rate=75, betas=(0.75, 0.95), decay=5)),
-    (r"layers\..*\.(gate|value_gate)", zero,  # [6, 12]
+    (r"layers\..*\.attn\.(gate|value_gate)", zero,  # [6, 12]
      "Adam", dict(rate=1, betas=(0.9, 0.99), decay=1)),
     (r"smear_gate", zero,  # [1, 12]
      "Adam", dict(rate=0.01, betas=(0.9, 0.99))),
     (r"skip_gate", zero,  # [1, 12]
      "Adam", dict(rate=0.05, betas=(0.9, 0.99))),
-    (r"(smear|skip|back)_scale|layers\..*\.scales", None,  # [], [2]
+    (r"(smear|skip|back)_scale|layers\..*\.attn\.scales", None,  # [], [2]
      "Adam", dict(rate=5, betas=(0.9, 0.99))),
     (r"(attn|mlp)_keep", None,  # [11]
      "Adam", dict(rate=5, betas=(0.9, 0.95))),
@@ -773,8 +793,10 @@ PARAMETERS = [
      "NorMuon", dict(rate=2)),
 ]
 
-# As long as the head is tied to the embedding, both have the same weights, from the start on.
+# As long as they are tied, they have the same weights.
 START_OF = {"embed.weight": "lm_head.weight"}
+
+# ---- Support
 
 def find_rules(model: nn.Module) -> dict[str, int]:
     """{name of a parameter: index of its rule in PARAMETERS}"""
@@ -867,34 +889,35 @@ class World:
 
 class Optimizer:
     """Trains some of the parameters. The ranks share the arithmetic, as in ZeRO (arXiv:1910.02054),
-    but each keeps tensors of full size. A step has three phases. Each runs for all optimizers
+    but each keeps tensors of full size. An update has three phases. Each runs for all optimizers
     before the next one starts, so that one computes while another's tensors travel. On two ranks:
 
                       rank 0                         rank 1
         begin(step)   sends its gradients   <---->   sends its gradients; both get sums
         update(step)  computes the first half        computes the second half
                       sends it              <---->   sends it
-        finish(step)  has everything                 has everything; gradients are cleared
+        finish(step)  has everything                 has everything
 
     Adam changes the weights in update(). NorMuon computes changes there, and applies them in
-    finish(). Only update() can use the sums over all ranks; for a sharded tensor, only this rank's
+    finish(). Only update() sees sums over all ranks, and for a sharded tensor just this rank's
     rows.
 
-    `state` is what an optimizer remembers from step to step: {name: one tensor per parameter, with
-    its number of rows}, or in NorMuon {name: one padded stack}. It is saved, loaded on resume, and
-    restored after the warm-up, so keep all state here. A rank uses only its own rows,
-    world.shard(tensor).
-    """
+    `state` is what an optimizer remembers: each name has a list of tensors, one per parameter and
+    with as many rows, or in NorMuon one padded stack. It is saved, loaded on resume, and restored
+    after the warm-up. A rank uses only its own rows, world.shard(tensor)."""
 
-    def __init__(self, params: dict, hp: Hyperparameters, world: World, lr: float):
+    def __init__(self, params: dict, hp: Hyperparameters, world: World, lr: float, every: int):
         self.params = params
         self.hp = hp
         self.world = world
         self.peak_lr = lr
+        self.every = every  # in steps; gradients add up in between
         self.state = {}
 
     def lr(self, step: int) -> float:
         return self.peak_lr * lr_factor(step, self.hp)
+
+    # The rest is support.
 
     def numbers(self, *values: float) -> list[Tensor]:
         """Numbers that change between steps, for a compiled function."""
@@ -913,14 +936,18 @@ class Optimizer:
                 assert (x.ndim, x.shape[:1]) == (p.ndim, p.shape[:1]), f"{x.shape} for {p.shape}"
                 self.world.all_gather(x).wait()
 
-def adam_updates_at(step: int) -> bool:
-    """Whether Adam updates at a step. Else gradients are only added up. Another rhythm also changes
-    `count` in Adam, untie_step and warm_up."""
-    return step % 2 == 1
+    def gather_gradients(self) -> dict[str, Tensor]:
+        """Gradients that wait for the next update. Rank 0 gets the sum over all, the others 0."""
+        for p in self.params.values():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            self.world.all_reduce(p.grad).wait()
+            if self.world.rank > 0:
+                p.grad.zero_()
+        return {name: p.grad for name, p in self.params.items()}
 
 class Adam(Optimizer):
-    """Adam (arXiv:1412.6980). It updates at odd steps only, with the summed gradients of two steps,
-    because these parameters tolerate larger batches (2025-09-30). Its state is float32
+    """Adam (arXiv:1412.6980). By default it updates at odd steps, by the summed gradients of two
+    steps, because these parameters tolerate larger batches (2025-09-30). Its state is float32
     (2025-12-31). For one parameter:
 
         mean = beta1 * mean + (1 - beta1) * gradient
@@ -929,11 +956,11 @@ class Adam(Optimizer):
         weight -= change, and also lr**2 * 0.005 * decay * weight, where change has the same sign
 
     This is cautious weight decay (arXiv:2510.12402, 2025-12-18): a weight decays only where the
-    change makes it smaller as well. Unlike in torch, epsilon is added before bias correction. In
-    bfloat16, a change of less than 1/512 of a weight is lost to rounding."""
+    change makes it smaller as well. In bfloat16, in which gradients add up too, a change of less
+    than 1/512 of a weight is lost."""
 
-    def __init__(self, params, hp, world, rate, betas, decay=0.0):
-        super().__init__(params, hp, world, hp.adam_lr * rate)
+    def __init__(self, params, hp, world, rate, betas, decay=0.0, every=2):
+        super().__init__(params, hp, world, hp.adam_lr * rate, every)
         self.betas = betas
         self.decay = decay
         for name in ("mean", "mean_square"):
@@ -941,8 +968,7 @@ class Adam(Optimizer):
         self.apply = self.compiled(adam_update)
 
     def begin(self, step: int):
-        if adam_updates_at(step):
-            self.pending_sums = self.sum_gradients([p.grad for p in self.params.values()], step)
+        self.pending_sums = self.sum_gradients([p.grad for p in self.params.values()], step)
 
     def sum_gradients(self, gradients: list[Tensor], step: int) -> list[Pending]:
         if any(map(self.world.is_sharded, gradients)):
@@ -950,17 +976,15 @@ class Adam(Optimizer):
         return self.world.all_reduce_together(gradients)
 
     def update(self, step: int):
-        if not adam_updates_at(step):
-            return
-        # While the head is tied, the embedding and the head wait for one sum. detach makes it two
-        # tensors, or torch.compile would recompile when they are untied.
+        # A tied head shares its sum with the embedding, so do not change it in place. detach makes
+        # two tensor objects, or torch.compile would recompile when they are untied.
         gradients = [pending.wait().detach() for pending in self.pending_sums]
         self.pending_sums = []
         local = [self.world.shard(p.detach()) for p in self.params.values()]
         means, squares = ([self.world.shard(x) for x in self.state[name]]
                           for name in ("mean", "mean_square"))
         lr, (beta1, beta2) = self.lr(step), self.betas
-        count = (step + 1) // 2  # of updates, with this one
+        count = (step + 1) // self.every  # of updates since step 0, with this one
         size = lr * ((1 - beta2**count)**0.5 / (1 - beta1**count))
         decay = lr * lr * self.hp.adam_decay * self.decay
         self.apply(local, gradients, means, squares, *self.numbers(size, decay), self.betas,
@@ -968,25 +992,8 @@ class Adam(Optimizer):
         self.pending_params = [self.world.all_gather(p.detach()) for p in self.params.values()]
 
     def finish(self, step: int):
-        if not adam_updates_at(step):
-            return
         for pending in self.pending_params:
             pending.wait()
-        self.state.pop("gradient", None)
-        for p in self.params.values():
-            p.grad = None
-
-    def gather_state(self):
-        """Gradients that wait for the next update are a part of the state. Here they are summed
-        over the ranks, and rank 0 keeps the sum."""
-        self.state.pop("gradient", None)
-        super().gather_state()
-        for p in self.params.values():
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            self.world.all_reduce(p.grad).wait()
-            if self.world.rank > 0:
-                p.grad.zero_()
-        self.state["gradient"] = [p.grad for p in self.params.values()]
 
 def adam_update(params, gradients, means, squares, size: Tensor, decay: Tensor, betas, eps):
     """Updates lists of tensors in place."""
@@ -999,18 +1006,21 @@ def adam_update(params, gradients, means, squares, size: Tensor, decay: Tensor, 
 
 class TiedAdam(Adam):
     """Trains the embedding and the output head, which are one matrix at first (2025-12-19) and two
-    in the last third of the run (2025-12-22). For as long as they are tied, both get the sum of
-    their gradients. They also start equal, so they and their Adam state stay equal."""
+    in the last third of the run (2025-12-22). As long as they are tied, both get the sum of their
+    gradients. They also start equal, so they and their Adam state stay equal."""
+
+    def is_tied(self, step: int) -> bool:
+        """The first update in untie_stage, at step 967, is still tied, as in the record."""
+        return step - self.every < untie_start(self.hp)
 
     def sum_gradients(self, gradients, step):
-        if step > untie_step(self.hp):
+        if not self.is_tied(step):
             return super().sum_gradients(gradients, step)
         embedding, head = gradients
         return [self.world.reduce_scatter(embedding + head)] * 2
 
-def untie_step(hp: Hyperparameters) -> int:
-    """The last step at which the head is tied: 967, Adam's first update in untie_stage."""
-    return stage_starts(hp)[hp.untie_stage] | 1
+def untie_start(hp: Hyperparameters) -> int:
+    return stages_of(hp)[hp.untie_stage].start
 
 class NorMuon(Optimizer):
     """Muon (https://kellerjordan.github.io/posts/muon/) with normalized rows (arXiv:2510.05491,
@@ -1019,24 +1029,26 @@ class NorMuon(Optimizer):
         momentum = beta * momentum + (1 - beta) * gradient
         ahead = beta * momentum + (1 - beta) * gradient  # as in Nesterov momentum
         x = polar_express(ahead), and each row is divided by its usual size
-        weight -= lr * x, and also 1.2 * muon_lr * lr_factor * lr * weight, where both have one sign
+        weight -= lr * x, and also 1.2 * muon_lr * lr_factor * lr * weight, where signs agree
 
     A few directions of a gradient are usually much larger than all the others. Muon makes all
     directions of the update about equally large, so that small ones are learned too. Some rows
-    (hidden units) still get larger updates than others, which the second normalization mends. Muon
-    suits the matrices of the layers, not embeddings, the output head or vectors.
+    (hidden units) still get larger updates than others, which the second normalization mends.
 
     The rate of a tall matrix is multiplied by the square root of rows / columns: 2 for both
-    matrices of the MLP. The second one learns twice as fast again. Ranks exchange updates in
-    `dtype`, which are half as large as the float32 weights.
+    matrices of the MLP. Ranks exchange updates, in `dtype`, not the float32 weights.
 
-    A NorMuon optimizer's parameters have the same shape. Their gradients, updates and momentum lie
-    in stacks, padded with zeros so that the ranks can divide them equally. With 11 parameters on
-    two ranks the stack has 12, six for each rank."""
+    The parameters have one shape. Gradients, updates and momentum lie in stacks, padded with zeros
+    so that the ranks can divide them. With eight ranks:
 
-    def __init__(self, params, hp, world, rate):
+        11 matrices [3072, 768] --> stack [16, 3072, 768] --> two matrices for each rank
+    """
+
+    def __init__(self, params, hp, world, rate, every=1):
         ((rows, columns),) = {p.shape for p in params.values()}
-        super().__init__(params, hp, world, hp.muon_lr * rate * max(1, rows / columns) ** 0.5)
+        lr = hp.muon_lr * rate * max(1, rows / columns) ** 0.5
+        super().__init__(params, hp, world, lr, every)
+        assert all(p.element_size() >= 4 for p in params.values()), "16 bits lose small updates"
         length = math.ceil(len(params) / world.size) * world.size
         device = world.device
         # Gradients are summed over the ranks in the dtype of the activations.
@@ -1069,8 +1081,6 @@ class NorMuon(Optimizer):
         lr = self.lr(step)
         decay = self.hp.muon_decay * self.hp.muon_lr * lr_factor(step, self.hp) * lr
         self.apply([p.detach() for p in params], updates, *self.numbers(lr, decay))
-        for p in params:
-            p.grad = None
 
     def gather_state(self):
         for stack in self.state.values():
@@ -1089,8 +1099,8 @@ def normuon_update(gradients: Tensor, momentum: Tensor, square: Tensor, beta: Te
     row_square = x.float().square().mean(dim, keepdim=True)
     square.lerp_(row_square, 1 - beta2)
     inverse = square.clamp(min=1e-10).rsqrt()
-    size, new_size = (s.sum((-2, -1), keepdim=True).sqrt() * x.size(dim) ** 0.5
-                      for s in (row_square, row_square * inverse.square()))
+    size = row_square.sum((-2, -1), keepdim=True).sqrt()
+    new_size = (row_square * inverse.square()).sum((-2, -1), keepdim=True).sqrt()
     return x * (inverse * size / new_size.clamp(min=1e-10)).to(dtype)
 
 def apply_updates(params: list, updates, lr: Tensor, decay: Tensor):
@@ -1122,6 +1132,8 @@ def polar_express(x: Tensor) -> Tensor:
         x = torch.baddbmm(x, polynomial, x, beta=a)  # a x + polynomial @ x
     return x.mT if tall else x
 
+# ---- Support
+
 def build_optimizers(model: nn.Module, hp: Hyperparameters, world: World) -> list[Optimizer]:
     """Parameters with the same rule and dtype (for NorMuon also the same shape) share an
     optimizer."""
@@ -1149,71 +1161,31 @@ class Shard(NamedTuple):
     tokens: int
     fingerprint: str  # a hash of samples from some 65 places in the file, to detect changed data
 
-def find_shards(pattern: str) -> list[Shard]:
-    """The shards that a glob matches, sorted by path."""
-    shards = []
-    folder, name = os.path.split(os.path.expanduser(pattern))
-    folder = glob.escape(folder) if os.path.isdir(folder) else folder  # it may contain brackets
-    for path in sorted(glob.glob(os.path.join(folder, name), recursive=True)):
-        problem = f"{path} is not a complete shard: in the repository, ./run.sh inspect says why"
-        require(os.path.isfile(path) and os.path.getsize(path) > SHARD_HEADER_BYTES, problem)
-        data = np.memmap(path, dtype=np.uint8, mode="r")
-        magic, version, tokens = data[:12].view("<i4").tolist()
-        expected = (SHARD_MAGIC, 1, SHARD_HEADER_BYTES + 2 * tokens)
-        require((magic, version, len(data)) == expected, problem)
-        places = [*range(0, len(data), max(4096, len(data) // 64)), max(0, len(data) - 4096)]
-        sample = b"".join(data[at:at + 4096].tobytes() for at in places)
-        shards.append(Shard(path, tokens, sha256(sample).hexdigest()[:16]))
-    require(shards, f"no file matches {pattern}: in a clone of the repository, make shards with "
-            "./run.sh demo --check, ./run.sh fineweb or ./run.sh tokenize, and run this there")
-    return shards
-
-def read_tokens(path: str, start: int, count: int, vocab_size: int) -> Tensor:
-    """Reads `count` tokens as uint16. With a GPU they are in pinned memory, so that copies to the
-    GPU are asynchronous."""
-    tokens = torch.empty(count, dtype=torch.uint16, pin_memory=torch.cuda.is_available())
-    with open(path, "rb") as f:
-        f.seek(SHARD_HEADER_BYTES + 2 * start)
-        require(f.readinto(tokens.numpy()) == tokens.nbytes, f"{path} was truncated")
-    largest = tokens.numpy().max(initial=0)  # torch would start threads, which slow training down
-    require(largest < vocab_size, f"{path} holds the token {largest}, which is not below "
-            f"--vocab_size={vocab_size}; in the repository, ./run.sh inspect says where")
-    return tokens
-
-UNREAD = 0.02  # the share of training tokens that shards too small for a step may hold
-
-def documents(shard: Shard, hp: Hyperparameters) -> Iterator[tuple[int, int]]:
-    """Yields (begin, end) for each document of a shard, reading a megabyte of it at a time."""
-    tokens = np.memmap(shard.path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES)
-    begin = None
-    for start in range(0, shard.tokens, 2**19):
-        piece = tokens[start:min(start + 2**19, shard.tokens)]
-        for found in (start + np.flatnonzero(piece == hp.vocab_size - 1)).tolist():
-            if begin is not None:
-                yield begin, found
-            begin = found
-    if begin is not None:
-        yield begin, shard.tokens
-
 def next_pack(rest: Iterator[tuple[int, int]], length: int, longest: int) -> list | None:
     """A pack of `length` tokens: pieces (begin, end) of the next documents, each cut after its
     first `longest` tokens, and the last one where the pack is full. What is cut off is never
     used, so that every piece begins where a document begins (2025-07-13). Returns None if the
-    shard ends before."""
+    shard ends before. With longest=4 and length=10:
+
+        documents of 5, 9, 3, 8 tokens --> pieces of 4, 4, 2; the next pack begins with the 8
+
+    After a cut, too, the target is the next piece's first token, end-of-text."""
     pack = []
     while length > 0:
         begin, end = next(rest, (None, None))
         if begin is None:
             return None
-        pack.append((begin, min(end, begin + longest, begin + length)))
-        length -= pack[-1][1] - begin
+        end = min(end, begin + longest, begin + length)
+        pack.append((begin, end))
+        length -= end - begin
     return pack
 
 def next_packs(rest: Iterator[tuple[int, int]], step: int, hp: Hyperparameters) -> list:
     """The packs of a step, or [] if the shard ends before."""
+    stage = stage_at(step, hp)
     packs = []
     for _ in range(hp.micro_batches):
-        pack = next_pack(rest, pack_len(step, hp) + 1, doc_len(step, hp))
+        pack = next_pack(rest, stage.pack_len + 1, stage.doc_len)
         if pack is None:
             return []
         packs.append(pack)
@@ -1257,6 +1229,54 @@ def read_packs(shard: Shard, packs: list, hp: Hyperparameters, world: World) -> 
     tokens = tokens.view(torch.int16).to(world.device, non_blocking=True).to(torch.int32) & 0xFFFF
     return list(zip(tokens[:, :-1].contiguous(), tokens[:, 1:].to(torch.int64)))
 
+# ---- Support
+
+UNREAD = 0.02  # the share of training tokens that shards too small for a step may hold
+
+def find_shards(pattern: str) -> list[Shard]:
+    """The shards that a glob matches, sorted by path."""
+    shards = []
+    folder, name = os.path.split(os.path.expanduser(pattern))
+    folder = glob.escape(folder) if os.path.isdir(folder) else folder  # it may contain brackets
+    for path in sorted(glob.glob(os.path.join(folder, name), recursive=True)):
+        problem = f"{path} is not a complete shard: in the repository, ./run.sh inspect says why"
+        require(os.path.isfile(path) and os.path.getsize(path) > SHARD_HEADER_BYTES, problem)
+        data = np.memmap(path, dtype=np.uint8, mode="r")
+        magic, version, tokens = data[:12].view("<i4").tolist()
+        expected = (SHARD_MAGIC, 1, SHARD_HEADER_BYTES + 2 * tokens)
+        require((magic, version, len(data)) == expected, problem)
+        places = [*range(0, len(data), max(4096, len(data) // 64)), max(0, len(data) - 4096)]
+        sample = b"".join(data[at:at + 4096].tobytes() for at in places)
+        shards.append(Shard(path, tokens, sha256(sample).hexdigest()[:16]))
+    require(shards, f"no file matches {pattern}: in a clone of the repository, make shards with "
+            "./run.sh demo --check, ./run.sh fineweb or ./run.sh tokenize, and run this there")
+    return shards
+
+def read_tokens(path: str, start: int, count: int, vocab_size: int) -> Tensor:
+    """Reads `count` tokens as uint16. With a GPU they are in pinned memory, so that copies to the
+    GPU are asynchronous."""
+    tokens = torch.empty(count, dtype=torch.uint16, pin_memory=torch.cuda.is_available())
+    with open(path, "rb") as f:
+        f.seek(SHARD_HEADER_BYTES + 2 * start)
+        require(f.readinto(tokens.numpy()) == tokens.nbytes, f"{path} was truncated")
+    largest = tokens.numpy().max(initial=0)  # torch would start threads, which slow training down
+    require(largest < vocab_size, f"{path} holds the token {largest}, which is not below "
+            f"--vocab_size={vocab_size}; in the repository, ./run.sh inspect says where")
+    return tokens
+
+def documents(shard: Shard, hp: Hyperparameters) -> Iterator[tuple[int, int]]:
+    """Yields (begin, end) for each document of a shard, reading a megabyte of it at a time."""
+    tokens = np.memmap(shard.path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES)
+    begin = None
+    for start in range(0, shard.tokens, 2**19):
+        piece = tokens[start:min(start + 2**19, shard.tokens)]
+        for found in (start + np.flatnonzero(piece == hp.vocab_size - 1)).tolist():
+            if begin is not None:
+                yield begin, found
+            begin = found
+    if begin is not None:
+        yield begin, shard.tokens
+
 def load_validation(shards: list[Shard], hp: Hyperparameters, world: World) -> list:
     """The validation sequences of this rank. Together the ranks predict val_tokens tokens, from
     the second one on. The last sequence is padded with targets of -1, which the loss ignores."""
@@ -1279,21 +1299,26 @@ def train_step(model, batches, optimizers, step: int, hp: Hyperparameters, world
     as a tensor, so that Python need not wait for the GPU. It counts the further targets too.
 
     As in the record, losses are summed over the tokens of a pack, and averaged over the packs of a
-    step. So larger packs have larger gradients, but Adam and NorMuon ignore their scale."""
+    step. So larger packs have larger gradients. Adam and NorMuon ignore their scale, but FP8
+    and adam_eps depend on it."""
     schedule = schedule_tensors(step, hp, world.device)
     total_loss = torch.zeros((), dtype=torch.float64, device=world.device)
     for inputs_T, targets_T in batches:
         loss = model(inputs_T, targets_T, schedule)
         (loss / hp.micro_batches).backward()
         total_loss += loss.detach()
+    due = [optimizer for optimizer in optimizers if (step + 1) % optimizer.every == 0]
     with torch.no_grad():  # each p.grad is a sum over the micro-batches of this rank only
-        for optimizer in optimizers:
+        for optimizer in due:
             optimizer.begin(step)
-        for optimizer in optimizers:
+        for optimizer in due:
             optimizer.update(step)
-        for optimizer in optimizers:
+        for optimizer in due:
             optimizer.finish(step)
-    return world.all_reduce(total_loss).wait() / (hp.micro_batches * pack_len(step, hp))
+            for p in optimizer.params.values():
+                p.grad = None
+    tokens = hp.micro_batches * stage_at(step, hp).pack_len
+    return world.all_reduce(total_loss).wait() / tokens
 
 @torch.no_grad()
 def evaluate(model, sequences: list, step: int, hp: Hyperparameters, world: World) -> float:
@@ -1308,13 +1333,18 @@ def evaluate(model, sequences: list, step: int, hp: Hyperparameters, world: Worl
     loss, targets = world.all_reduce(total).wait().tolist()
     return loss / targets
 
+# ---- Support: what is saved, and the warm-up. Keep what your method remembers in a module or in an
+# optimizer's `state`. The warm-up must run all its code, and give each parameter a gradient.
+
 def gather_training_state(model: nn.Module, optimizers: list[Optimizer]) -> dict:
-    """All tensors on which further training depends: {"model": {name: tensor}, "NorMuon momentum":
-    ...}. These are the live tensors, whole and (except gradients) equal on every rank. If your
-    method remembers tensors outside of modules and optimizers, add them here."""
-    state = {"model": dict(model.state_dict())}
+    """All tensors on which further training depends: {"model": {name: tensor}, "gradient": ...,
+    "NorMuon momentum": ...}. These are the live tensors, whole and (except gradients) equal on
+    every rank."""
+    state = {"model": dict(model.state_dict()), "gradient": {}}
     for optimizer in optimizers:
         optimizer.gather_state()
+        if optimizer.every > 1:
+            state["gradient"] |= optimizer.gather_gradients()
         for name, entries in optimizer.state.items():
             kind = f"{type(optimizer).__name__} {name}"
             state.setdefault(kind, {}).update(zip(optimizer.params, entries))  # without padding
@@ -1335,15 +1365,13 @@ def load_training_state(saved: dict | None, model: nn.Module, optimizers: list, 
                 tensor.copy_(saved[kind][name])
             if world.size > 1:
                 dist.broadcast(tensor, src=0)
-            if kind.endswith(" gradient") and world.rank > 0:
-                tensor.zero_()  # gradients are summed over the ranks later
+            if kind == "gradient" and world.rank > 0:
+                tensor.zero_()  # as in gather_gradients
 
 def warm_up(model, optimizers, shards: list[Shard], hp: Hyperparameters, world: World):
-    """Runs a validation, and two training steps with the packs of each stage, on random tokens
-    before the clock starts, and undoes them. This compiles all code and allocates the memory: packs
-    have different lengths, and Adam updates every other step. On a GPU, compiling anything
-    afterwards raises an error, because it would count as training time. If your method runs
-    different code at some steps, run that code here once too.
+    """Runs a validation, and a training step with the packs of each stage, on random tokens before
+    the clock starts, and undoes them. This compiles all code and allocates the memory. On a GPU,
+    compiling anything afterwards raises an error, because it would count as training time.
 
     Undoing the steps also makes the weights of all ranks equal to those of rank 0."""
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
@@ -1351,7 +1379,8 @@ def warm_up(model, optimizers, shards: list[Shard], hp: Hyperparameters, world: 
     before = tree_map(lambda x: x.to("cpu", copy=True), state) if world.rank == 0 else None
     tokens = torch.randint(hp.vocab_size, (hp.val_seq_len + 1,), device=world.device)
     evaluate(model, [(tokens[:-1].int(), tokens[1:].clone())], 0, hp, world)
-    for start in sorted({start for start in stage_starts(hp) if start < hp.num_iterations}):
+    all_update = math.lcm(*(each.every for each in optimizers)) - 1  # a step at which all do
+    for start in sorted({each.start for each in stages_of(hp) if each.start < hp.num_iterations}):
         # The batch is read as in training, which allocates its memory. Its tokens are replaced.
         read = next(train_batches(shards, hp, world, start))
         batches = tree_map(lambda x: x.random_(hp.vocab_size), read[:1])
@@ -1360,8 +1389,7 @@ def warm_up(model, optimizers, shards: list[Shard], hp: Hyperparameters, world: 
         (loss / hp.micro_batches).backward()  # so that train_step accumulates too
         unused = [name for name, p in model.named_parameters() if p.grad is None]
         require(not unused, f"no gradient reaches {', '.join(unused)}: use or remove it")
-        for step in (0, 3):  # without and with an update of Adam
-            train_step(model, batches, optimizers, step, hp, world).to("cpu", non_blocking=True)
+        train_step(model, batches, optimizers, all_update, hp, world).to("cpu", non_blocking=True)
     load_training_state(before, model, optimizers, world)
     if world.device.type == "cuda":
         torch.compiler.set_stance("fail_on_recompile")
@@ -1494,7 +1522,7 @@ def connect(plan: "Plan | None", script: str, world: World) -> "Plan":
         dist.broadcast_object_list(plans, src=0)
     except (RuntimeError, ValueError) as e:
         reason = " ".join(str(e).split())  # NCCL's own reason is on its last lines
-        advice = ("enlarge /dev/shm (in Docker by --shm-size=1g)" if "/dev/shm" in reason else
+        advice = ("enlarge /dev/shm (in Docker with --shm-size=1g)" if "/dev/shm" in reason else
                   "start them with torchrun, or set NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME")
         raise UserError(f"the ranks cannot reach each other ({reason}); {advice}") from None
     here = (script, find_shards(plans[0].hp.train_files), find_shards(plans[0].hp.val_files))
@@ -1559,25 +1587,17 @@ def check_settings(hp: Hyperparameters, world_size: int):
             f"{hp.micro_batches} micro-batches equally: use a number of ranks that divides them")
 
 def check_stages(hp: Hyperparameters):
-    """Checks the settings that have a number for each stage."""
-    tables = {name: getattr(hp, name).split(",") for name in
-              ("pack_shares", "doc_lens", "short_windows", "long_windows", "stage_lr",
-               "second_target", "third_target")}
-    stages = len(tables["pack_shares"])
-    for name, values in tables.items():
-        require(len(values) == stages > 1, f"--{name}={getattr(hp, name)}: name as many stages as "
-                "in --pack_shares, at least two")
-    require(all(0 < Fraction(x) <= 1 for x in tables["pack_shares"]), "--pack_shares: use numbers "
-            "above 0, at most 1")
-    require(all(int(x) for x in tables["doc_lens"]), "--doc_lens: use numbers above 0")
-    require(all(Fraction(x) <= 100 for x in tables["stage_lr"]), "--stage_lr: use at most 100")
-    for short, long in zip(tables["short_windows"], tables["long_windows"]):
-        require(0 < int(short) <= int(long) and int(short) % BLOCK == int(long) % BLOCK == 0,
-                f"the windows {short} and {long} of a stage: use multiples of {BLOCK}, the short "
-                "window first")
-    require(hp.final_window >= int(tables["long_windows"][-1]), "--final_window is shorter than "
-            "the last of --long_windows")
-    require(hp.untie_stage < stages, f"--untie_stage={hp.untie_stage}: the first stage is 0")
+    for stage in stages_of(hp):
+        name = f"--stages: stage {stage.number}"
+        require(0 < stage.pack_len <= hp.train_seq_len, f"{name} needs a share of train_seq_len "
+                "above 0, at most 1")
+        require(stage.doc_len > 0, f"{name} keeps no token of a document")
+        require(stage.lr <= 100, f"{name} has a factor on learning rates above 100")
+        short, long = stage.short_window, stage.long_window
+        require(0 < short <= long and short % BLOCK == long % BLOCK == 0, f"{name} has windows of "
+                f"{short} and {long}: use multiples of {BLOCK}, the short window first")
+    require(hp.final_window >= long, f"--final_window is shorter than the last window, {long}")
+    require(hp.untie_stage <= stage.number, f"--untie_stage={hp.untie_stage}: the first stage is 0")
 
 def resolve(hp: Hyperparameters, device: torch.device) -> Hyperparameters:
     """Decides what `auto` and a seed of -1 stand for, and whether FP8 is possible. A resumed run
@@ -1643,10 +1663,10 @@ def make_plan(hp: Hyperparameters, command, script: str, world: World, saved: di
         plan = replace(plan, first_step=(done := saved["step"]), seconds=saved["seconds"])
         require(done <= hp.num_iterations, f"the run has already done {done} steps")
         require(plan.data_read(done) == saved["data_read"], "--resume: do not change "
-                "micro_batches, train_seq_len, num_iterations, extension_frac, pack_shares, "
-                "doc_lens, the shards already read, or how they are read")
+                "micro_batches, train_seq_len, num_iterations, extension_frac, packs and documents "
+                "in stages, the shards already read, or how they are read")
         before = Hyperparameters(**saved["settings"])
-        require((done > untie_step(hp)) == (done > untie_step(before)), "--resume: do not move "
+        require((done > untie_start(hp)) == (done > untie_start(before)), "--resume: do not move "
                 f"--untie_stage to the other side of step {done}")
     return plan
 
@@ -1844,8 +1864,8 @@ def save_checkpoint(done: int, seconds: float, model, optimizers, plan: Plan, lo
     return True
 
 if __name__ == "__main__":
-    # Ctrl+C ends this process at once, even while it waits for a GPU. Process 1, as in a container,
-    # ignores signals that it does not handle.
+    # Ctrl+C ends this process at once, even while it waits for a GPU. In a container it may be
+    # process 1, which ignores signals that it does not handle.
     end = signal.SIG_DFL if os.getpid() > 1 else lambda number, frame: os._exit(128 + number)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end)
