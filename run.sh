@@ -7,6 +7,7 @@
 # ./run.sh ablate my_record.py [--vs=train_gpt.py]                what is each part of a copy worth?
 # ./run.sh bench [my_record.py ...] [--vs=train_gpt.py|LOG]      what does a step cost here?
 # ./run.sh honest my_record.py      is a copy's validation loss honest?
+# ./run.sh same my_record.py        does a copy train the same, bar rounding?
 # ./run.sh verify records/race_X    do the logs in a race's folder give its verdict?
 # ./run.sh ideas                    what has been raced so far?
 # ./run.sh compare A [--vs B]       which of two folders of logs is better, and how surely?
@@ -16,10 +17,9 @@
 # ./run.sh inspect SHARD            shows what a shard holds
 # ./run.sh fineweb                  fetches the speedrun's data
 # ./run.sh test [quick | --all | mutants] [--script SCRIPT.py] [flags: pytest --help]
-# ./run.sh help                     shows this
 #
-# ./run.sh VERB --help explains a verb, and ./run.sh train --help lists the settings. Paths count
-# from this folder. Packages and data are fetched or made where a verb needs them. The variable
+# ./run.sh help shows this, ./run.sh VERB --help explains a verb, ./run.sh train --help lists the
+# settings. Paths count from this folder. Packages and data are fetched or made where needed.
 # PYTHON names an interpreter, NPROC the number of processes (else one per GPU, or per core).
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"  # it was started by `sh run.sh`
 set -euo pipefail
@@ -50,7 +50,7 @@ case "${1-train}" in
   train) program=launch ;;
   race | ablate | verify) program=$1; needed+=" scipy matplotlib" ;;
   honest) program=honesty ;;
-  sample | bench | hellaswag) program=$1 ;;
+  same | sample | bench | hellaswag) program=$1 ;;
   compare) program=compare; needed="numpy scipy matplotlib" ;;
   ideas) program=ledger; needed="numpy scipy" ;;
   tokenize) program=tokenize_text; needed="numpy tqdm" ;;

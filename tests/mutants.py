@@ -239,6 +239,9 @@ IN_PROGRAMS = {
         ("the first steps count", "slice(«UNTIMED, UNTIMED + →»steps)", "its_units")],
     ("records/tools/honesty.py", "test_honesty.py"): [
         ("a copy that is not honest is status 0", "{seen}\")\n        return «3→0»", "program")],
+    ("records/tools/same.py", "test_same.py"): [
+        ("a small difference is none", "BOUND = «1e-9→1e-3»", "mistake"),
+        ("weights that differ", "self.weights[new].view(-1)[part] = «→2 * »base", "other_words")],
     ("records/tools/exam.py", "test_exam.py"): [
         ("the loss of the log is believed", "abs(loss - «self.run.loss→loss»)", "cheating"),
         ("the first steps are not trained again", "train_again(0, «FIRST→0»)", "cheating"),

@@ -126,11 +126,10 @@ def started(script: str) -> list[list[str]]:
     assert not done.stderr, done.stderr  # of a command that is none of these
     return [command.splitlines() for command in done.stdout.strip("\n").split("\n\n") if command]
 
-TOOLS = {"honest": "records/tools/honesty.py", "tokenize": "data/tokenize_text.py",
-         "inspect": "data/inspect_shards.py", "fineweb": "data/fineweb.py",
-         "bench": "records/tools/bench.py", "compare": "records/tools/compare.py",
-         "sample": "records/tools/sample.py", "hellaswag": "records/tools/hellaswag.py",
-         "verify": "records/tools/verify.py"}
+TOOLS = {"tokenize": "data/tokenize_text.py", "inspect": "data/inspect_shards.py",
+         "fineweb": "data/fineweb.py", "honest": "records/tools/honesty.py",
+         **{verb: f"records/tools/{verb}.py" for verb in (
+             "same", "bench", "compare", "sample", "hellaswag", "verify")}}
 COMMANDS = [words for text in TEXTS.values() for words in started(
     indented(text) + "\n".join(re.findall(r"`((?:\./run\.sh|torchrun) [^`]*)`", text)))]
 

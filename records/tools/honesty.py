@@ -42,16 +42,16 @@ SIZES = [
 class Trial:
     """A copy, its settings for the check, and a folder with the data."""
 
-    def __init__(self, path: Path, flags, folder: Path):
+    def __init__(self, path: Path, flags, folder: Path, sizes=SIZES, names=()):
         text = (ROOT / "train_gpt.py").read_bytes()
         stream = [t for part in text.split(b"\n\n") for t in (END_OF_TEXT, *part, 10)]
         for name, tokens in (("val", stream[:3000]), ("train", stream[3000:])):
             write_shards([np.array(tokens, "<u2")], folder / name, 1, len(tokens))
         self.path = path
         self.folder = folder
-        self.script = checked_script(path)
+        self.script = checked_script(path, *names)
         known = self.script.Hyperparameters.__dataclass_fields__
-        sizes = [flag for flag in SIZES if flag[2:].partition("=")[0] in known]
+        sizes = [flag for flag in sizes if flag[2:].partition("=")[0] in known]
         files = [f"--{name}_files={glob.escape(str(folder))}/{name}_*.bin"
                  for name in ("train", "val")]
         self.flags = ["--preset=demo", *flags, *sizes, *files]
@@ -61,8 +61,9 @@ class Trial:
 
 # ---- The properties ------------------------------------------------------------------------------
 
-def keys_seen(mask, T: int):
-    """Which keys [T, T] a mask shows: a BlockMask, or slices of keys with their biases."""
+def keys_seen(mask, T: int, lists: str = "kv"):
+    """Which keys [T, T] a mask shows: slices of keys with their biases, or a BlockMask, by its
+    lists of key blocks, or of query blocks ("q"), which the backward pass uses."""
     seen = torch.zeros(T, T, dtype=torch.bool)
     if isinstance(mask, list):
         size = T // len(mask)
@@ -72,18 +73,21 @@ def keys_seen(mask, T: int):
     position = torch.arange(T)
     rule = mask.mask_mod(0, 0, position[:, None], position).expand(T, T)
     rows, columns = mask.BLOCK_SIZE
-    for kind in ("kv", "full_kv"):
+    for kind in (lists, f"full_{lists}"):
         counts, blocks = (getattr(mask, f"{kind}_{name}")[0, 0] for name in
                           ("num_blocks", "indices"))
-        for i, count in enumerate(counts):
-            for j in blocks[i, :count]:
+        for at, count in enumerate(counts):
+            for other in blocks[at, :count]:
+                i, j = (at, other) if lists == "kv" else (other, at)
                 tile = (slice(rows * i, rows * (i + 1)), slice(columns * j, columns * (j + 1)))
-                seen[tile] = rule[tile] | (kind == "full_kv")
+                seen[tile] = rule[tile] | kind.startswith("full")
     return seen
 
-def check_masks(trial: Trial):
-    """On random documents, if the copy builds its masks by the function of train_gpt.py."""
-    build = getattr(trial.script, "build_block_masks", None)
+def masks_seen(script):
+    """What the masks of a script show on 24 random texts, if it builds them by the function of
+    train_gpt.py: the window, and for each mask the keys on a CPU, and those on a GPU, forward and
+    backward."""
+    build = getattr(script, "build_block_masks", None)
     if build is None or [*inspect.signature(build).parameters][1:] != [
             "end_of_text", "window", "flex"]:
         return
@@ -94,12 +98,20 @@ def check_masks(trial: Trial):
         tokens = torch.where(begins, END_OF_TEXT, 0).int()
         window = torch.tensor(128 * (1 + number % 7))
         plain, lists = (build(tokens, END_OF_TEXT, window, flex) for flex in (False, True))
-        for one, other in zip(plain, lists, strict=True):
-            wrong = (keys_seen(one, T) != keys_seen(other, T)).nonzero().tolist()
-            expect(not wrong, f"{len(wrong)} pairs of tokens are visible on a CPU or on a GPU "
-                   f"only, among them query and key {wrong[:1]}, with a window of {window}: "
-                   "change `sees` and the lists of blocks alike")
-    yield "masks: the lists of blocks for GPUs show what the mask for CPUs shows, on 24 texts"
+        yield window, [(keys_seen(one, T), keys_seen(other, T), keys_seen(other, T, "q"))
+                       for one, other in zip(plain, lists, strict=True)]
+
+def check_masks(trial: Trial):
+    texts = [*masks_seen(trial.script)]
+    for window, masks in texts:
+        for plain, *lists in masks:
+            for other in lists:
+                wrong = (plain != other).nonzero().tolist()
+                expect(not wrong, f"{len(wrong)} pairs of tokens are visible on a CPU or on a GPU "
+                       f"only, among them query and key {wrong[:1]}, with a window of {window}: "
+                       "change `sees` and the lists of blocks alike")
+    if texts:
+        yield "masks: the lists of blocks for GPUs show what the mask for CPUs shows, on 24 texts"
 
 def check_run(trial: Trial):
     """A run and its exam."""
@@ -117,15 +129,21 @@ PARTS = check_masks, check_run
 def check(path, flags=(), parts=PARTS):
     """Yields the lines of these parts. Raises Seen with what was seen, or UserError."""
     torch.set_num_threads(1)  # the last bits of sums depend on their number
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            trial = Trial(Path(path).resolve(), flags, Path(folder))
-            for part in parts:
-                yield from part(trial)
-        except Exception as e:
-            if type(e).__name__ != "UserError" or isinstance(e, UserError):
-                raise  # the copy has a class of its own
-            raise UserError(f"{path}, in the check of its honesty: {e}") from None
+    where = f"{path}, in the check of its honesty"
+    with tempfile.TemporaryDirectory() as folder, in_one_line(where):
+        trial = Trial(Path(path).resolve(), flags, Path(folder))
+        for part in parts:
+            yield from part(trial)
+
+@contextlib.contextmanager
+def in_one_line(where: str):
+    """Turns a script's UserErrors, whose class is its own, into ours."""
+    try:
+        yield
+    except Exception as e:
+        if type(e).__name__ != "UserError" or isinstance(e, UserError):
+            raise
+        raise UserError(f"{where}: {e}") from None
 
 def weights(trial: Trial):
     """Lines with the name of each parameter, its shape and a hash of its initial values."""
@@ -136,6 +154,17 @@ def weights(trial: Trial):
         digest = hashlib.sha256(p.detach().numpy().tobytes()).hexdigest()[:16]
         yield f"weights: {name} {'x'.join(map(str, p.shape))}_{digest}"
 
+def say(lines, fine: str) -> int:
+    """Prints the lines, and in the end this, or "not" with what was seen; the exit status."""
+    try:
+        for line in lines:
+            print(line, flush=True)
+    except Seen as seen:
+        print(f"not {fine}: {seen}")
+        return 3
+    print(fine)
+    return 0
+
 def main():
     usage = "./run.sh honest my_record.py [speedrun|short|demo] [--setting=value ...]"
     parser = ArgumentParser(description=__doc__, usage=usage)
@@ -145,13 +174,7 @@ def main():
     path, flags = split_words(words)
     require(path, f"name the script first: {usage}")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    try:
-        for line in check(path, flags, [*[weights] * options.weights, *PARTS]):
-            print(line, flush=True)
-    except Seen as seen:
-        print(f"not honest: {seen}")
-        return 3
-    print("honest")
+    return say(check(path, flags, [*[weights] * options.weights, *PARTS]), "honest")
 
 if __name__ == "__main__":
     sys.exit(run(main))
