@@ -21,6 +21,7 @@ def test_scripts_are_measured_as_they_are(tmp_path, shards):
     small = [*SMALL, *shards]
     copy = edited(tmp_path / "half.py", "micro_batches=«4→2»")
     done = launch(copy, SCRIPT, f"--vs={LOG}", "--steps=3", "--json", *small, script=PROGRAM)
+    assert len(re.findall(r"(?m)^.+: compiled and did its first steps in \d", done.stderr)) == 3
     result = json.loads(done.stdout)
     half, ours, published = result["scripts"]
     assert [each["tokens"] for each in (half, ours, published)] == [512, 1024, 8 * 128]

@@ -251,10 +251,13 @@ def measure(group: list[Contestant], turns: int):
     """Starts the scripts, each when the one before has compiled. Then they train in turns."""
     with contextlib.ExitStack() as stack:
         for one in group:
+            began = time.monotonic()
             one.start()
             stack.enter_context(one.process)
             stack.callback(one.process.kill)
             one.read()
+            print(f"{one.name}: compiled and did its first steps in "
+                  f"{time.monotonic() - began:.1f} s", file=sys.stderr)
         for one in (turns - 1) * group:
             print(file=one.process.stdin, flush=True)
             one.read()
