@@ -58,6 +58,7 @@ def test_what_is_no_whole_shard_is_refused_by_name(tmp_path, damage):
     with refused(r"s_1\.bin is not a complete shard"):
         find_shards(f"{tmp_path}/s_*.bin")
 
+@pytest.mark.method
 def test_ranks_and_a_run_that_goes_on_share_one_stream(shards):
     steps = list(stream(shards, 1, epochs=2))
     assert len(steps) == 20
@@ -73,6 +74,7 @@ def test_ranks_and_a_run_that_goes_on_share_one_stream(shards):
         for a, b in zip(steps[first:], rest, strict=True):
             assert torch.equal(a, b), (world_size, first)
 
+@pytest.mark.method
 def test_what_is_wrong_with_a_shard_is_said_when_it_is_read(tmp_path):
     tokens = np.full(5000, 60000)  # negative in int16
     tokens[4000] = 65000

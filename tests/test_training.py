@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from conftest import (ROOT, TINY, edited, launch, load_checkpoint, log_of, log_path, losses,
                       planted, train)
-from test_model import ALONE, tiny_model
 import train_gpt
 from train_gpt import World
 
@@ -55,6 +54,7 @@ def test_the_warmup_leaves_no_trace(tmp_path, shards, monkeypatch):
 @pytest.mark.method
 @pytest.mark.parametrize("val_tokens", [700, 1024, 1111])
 def test_a_validation_is_the_mean_over_its_targets(shards, runs_here, monkeypatch, val_tokens):
+    from test_model import tiny_model  # of this script's own model
     sums = []  # of each rank, in place of an exchange
     monkeypatch.setattr(World, "all_reduce", lambda world, whole: (
         sums.append(whole.clone()), train_gpt.Pending(whole))[1])
@@ -79,10 +79,12 @@ def test_a_validation_is_the_mean_over_its_targets(shards, runs_here, monkeypatc
         loss, targets = sum(sums).tolist()
         assert targets == val_tokens and loss == pytest.approx(float(wanted), rel=1e-6)
 
+@pytest.mark.method
 def test_the_warmup_is_like_a_step_on_random_tokens(shards, monkeypatch):
     """Its gradients are of a mean: those of the sum would overflow in FP8. It reads a batch as
     training does, so that nothing is done for the first time within the clock. Only rank 0 copies
     what it undoes."""
+    from test_model import ALONE, tiny_model
     model, hp = tiny_model(val_seq_len=256)
     files = train_gpt.find_shards(shards[0].removeprefix("--train_files="))
     first, _ = next(train_gpt.train_batches(files, hp, ALONE, 0))[0]
@@ -110,7 +112,7 @@ def test_the_warmup_is_like_a_step_on_random_tokens(shards, monkeypatch):
 
 def test_the_log_has_its_sections_and_its_last_lines(tmp_path, shards, capsys):
     train(train_gpt, *TINY, *shards, f"--records={tmp_path}", "--name=my_try",
-          "--lm_head_lr=0.0123")
+          "--muon_lr=0.0123")
     log = log_of(tmp_path)
     console = capsys.readouterr().out
     assert re.fullmatch(r"[\d-]{10}T[\d-]{8}Z_my_try\.log", log_path(tmp_path).name)
@@ -135,7 +137,7 @@ def test_the_log_has_its_sections_and_its_last_lines(tmp_path, shards, capsys):
     final = f"final_val_loss: {losses(log)[-1]:.4f} nats per token, "
     assert final in steps and "on 1000 tokens" in steps.split(final)[1]
     assert steps.splitlines()[-1] == f"log: {log_path(tmp_path)}"
-    assert "\nAdam, lr 0.0123: lm_head.weight\n" in steps
+    assert re.search(r"\n\w*Muon, lr 0\.0123: .*layers\.0\.", steps)
     hidden = r"(?m)^\w+, lr [\d.e-]+: .+\n"
     assert console == re.sub(hidden, "", steps), "the console shows all else after the source"
 
@@ -242,7 +244,7 @@ def test_the_log_has_the_source_that_started_and_an_old_torch_is_refused(tmp_pat
     launch(*TINY, *shards, "--num_iterations=0", f"--records={tmp_path}", script=copy)
     log = log_of(tmp_path)
     assert hashlib.sha256(text.encode()).hexdigest() in log and "# later# later" not in log
-    assert losses(log) == pytest.approx([math.log(320)], abs=1e-4), "0 steps are a validation"
+    assert losses(log) == pytest.approx([math.log(320)], abs=0.01), "0 steps are a validation"
     edited(copy, "\nimport torch\n«→torch.__version__ = torch.torch_version.TorchVersion('2.8.0')"
            "\n»")
     done = launch(script=copy, check=False)

@@ -52,8 +52,8 @@ def in_line(begins: str, number: int = 1, share: float = 0.5):
 STEPS = 60  # of the run
 SOURCE = Path(SCRIPT.__file__).read_text()
 PLACES = [
-    partial(at_call, torch.Tensor, "backward", 10),  # the warmup's step makes two, so do others
-    partial(at_call, SCRIPT.Muon, "update", 18),  # between two updates
+    partial(at_call, torch.Tensor, "backward", 20),  # two a step, and the warmup has some
+    partial(at_call, SCRIPT.Optimizer.__subclasses__()[-1], "update", 18),  # between two updates
     partial(at_call, SCRIPT.Adam, "finish", 18),  # between two finished optimizers
     partial(at_call, SCRIPT, "load_training_state", 1),
     partial(at_call, SCRIPT, "RunLog", 1),  # before the log is there
