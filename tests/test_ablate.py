@@ -91,7 +91,7 @@ def test_a_part_without_which_it_does_not_train(place, run_ablate, capsys):  # n
     record = changed(old, ("SCALE = [1]\n", "SCALE = 1\n"), ("SCALE[0]", "SCALE"),
                      ("import argparse, hashlib", "assert 'kept'\nimport argparse, hashlib"))
     assert run_ablate(record, "--most=2", base=old) == 0
-    assert "without_line_7 is not raced: " in capsys.readouterr().out
+    assert "without_line_7 drops out: " in capsys.readouterr().out
     table = (place / "records" / "ablate_record" / "table.md").read_text()
     assert "| line 2 | +0.0000 | 2 |" in table and table.count("does not train without it |") == 2
     marked = changed(record, ("SCALE = 1\n", "SCALE = 1  # part: scale\n"),
