@@ -145,7 +145,9 @@ def test_the_log_has_its_sections_and_its_last_lines(tmp_path, shards, capsys):
 def test_step_lines_give_the_tokens_and_the_schedules(tmp_path, shards):
     """A validation has those of its weights, a training loss those of the step that computed it."""
     train(train_gpt, *TINY, *shards, f"--records={tmp_path}", "--micro_batches=4",
-          "--window_start=128", "--window_end=384", "--cooldown_frac=1", "--lr_floor=0")
+          "--window_start=128", "--window_end=384", "--cooldown_frac=1", "--lr_floor=0",
+          "--lm_head_lr=0.0123")
+    assert "\nAdam, lr 0.0123: lm_head.weight\n" in log_of(tmp_path)
     form = r"(?m)^step:(\d+)/6 (\w+)_loss:.* tokens:(\d+) lr:(\S+) window:(\d+)$"
     lines = re.findall(form, log_of(tmp_path))
     assert len(lines) == 9
