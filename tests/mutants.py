@@ -203,8 +203,7 @@ IN_PROGRAMS = {
          "!= ours».validated_on", "status_and")],
     ("records/tools/trial.py", "test_race.py"): [
         ("runs of another script count", "if «same and →»whole", "which_runs"),
-        ("a check that failed is honest", '{last_line(output)}" if status« → == 3 »else',
-         "a_mistake_shows")],
+        ("an exam that failed is passed", "if «status or not rows→False»:", "a_mistake_shows")],
     ("records/tools/verdict.py", "test_race.py"): [
         ("a copy that trains on more is kept", "not one.dishonest« and equal→» and", "status_and"),
         ("candidates without runs do not count", "absent = «len(candidates) - len(raced)→0»",

@@ -67,26 +67,19 @@ print(f"log: {path}", flush=True)
 '''
 LAUNCHER = ("import runpy, sys\nsys.argv = sys.argv[1:]\n"
             "runpy.run_path(sys.argv[0], run_name='__main__')\n")
-HONESTY = """import sys
+EXAM = """import json, sys
 text = open(sys.argv[1]).read()
-print(f"weights: embed.weight 4x4_{'DRAWS' in text}")
-print("weights: head.weight 4x4_0")
-print(f"weights: own.weight {len(text)}_{'DRAWS' in text}")
-with open(__file__ + ".asked", "a", errors="replace") as file:
-    print(*sys.argv[1:], file=file)
-print("validation: fine")
+at_first = "/one_step/" in sys.argv[2]
 assert "CRASHES" not in text, "the check failed"
-if "DISHONEST" in text:
-    print("not honest: the loss of token 7 changes by 0.5")
-    sys.exit(3)
-"""
-EXAM = """import json, re, sys
-text = open(sys.argv[2]).read()
-cheats = "CHEATS" in open(sys.argv[1]).read()
-print(json.dumps({"own": 1.0, "text": None, "problem": "its log lies" if cheats else None}))
+problem = "token 7 sees the future" if at_first and "DISHONEST" in text else ""
+if not at_first and "CHEATS" in text:
+    problem = "its log lies"
+with open(__file__ + ".asked", "a", errors="replace") as file:
+    print(at_first, file=file)
+print(json.dumps({"own": 1.0, "text": None, "problem": problem}))
 """
 
-SAVE = race.verdict.plot.save
+SAVE = race.plot.save
 
 def draw_nothing(file, *content, **more):
     """In place of a picture, which takes longer than a race of stand-ins."""
@@ -94,16 +87,14 @@ def draw_nothing(file, *content, **more):
 
 def prepared(place, patch):
     """A folder with the script, a copy that is better by about 0.1, and a launcher of them."""
-    patch.setattr(race.verdict.plot, "save", draw_nothing)
+    patch.setattr(race.plot, "save", draw_nothing)
     (place / "base.py").write_text(STAND_IN)
     (place / "record.py").write_text(STAND_IN.replace("OFFSET = 0.0", "OFFSET = -0.1"))
     (place / "launch.py").write_text(LAUNCHER)
-    (place / "honesty.py").write_text(HONESTY)
     (place / "exam.py").write_text(EXAM)
     patch.setattr(race.trial, "EXAM", place / "exam.py")
     patch.setattr(race.trial, "text_for", lambda *_: {"flags": [], "exam": None})
     patch.setattr(race.trial, "LAUNCH", place / "launch.py")
-    patch.setattr(race.trial, "HONESTY", place / "honesty.py")
     patch.setattr(race.trial, "monotonic", itertools.count(0, 0.1).__next__)  # as MS says
     patch.setenv("STARTS", str(place / "starts"))
     patch.delenv("NPROC", raising=False)
@@ -175,20 +166,18 @@ def test_a_race_in_turn_with_the_same_seeds(place, capsys, monkeypatch):
     before = out.partition("verdict: ")[0]
     assert " p = " not in before and " E = " not in before
     assert re.search(r"race: record: after 1 pair: lower by 0\.1\d* in all 1\n", before)
-    assert "do not start from equal" not in before
     assert re.search(r"race: a pair takes 00:\d\d; 2 more take 00:\d\d\n", before)
     assert "-OFFSET = 0.0\n+OFFSET = -0.1\n" in (folder / "record.patch").read_text()
     assert all("--muon_lr=2" in line for line in (place / "starts").read_text().splitlines())
-    monkeypatch.setattr(race.verdict.plot, "save", SAVE)  # the page and the picture themselves
+    monkeypatch.setattr(race.plot, "save", SAVE)  # the page and the picture themselves
     again = race.outcome_of(race.ended(folder)[0])
     race.verdict.write_page(again, folder, alive=False)
-    race.verdict.show(again, "", folder)
+    race.plot.save(folder / "race.png", again.sides, again.comparisons, again.target)
     assert (folder / "race.png").stat().st_size > 10_000
     assert re.search(r"(?s)record is better than base .*<svg .*</svg>\s+<pre", (
         folder / "race.html").read_text())
     for name in ("record", "base"):  # before anything is slow, it says what is slow
-        script = rf"race: checking \S+{name}\.py: "
-        assert re.search(rf"{script}one step .*\n{script}a tiny model .*honest\n", out)
+        assert re.search(rf"race: checking \S+{name}\.py: one step .* and its exam\n", out)
 
 def test_pairs_are_added_until_it_is_decided(place, capsys):
     """By the same command; a decided race starts nothing more, also if it may."""
@@ -266,7 +255,7 @@ def test_many_candidates_share_the_baseline_and_drop_out(place, capsys):
     ("OFFSET = 0.0", "OFFSET = -0.1  # CHEATS", [], (2, "dishonest", False),
      "{place}/record.py, seed 1: its log lies"),
     ("OFFSET = 0.0", "OFFSET = -0.1  # DISHONEST", ["--dishonest"], (3, "better", False),
-     "{place}/record.py: not honest: the loss of token 7 changes by 0.5"),
+     "{place}/record.py: token 7 sees the future"),
     ("for key, value in vars(args)", "for key, value in (vars(args) | {'val_tokens': 9})", [],
      (2, "broken", False), "{place}/record.py: no loss compares, for the validation data")])
 def test_the_status_and_the_json_of_a_race(place, capsys, old, new, flags, expected, why):
@@ -283,7 +272,7 @@ def test_the_status_and_the_json_of_a_race(place, capsys, old, new, flags, expec
         verdict = (place / "records" / "race_record" / "verdict.txt").read_text()
         assert verdict.startswith(f"{row['why']}\n") and f"\n\n{row['why']}\n" in err
         assert run_race(place, *flags) == status  # the check is not made again
-        assert len((place / "honesty.py.asked").read_text().splitlines()) == 2
+        assert (place / "exam.py.asked").read_text().split().count("True") == 2
 
 @pytest.mark.parametrize("ms, tick, words", [
     (200, 0.1, "So record is slower to that loss, and a race does not keep it."),
@@ -317,18 +306,16 @@ def test_two_settings_of_one_script(place):
         assert line.startswith("--curve demo --save_every=3 ")
         assert ("--muon_lr=0.5 --val_loss_every=2" in line) == ("--name=base_ours " in line)
     assert (place / "records" / "race_x" / "base_ours").is_dir()
-    asked = (place / "honesty.py.asked").read_text().splitlines()
-    assert asked[1] == f"{place}/records/race_x/base.py --weights demo --save_every=3"
+
+FAILS = ("fails in a run of 1 step, whose output is above: mend it, its flags (one that only a "
+         "copy knows goes into one word with it) or this machine")
 
 @pytest.mark.parametrize("old, new, flags, words", [
-    ("loss = 5", "loss = missing", [], "whose output is above; mend it and start the race again"),
-    ("\nsource =", "\nsys.argv.append('--seed=9')\nsource =", [], "mend it and start the race "
-     "again"),
-    ("NOISE = 1.0", "NOISE = 1.0  # CRASHES", [], "record.py: AssertionError: the check failed; it "
-     "is not raced, unless you add --dishonest"),
-    ("muon_lr=1.0", "muon_lr=1.0, z_loss=0.1", ["--z_loss=0.2"], "base.py fails in a run of 1 "
-     "step, whose output is above; correct the flag; one that only a copy knows goes into one word "
-     "with it")])
+    ("loss = 5", "loss = missing", [], FAILS),
+    ("\nsource =", "\nsys.argv.append('--seed=9')\nsource =", [], FAILS),
+    ("NOISE = 1.0", "NOISE = 1.0  # CRASHES", [], "record.py: its run cannot be examined "
+     "(AssertionError: the check failed); the same command tries it again"),
+    ("muon_lr=1.0", "muon_lr=1.0, z_loss=0.1", ["--z_loss=0.2"], FAILS)])
 def test_a_mistake_shows_in_one_step_and_once_mended_it_is_raced(place, capsys, old, new, flags,
                                                                  words):
     changed(place, old, new)
@@ -344,15 +331,6 @@ def test_a_mistake_shows_in_one_step_and_once_mended_it_is_raced(place, capsys, 
     if not flags:
         (place / "record.py").write_text(STAND_IN)
     assert run_race(place, "--repeat=1", script=" ".join(["record.py", *flags])) == 4
-
-def test_it_says_where_pairs_do_not_start_from_equal_weights(place, capsys):
-    """Once, as the race begins; parameters of another shape differ anyway."""
-    (place / "record.py").write_text(STAND_IN + "# DRAWS\n# longer\n")
-    for times in (1, 0):
-        run_race(place, "--repeat=1")
-        assert capsys.readouterr().out.count(
-            "race: record and base do not start from equal weights: of 2 parameters of the same "
-            "name and shape 1 differ, such as embed.weight; it takes") == times
 
 def test_a_run_that_fails_is_run_again_by_the_same_command(place, capsys):
     assert run_race(place, "--most=1") == 4
@@ -416,7 +394,6 @@ PROGRAM = """import sys
 sys.path.insert(0, {root!r})
 from records.tools import race, logs
 race.trial.LAUNCH = race.Path({launcher!r})
-race.trial.HONESTY = race.trial.LAUNCH.with_name("honesty.py")
 race.trial.EXAM = race.trial.LAUNCH.with_name("exam.py")
 race.trial.text_for = lambda *_: {{"flags": [], "exam": None}}
 sys.exit(race.load.run(race.main))

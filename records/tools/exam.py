@@ -17,8 +17,8 @@ Tokens, softmax and sums are this program's own. What it finds out:
 
 Prints one line of JSON: text, own and logged (the losses; text is null without --text), replayed
 (the largest differences of training losses, in the first steps and the later ones), future (the
-largest changes with later tokens, if documents stay and if they change too), read (tokens, in
-validations of the run), seconds, and problem (what was seen that must not be, or nothing).
+largest changes with later tokens, if documents stay and if they change too), seconds, and problem
+(what was seen that must not be, or nothing).
 """
 
 import json
@@ -26,7 +26,6 @@ import os
 import socket
 import sys
 import time
-from contextlib import suppress
 from functools import partial
 from itertools import islice
 from multiprocessing import Pipe
@@ -36,7 +35,7 @@ from random import SystemRandom
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from records.tools import logs
 from records.tools.leash import STARTER, end_with_starter
-from records.tools.load import ArgumentParser, UserError, between, require, run
+from records.tools.load import ArgumentParser, between, require, run
 
 import numpy as np
 import torch
@@ -48,7 +47,7 @@ from torch._C._nn import cross_entropy_loss  # as it is before a script can repl
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from data.common import check_shard
-from records.tools.sample import checked_script, one_line
+from records.tools.sample import checked_script
 
 PLACES = 8  # at which later tokens are changed
 FIRST, LATER = 3, 8  # steps that are trained again
@@ -97,24 +96,19 @@ class SeenBy:
         return next_tokens.keys() == {x for x, _ in read} and all(
             bool(((y < 0) | (y == next_tokens[x])).all()) for x, y in read)
 
-def model_of(script, hp, flex: bool):
-    try:
-        model = script.GPT(hp, getattr(torch, hp.dtype), flex)
-        if callable(model.features) and callable(model.logits):
-            return model
-    except (TypeError, AttributeError) as e:
-        raise UserError("a race examines models that GPT(hp, dtype, flex) makes, by their methods "
-                        f"features(tokens, window) and logits(x): {one_line(e)}") from None
-
-def is_forked() -> bool:
-    """Starts a process that ends with this one, and need not import torch again. Whether this is
-    the new one."""
+def fork(target, *args):
+    """Calls this in a process that ends with the present one, and need not import torch again."""
     starter = str(os.getpid())
     if os.fork():
-        return False
-    os.environ[STARTER] = starter
-    end_with_starter()
-    return True
+        return
+    try:
+        os.environ[STARTER] = starter
+        end_with_starter()
+        target(*args)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(0)
 
 class Exam:
     def __init__(self, path: Path, log: Path):
@@ -127,18 +121,9 @@ class Exam:
         require(self.final, f"there is no checkpoint of step {self.run.steps}, the last one")
         self.found = {"text": None, "own": None, "logged": self.run.loss,
                       "replayed": [None, None], "future": [0.0, 0.0]}
-        self.tokens_read = 0
         self.future_seen = ""
         self.other, pipe = Pipe()
-        if is_forked():  # before there are threads, or a GPU is used
-            self.other.close()
-            try:
-                with suppress(EOFError):  # the exam has ended before it asked
-                    self.answer(pipe)
-            except BaseException:
-                sys.excepthook(*sys.exc_info())
-            finally:
-                os._exit(0)
+        fork(self.answer, pipe)  # before there are threads, or a GPU is used
         pipe.close()
         self.build()
         if self.world.size > 1:
@@ -155,9 +140,7 @@ class Exam:
         torch.set_num_threads(int((self.run.environment.get("threads") or "1").split()[0]))
         self.kind = self.world.device.type
         torch.manual_seed(self.hp.seed)
-        self.model = model_of(self.script, self.hp, self.kind == "cuda")
-        self.script.draw_weights(self.model, self.hp.seed)
-        self.model.to(self.world.device)
+        self.model = self.drawn_model(self.hp.seed)
         self.features, self.logits = self.model.features, self.model.logits
         if self.kind == "cuda":  # as in the run, so that its cache has the programs
             torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
@@ -167,6 +150,12 @@ class Exam:
             fix = partial(torch.compile, dynamic=False, fullgraph=True, options=fixed)
             self.features, self.logits = fix(self.features), fix(self.logits)
 
+    def drawn_model(self, seed: int):
+        """With the initial weights of a seed."""
+        model = self.script.GPT(self.hp, getattr(torch, self.hp.dtype), self.kind == "cuda")
+        self.script.draw_weights(model, seed)
+        return model.to(self.world.device)
+
     def take_final_weights(self):
         self.model.load_state_dict(self.read(self.final)["state"]["model"])
         self.model.eval()
@@ -174,9 +163,7 @@ class Exam:
     def compare_seeds(self):
         """Where the initial weights of another seed are the same, pairs of runs are one run that is
         counted several times."""
-        others = model_of(self.script, self.hp, self.kind == "cuda")
-        self.script.draw_weights(others, self.hp.seed + 1)
-        others.to(self.world.device)
+        others = self.drawn_model(self.hp.seed + 1)
         drawn = [(p, q) for p, q in zip(self.model.parameters(), others.parameters())
                  if p.ndim > 1 and not bool((p == p.flatten()[0]).all())]
         same = sum(int((p == q).sum()) for p, q in drawn)
@@ -250,7 +237,6 @@ class Exam:
         sequences = self.script.load_validation(shards, self.hp, self.world)
         seen = SeenBy(self.model)
         self.script.evaluate(seen, sequences[:1], step, self.hp, self.world)
-        self.tokens_read += self.hp.val_seq_len
         changed = [key for key, x in state().items() if not torch.equal(x.cpu(), before[key])]
         expect(not any(self.of_all_ranks(changed)), "validation changes the training state "
                f"({', '.join(changed[:1] and changed[0])})")
@@ -279,7 +265,6 @@ class Exam:
         for number, tokens in sequences[self.world.rank::self.world.size]:
             start = number * self.hp.val_seq_len
             x_TD = self.features(tokens, self.window)
-            self.tokens_read += len(tokens)
             for begin, x in zip(range(0, len(x_TD), CHUNK), x_TD.split(CHUNK)):
                 logits_TV = self.logits(x).float()
                 while asked and asked[0][0] == number and asked[0][1] <= begin + CHUNK:
@@ -320,7 +305,11 @@ class Exam:
     def answer(self, pipe):
         """The other process: sends what the model says before each place. Within a sequence the
         places come in order, so that no text shows the tokens that an earlier one hid."""
-        window, changed = pipe.recv()
+        self.other.close()
+        try:
+            window, changed = pipe.recv()
+        except EOFError:  # the exam has ended before it asked
+            return
         self.build()
         self.take_final_weights()
         _, spec = tree_flatten(self.script.window_tensor(self.run.steps, self.hp, "cpu"))
@@ -334,7 +323,6 @@ class Exam:
 
     def compare(self, place: int, documents: int, x_TD, logits_TV):
         """With what the other process says, which has read other tokens from this place on."""
-        self.tokens_read += len(x_TD)
         change = float(np.max([np.abs(before[:len(now)].float().cpu().numpy() - now).max()
                                for now, before in zip(self.other.recv(), (x_TD, logits_TV))]))
         self.found["future"][documents] = max(self.found["future"][documents], change)
@@ -354,6 +342,7 @@ class Exam:
             stream = self.tokens([text], place, count + 1)
             self.found["text"] = self.loss(stream, self.ask(stream))
         loss = self.found["own"] = self.loss(own, [] if text else self.ask(own))
+        self.found["future"] = [*map(max, zip(*self.of_all_ranks(self.found["future"])))]
         expect(abs(loss - self.run.loss) <= LOSS_BOUND[self.kind], "its log has a validation loss "
                f"of {self.run.loss:.4f}; its checkpoint has {loss:.4f} on the same text")
         seen = max(self.of_all_ranks(self.future_seen))
@@ -370,10 +359,12 @@ def main(argv=None):
     size = int(logs.read_run(args.log, "").ranks or 1)
     if size > 1 and "RANK" not in os.environ:
         with socket.create_server(("127.0.0.1", 0)) as free:
-            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-        rank = str(next((rank for rank in range(1, size) if is_forked()), 0))
-        os.environ |= address | {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(size),
-                                 "LOCAL_WORLD_SIZE": str(size)}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]),
+                           "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+        for rank in reversed(range(size)):
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            if rank:
+                fork(main, argv)
     exam = Exam(args.script, args.log)
     problems = []
     for part in (exam.compare_seeds, exam.replay,
@@ -382,16 +373,13 @@ def main(argv=None):
             part()
         except Seen as e:
             problems.append(str(e))
-    found = exam.of_all_ranks((exam.found, exam.tokens_read))
     if exam.world.size > 1:
         dist.barrier()  # else the first rank to end could break another's last exchange
         dist.destroy_process_group()
     if exam.world.rank == 0:
-        one = exam.found
-        one["future"] = [max(each["future"][i] for each, _ in found) for i in (0, 1)]
-        one["read"] = round(sum(count for _, count in found) / exam.hp.val_tokens, 2)
-        one["seconds"] = round(time.monotonic() - exam.began, 1)
-        print(json.dumps({**one, "problem": "; ".join(problems)}), flush=True)
+        seconds = round(time.monotonic() - exam.began, 1)
+        print(json.dumps(exam.found | {"seconds": seconds, "problem": "; ".join(problems)}),
+              flush=True)
 
 if __name__ == "__main__":
     status = run(main)

@@ -14,7 +14,6 @@ that the copy refuses, are one line and status 2; another error of the copy keep
 
 import contextlib
 import glob
-import hashlib
 import inspect
 import os
 import sys
@@ -145,15 +144,6 @@ def in_one_line(where: str):
             raise
         raise UserError(f"{where}: {e}") from None
 
-def weights(trial: Trial):
-    """Lines with the name of each parameter, its shape and a hash of its initial values."""
-    torch.manual_seed(trial.hp.seed)
-    model = trial.script.GPT(trial.hp, torch.float32, flex=False)
-    trial.script.draw_weights(model, trial.hp.seed)
-    for name, p in model.named_parameters():
-        digest = hashlib.sha256(p.detach().numpy().tobytes()).hexdigest()[:16]
-        yield f"weights: {name} {'x'.join(map(str, p.shape))}_{digest}"
-
 def say(lines, fine: str) -> int:
     """Prints the lines, and in the end this, or "not" with what was seen; the exit status."""
     try:
@@ -167,14 +157,11 @@ def say(lines, fine: str) -> int:
 
 def main():
     usage = "./run.sh honest my_record.py [speedrun|short|demo] [--setting=value ...]"
-    parser = ArgumentParser(description=__doc__, usage=usage)
-    parser.add_argument("--weights", action="store_true", help="print a hash of each "
-                        "parameter's initial values too")
-    options, words = parser.parse_known_args()
+    _, words = ArgumentParser(description=__doc__, usage=usage).parse_known_args()
     path, flags = split_words(words)
     require(path, f"name the script first: {usage}")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    return say(check(path, flags, [*[weights] * options.weights, *PARTS]), "honest")
+    return say(check(path, flags), "honest")
 
 if __name__ == "__main__":
     sys.exit(run(main))

@@ -16,10 +16,10 @@ its losses are the baseline's to the last digit in two pairs. With --repeat=N, e
 N pairs, and a p-value at the end.
 
 The race keeps a copy of each script in its folder, and runs that: the script may be edited for the
-next idea meanwhile. Before its first run each script trains one step, which shows its mistakes, and
-./run.sh honest checks it. After each pair, exam.py examines both final checkpoints: their losses on
-a part of the text that no run was given are what the verdict judges (records/README.md says how). A
-copy that fails drops out, unless --dishonest says that one that is not honest races on.
+next idea meanwhile. Before its first run each script trains one step, whose exam shows mistakes at
+once. After each pair, exam.py examines both final checkpoints: their losses on a part of the text
+that no run was given are what the verdict judges (records/README.md says how). A copy that fails
+drops out, unless --dishonest says that one that is not honest races on.
 
 All lies in records/race_NAME: the logs, race.html, a page for a browser, which is written after
 every run, exams.json, and in the end a verdict (verdict.txt, and verdict.json for programs), a
@@ -37,13 +37,12 @@ seconds a difference in loss is worth.
   decision: better, worse, no difference, undecided, broken (it does not run) or dishonest
   keep: whether it is better, honest, has the baseline's number of tokens, and is not shown to
     take more seconds to the baseline's final loss or to have a wrong clock
-  difference (candidate - baseline, in nats a token), interval (of 1 - level while pairs are added,
-    95 % with --repeat), E or p (the other one is null), adjusted (p or 1 / E, by Holm's method for
-    the number of candidates)
-  steps_later (than the baseline to its loss, by its own curve; below 0 if earlier), steps_interval,
-    baseline_steps; seconds_later and seconds_interval, the same in training time; slower: whether
-    these show it. null where the baseline's validations are too far apart
-  seconds, tokens, parameters, and the baseline's: baseline_seconds and so on; null if it never ran
+  difference (candidate - baseline, in nats a token), its interval, E or with --repeat p, adjusted
+    (p or 1 / E, by Holm's method for the number of candidates)
+  steps_later (than the baseline to its loss, by its own curve; below 0 if earlier), steps_interval;
+    seconds_later, seconds_interval: the same in training time; slower: whether these show it
+  seconds, tokens, parameters, baseline_seconds and so on
+What is not known is null.
 Exit status: 0 if one is to be kept, else 4 if one is undecided, else 3; 2 if none could be raced.
 """
 
@@ -63,7 +62,7 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from records.tools import judge, ledger, load, logs, trial, verdict
+from records.tools import judge, ledger, load, logs, plot, trial, verdict
 from records.tools.load import ROOT, ArgumentParser, UserError, between, locked, require
 from records.tools.tables import plain, runs_of
 from records.tools.trial import Entry, script_text
@@ -130,7 +129,7 @@ def parse(arguments) -> Race:
     add("--seed", type=between(0), default=1, help="the first one (1)")
     add("--target", type=between(0, kind=float), help="a loss to reach, judged by the verdict too")
     add("--dishonest", action="store_true",
-        help="race a script that fails the check of its honesty all the same")
+        help="race a script all the same in which an exam sees what must not be")
     add("--json", action="store_true", help="print verdict.json alone")
     options, words = parser.parse_known_args(arguments)
     require(not options.repeat or options.level == 0.01, "--repeat judges at a level of 0.01: "
@@ -178,7 +177,7 @@ def definition(race: Race) -> dict:
     for racer in race.racers:
         if not racer.problem:
             found |= {f"{racer.name}.{key}": getattr(racer, key)
-                      for key in ("script", "sha256", "flags", "dishonest", "weights")}
+                      for key in ("script", "sha256", "flags", "dishonest")}
     return found
 
 def check(race: Race):
@@ -193,7 +192,6 @@ def check(race: Race):
     race.text = before.get("text")
     for racer in race.racers:
         racer.dishonest = before.get(f"{racer.name}.dishonest", "")
-        racer.weights = before.get(f"{racer.name}.weights", {})
     changed = [f"{key} was {before[key]} and is {value}"
                for key, value in definition(race).items() if before.get(key, value) != value]
     require(not changed, f"{race.folder} was begun with other scripts or flags: "
@@ -212,8 +210,6 @@ def check(race: Race):
             else "the validation text is too short for exams, so the verdict uses the runs' own")
     if race.racing:
         write_whole(path, json.dumps(definition(race), indent=1))
-    for one in race.racing if new else ():
-        say_unequal(one, race.baseline)
     for racer in race.racers:
         racer.done = trial.finished(racer, logs.read([race.folder / racer.name])[0], race.seeds)
     read_exams(race)
@@ -236,42 +232,33 @@ def needed_E(race: Race, difference: float) -> float:
     return (len(race.candidates) if difference < 0 else 1) / race.options.level
 
 def try_out(race: Race, racer: Entry):
-    """One step, and the check of honesty. A candidate that fails does not race."""
+    """One step on one process, so that a mistake has one traceback, and its exam."""
+    say(f"checking {racer.script}: one step that does not count, and its exam")
+    folder = race.folder / "one_step"
     try:
-        say(f"checking {racer.script}: one step that does not count, to see whether it runs")
-        one, output = trial.one_step(racer, race.seeds[0], race.folder / "one_step")
+        one, output = trial.run(racer, race.seeds[0], folder, "--num_iterations=1",
+                                "--val_loss_every=0", NPROC="1")
         if not one:
             trial.show(output)
-        advice = ("mend it, the flags, or this machine" if racer is race.baseline
-                  else "mend it and start the race again")
-        if "unrecognized arguments" in trial.last_line(output):
-            advice = "correct the flag; one that only a copy knows goes into one word with it"
-        require(one, f"{racer.script} fails in a run of 1 step, whose output is above; {advice}")
+        require(one, f"{racer.script} fails in a run of 1 step, whose output is above: mend it, "
+                "its flags (one that only a copy knows goes into one word with it) or this machine")
         race.text = race.text or trial.text_for(one, race.folder / "text")
-        say(f"checking {racer.script}: a tiny model by its method, to see whether its validation "
-            "loss is honest")
-        racer.dishonest, racer.weights = trial.dishonesty(racer)
+        if problem := trial.examine(racer, one)["problem"]:
+            racer.dishonest = f"{racer.script}: {problem}"
         require(race.options.dishonest or not racer.dishonest, f"{racer.dishonest}; it is not "
                 "raced, unless you add --dishonest")
     except UserError as error:
         if not race.text and racer is not race.baseline:
             try_out(race, race.baseline)  # for it may be this machine that is to blame
         drop(race, racer, str(error))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 def drop(race: Race, racer: Entry, problem: str):
     """A candidate with a problem leaves the race, which without the baseline is none."""
     require(racer is not race.baseline, problem)
     racer.problem = problem
     say(f"{racer.name} drops out: {problem}")
-
-def say_unequal(one: Entry, other: Entry):
-    """Pairs that do not start from equal weights differ more, so that more of them are needed."""
-    both = one.weights.keys() & other.weights.keys()
-    unequal = sorted(key for key in both if one.weights[key] != other.weights[key])
-    if unequal:
-        say(f"{one.name} and {other.name} do not start from equal weights: of {len(both)} "
-            f"parameters of the same name and shape {len(unequal)} differ, such as "
-            f"{unequal[0].split()[0]}; it takes more pairs to decide")
 
 # ---- Run -----------------------------------------------------------------------------------------
 
@@ -319,12 +306,15 @@ def train(race: Race, racer: Entry, seed: str, pair: int):
 
 def examine(race: Race, racer: Entry, seed: str):
     """The exam of a run. The place in the text is drawn after all runs of the pair have ended."""
-    last = race.text["left"] - race.text["tokens"] if race.text["exam"] else 1
-    place = race.places.setdefault(seed, random.SystemRandom().randrange(last))
     say(f"the exam of {racer.name}, seed {seed}")
     run = racer.runs[seed]
+    words = []
+    if race.text["exam"]:
+        left, tokens = race.text["left"], race.text["tokens"]
+        place = race.places.setdefault(seed, random.SystemRandom().randrange(left - tokens))
+        words = [f"--text={race.text['exam']}", f"--place={place}", f"--tokens={tokens}"]
     try:
-        racer.exams[seed] = trial.examine(racer, run, race.text, place)
+        racer.exams[seed] = trial.examine(racer, run, *words)
     except UserError as error:
         del racer.runs[seed]
         drop(race, racer, str(error))
@@ -440,7 +430,8 @@ def conclude(race: Race, interrupted: bool = False) -> int:
     if found.sides:
         note_end(race)
     if "verdict.txt" in texts:
-        verdict.show(found, texts["verdict.txt"], race.folder)
+        print(f"\n{texts['verdict.txt']}", end="", flush=True)
+        plot.save(race.folder / "race.png", found.sides, found.comparisons, found.target)
         say(f"the logs, verdict.txt, race.html and race.png are in {race.folder}")
         for one in race.racing:
             say(f"{one.name}: {one.standing}")

@@ -1,5 +1,4 @@
-"""What race.py and ablate.py start: runs of a script, one step that shows its mistakes, the check
-of its honesty, and the exam of a run. Each is started as run.sh starts any other."""
+"""What race.py starts: runs of a script, and their exams."""
 
 import ast
 import glob
@@ -7,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -22,7 +20,6 @@ from records.tools.load import ROOT, UserError, child
 from records.tools.launch import RACE
 
 LAUNCH = ROOT / "records" / "tools" / "launch.py"
-HONESTY = ROOT / "records" / "tools" / "honesty.py"
 EXAM = ROOT / "records" / "tools" / "exam.py"
 SHORTEST = 32_768  # tokens of a text that an exam needs
 FIRST_LINE = "the first line of the steps"  # among the names of files that a run opened
@@ -37,8 +34,7 @@ class Entry:
     done: dict = field(default_factory=dict)  # {seed: finished run}, the first of each seed
     runs: dict = field(default_factory=dict)  # those of them that the race has come to
     problem: str = ""  # why it cannot be raced
-    dishonest: str = ""  # what the check of its honesty saw
-    weights: dict = field(default_factory=dict)  # hashes of those that its runs start from
+    dishonest: str = ""  # what an exam saw
     exams: dict = field(default_factory=dict)  # {seed: what the exam of its run found}
     decided: bool = False
     standing: str = ""  # after the last pair, in words
@@ -116,27 +112,11 @@ def finished(entry: Entry, runs: list, seeds) -> dict:
             found.setdefault(one.seed, one)
     return found
 
-def one_step(entry: Entry, seed: str, records: Path):
-    """A run of one step, as run() has it, on one process, so that a mistake has one traceback."""
-    found = run(entry, seed, records, "--num_iterations=1", "--val_loss_every=0", "--save_every=0",
-                NPROC="1")
-    shutil.rmtree(records, ignore_errors=True)
-    return found
-
 def show(output: str):
     print(logs.printable(output[-20_000:]), file=sys.stderr)
 
 def last_line(output: str) -> str:
     return logs.printable(output.strip().rpartition("\n")[2])
-
-def dishonesty(entry: Entry) -> tuple[str, dict]:
-    """What the check of its validation loss saw, nothing if it is honest; and of the weights that
-    its runs start from, {"parameter shape": hash}, nothing if the script does not tell."""
-    flags = [flag for flag in entry.flags if not flag.startswith("--text=")]
-    status, output = start(HONESTY, entry, "--weights", *flags)
-    weights = dict(re.findall(r"(?m)^weights: (\S+ \w+)_(\w+)$", output))
-    # 3: it is not honest; another one: it could not be checked
-    return f"{entry.script}: {last_line(output)}" if status else "", weights
 
 # ---- The exam ------------------------------------------------------------------------------------
 
@@ -160,11 +140,8 @@ def text_for(one, folder: Path) -> dict:
     return {"flags": flags, "exam": str(folder / "kept_000000.bin"), "left": left,
             "tokens": min(given - 1, left * 3 // 4)}
 
-def examine(entry: Entry, one, text: dict, place: int) -> dict:
+def examine(entry: Entry, one, *words: str) -> dict:
     """What the exam of a run found: its losses, and a problem if there is one."""
-    words = []
-    if text["exam"]:
-        words = [f"--text={text['exam']}", f"--place={place}", f"--tokens={text['tokens']}"]
     status, output = start(EXAM, entry, one.path, *words)
     rows = re.findall(r"(?m)^\{.*\}$", output)
     if status or not rows:

@@ -12,7 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 from statistics import mean
 
-from records.tools import compare, judge, logs, page, plot
+from records.tools import compare, judge, logs, page
 from records.tools.tables import plain, runs_of
 from records.tools.trial import Entry
 
@@ -51,57 +51,60 @@ def outcome_of(candidates: list[Entry], baseline: Entry, target: float | None,
                level: float | None) -> Outcome:
     """By the pairs of each candidate, and by all runs of the baseline, which may have begun a pair
     that no candidate has yet."""
-    pairs = [pairs_of(one, baseline) for one in candidates]
-    raced = {one.name: own for one, own in zip(candidates, pairs) if own}
-    sides = [compare.Side("A" if len(raced) == 1 else f"A{i}", [ours for ours, _ in own], target)
-             for i, own in enumerate(raced.values(), 1)]
+    pairs = {one.name: pairs_of(one, baseline) for one in candidates}
+    raced = [one for one in candidates if pairs[one.name]]
+    sides = [compare.Side("A" if len(raced) == 1 else f"A{i}",
+                          [ours for ours, _ in pairs[one.name]], target)
+             for i, one in enumerate(raced, 1)]
     found = []
     if sides:
         theirs = sorted(baseline.runs.values(), key=attrgetter("path"))
         sides.append(compare.Side("B", theirs, target))
         absent = len(candidates) - len(raced)
         found = compare.compare_all(sides[:-1], sides[-1], target, level, absent)
-    known = {name: (each, side.used, sides[-1].used)
-             for name, each, side in zip(raced, found, sides)}
-    rows = [row_of(one, len(own), baseline, *known.get(one.name, ({}, [], [])))
-            for one, own in zip(candidates, pairs)]
-    notes = [logs.printable(one.problem or one.dishonest) for one in [*candidates, baseline]]
-    for one in candidates:
+    known = {one.name: (each, side.used, sides[-1].used)
+             for one, each, side in zip(raced, found, sides)}
+    rows = [row_of(one, baseline, len(pairs[one.name]), *known.get(one.name, (NO_PAIR, [], [])))
+            for one in candidates]
+    notes = [one.problem or one.dishonest for one in [*candidates, baseline]]
+    for one in raced:
         ours, theirs = (untimed_share(each.runs.values()) for each in (one, baseline))
         if ours > 1.5 * theirs + 0.02:
             notes.append(f"while its clock stands, {one.name} runs for {ours:.0%} of the time that "
                          f"it counts, {baseline.name} for {theirs:.0%}: see what it does then")
         if names := touched(one.text, baseline.text):
             notes.append(f"{one.name} changes {', '.join(names)}: look there first")
-    return Outcome(rows, sides, found, target, level, [*filter(None, notes)])
+    return Outcome(rows, sides, found, target, level, [logs.printable(one) for one in notes if one])
 
-def row_of(one: Entry, pairs: int, baseline: Entry, found: dict, ours: list, theirs: list) -> dict:
-    """An object of verdict.json; without what was found, of a candidate that has no pair."""
-    test = judge.test_that_speaks(found, "loss") if found else {}
+# What is found of a candidate without a pair.
+NO_PAIR = {"decision": "undecided", "verdict": "no pair", "slower": False, "loss": {},
+           "speaks": "welch", "paired": {"steps": {}, "later": {}}}
+
+def row_of(one: Entry, baseline: Entry, pairs: int, found: dict, ours: list, theirs: list) -> dict:
+    """An object of verdict.json, of what was found by these runs of the candidate and others."""
+    test = judge.test_that_speaks(found, "loss")
     values = {key: test.get(key) for key in ("difference", "interval", "E", "p", "adjusted")}
     for prefix, runs in (("", ours), ("baseline_", theirs)):
         for key in ("seconds", "tokens", "parameters"):
             known = [getattr(run, key) for run in runs]
             values[prefix + key] = mean(known) if known and None not in known else None
     for what, key in (("steps", "steps"), ("seconds", "later")):
-        known = found["paired"][key] if found else {}
-        values |= {f"{what}_later": known.get("difference"),
-                   f"{what}_interval": known.get("interval")}
-    values |= {"slower": found.get("slower", False),
-               "baseline_steps": theirs[0].steps if found else None}
-    decision, why = found.get("decision", "undecided"), found.get("verdict", "no pair")
+        values[f"{what}_later"] = found["paired"][key].get("difference")
+        values[f"{what}_interval"] = found["paired"][key].get("interval")
+    decision, why = found["decision"], found["verdict"]
     if decision == "undecided" and one.standing:
         why = f"{one.name}: {one.standing}"
     if one.problem:  # of its dishonesty, if that has kept it out
         refused = one.dishonest and one.problem.startswith(one.dishonest)
         decision = "dishonest" if refused else "broken"
     equal = values["tokens"] == values["baseline_tokens"]
-    in_time = not values["slower"] and not any(map(judge.clock_is_wrong, ours))
+    in_time = not found["slower"] and not any(map(judge.clock_is_wrong, ours))
     patch = patch_of(one, baseline)
     return {"candidate": one.name, "script": one.script, "decision": decision,
             "keep": decision == "better" and not one.dishonest and equal and in_time,
             "honest": not one.dishonest, "pairs": pairs,
-            "why": logs.printable(one.problem or one.dishonest or why),
+            "why": logs.printable(one.problem or one.dishonest or why), "slower": found["slower"],
+            "baseline_steps": theirs[0].steps if theirs else None,
             "patch": hashlib.sha256(patch.encode()).hexdigest(), **values}
 
 def patch_of(entry: Entry, baseline: Entry) -> str:
@@ -121,12 +124,8 @@ def untimed_share(runs) -> float:
 def touched(text: str, other: str) -> list[str]:
     """Which of the functions that read, time or report differ between two scripts. Whoever reads a
     patch should look there first."""
-    def parts(script: str) -> dict:
-        with contextlib.suppress(SyntaxError):
-            return {node.name: ast.dump(node) for node in ast.parse(script).body
-                    if getattr(node, "name", "") in REPORTS}
-        return {}
-    ours, theirs = parts(text), parts(other)
+    ours, theirs = ({node.name: ast.dump(node) for node in ast.parse(script).body
+                     if getattr(node, "name", "") in REPORTS} for script in (text, other))
     return [name for name in REPORTS if ours.get(name) != theirs.get(name)]
 
 def write_page(found: Outcome, folder: Path, alive: bool):
@@ -145,8 +144,3 @@ def texts_of(found: Outcome, candidates: list[Entry], baseline: Entry) -> dict[s
             compare.report(found.sides[:-1], found.sides[-1:], found.comparisons, found.target)
         texts["verdict.txt"] = "".join(f"{note}\n" for note in found.notes) + out.getvalue()
     return texts
-
-def show(found: Outcome, text: str, folder: Path):
-    """Print the verdict in words, and draw the picture."""
-    print(f"\n{text}", end="", flush=True)
-    plot.save(folder / "race.png", found.sides, found.comparisons, found.target)

@@ -4,11 +4,10 @@
 
 It prints a line for each thing that does not hold (exit status 3), or one line if all holds (0):
 
-- Logs, what a race's clock noted beside them, and exams.json have the SHA-256 that race.json says.
-  Each log is whole and holds the script that race.json says. Its run has finished in one go, and
-  since version 4 it has an exam. An interrupted run may have been stopped for a bad loss, so the
-  finished run of its seed must have begun with the same losses; on a GPU two runs differ, so there
-  this is not asked.
+- Logs, the race's clocks of them and exams.json have the SHA-256 that race.json says. Each log is
+  whole and holds the script that race.json says. Its run has finished in one go, and since version
+  4 it has an exam. An interrupted run may have been stopped for a bad loss, so the finished run of
+  its seed must have begun with the same losses, except on a GPU, where two runs differ.
 - The runs of a side have the same settings, and the flags and ranks that race.json says. If a
   setting differs between sides, the patch names it in a changed line, or in its line of flags.
 - All runs have the same shards, by their fingerprints, and validate on as many tokens. Those of a
@@ -18,8 +17,8 @@ It prints a line for each thing that does not hold (exit status 3), or one line 
   are what a race makes of these logs.
 
 It cannot show that a machine really ran this, nor find a forger who changes all files consistently.
-It believes the folder about what the exams and the check of honesty saw, which candidates broke,
-and the options of the race, such as --level. So give the copy to ./run.sh honest, and race it too.
+It believes what the folder says of exams, of candidates that broke, and of options such as --level.
+So give the copy to ./run.sh honest, and race it too.
 """
 
 import contextlib
@@ -66,13 +65,11 @@ def of_side(told: dict, name: str, runs: list, pairs: int):
         yield f"{name}: {held[seed]} logs have seed {seed}, expected {raced[seed]}"
     for run in runs:
         again = ended.get(run.seed, run)
-        interrupted = again is not run and (
-            "gpus" in run.environment or losses_of(again)[:len(run.lines)] == losses_of(run))
+        losses, own = ([(line.step, line.kind, line.loss) for line in each.lines[:len(run.lines)]]
+                       for each in (again, run))
+        interrupted = again is not run and ("gpus" in run.environment or losses == own)
         if run.resumed() or run.diverged or not (run.finished or interrupted):
             yield f"{run.path}: its run has not finished in one go"
-
-def losses_of(run) -> list:
-    return [(line.step, line.kind, line.loss) for line in run.lines]
 
 def of_pairs(one: trial.Entry, baseline: trial.Entry):
     """What differs within the pairs of a candidate, apart from what its patch names."""
