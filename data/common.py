@@ -105,8 +105,9 @@ def between(low, high=math.inf, kind=int):
 
 def run(main, errors: tuple = ()) -> int:
     """Runs main(), and returns what that returns, or 0, as the program's exit status. A UserError,
-    one of the classes in `errors`, or an error of the operating system is one line and status 2; an
-    interruption is one line and the status that a shell gives that signal."""
+    also a training script's own class of this name, one of the classes in `errors`, or an error of
+    the operating system is one line and status 2; an interruption is one line and the status that a
+    shell gives that signal."""
     def interrupt(signum, frame):
         raise KeyboardInterrupt(signum)
 
@@ -121,9 +122,11 @@ def run(main, errors: tuple = ()) -> int:
     except KeyboardInterrupt as e:
         print("interrupted", file=sys.stderr)
         return 128 + (e.args[0] if e.args else signal.SIGINT)
-    except (UserError, OSError, *errors) as e:
+    except Exception as e:
         if isinstance(e, OSError):
             e = f"{e.filename}: {e.strerror}" if e.filename else e.strerror or e
+        elif type(e).__name__ != "UserError" and not isinstance(e, errors):
+            raise
         print(f"error: {e}", file=sys.stderr)
         return 2
 

@@ -1,18 +1,14 @@
-"""Is a copy of train_gpt.py honest? Says so in seconds, on a CPU, with a tiny model in float32:
+"""Is a copy of train_gpt.py honest? Says so in a minute, on a CPU:
 
     ./run.sh honest my_record.py [speedrun|short|demo] [--setting=value ...]
 
-Honest means that a race may believe its log:
-
-- exam.py, which examines every run of a race and says what it finds out, passes a tiny run.
-- FlexAttention's lists of blocks, for GPUs, and the mask for CPUs show each token the same keys.
-
-Settings are the copy's demo or those named; sizes, steps and data are the check's own. Prints a
-line for each property, then `honest`, or what was seen with status 3. A wrong command, or settings
-that the copy refuses, are one line and status 2; another error of the copy keeps its traceback.
+Trains a tiny model by the copy's method for 16 steps, in float32, and examines that run as a race
+does (exam.py says what it finds out). The settings are the copy's demo or those named; sizes, steps
+and data are the check's own. Before that, it compares FlexAttention's lists of blocks, for GPUs,
+with the mask for CPUs: both must show each token the same keys. Prints `honest`, or what was seen
+with status 3. What the copy refuses is one line and status 2.
 """
 
-import contextlib
 import glob
 import inspect
 import os
@@ -21,14 +17,16 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from records.tools.load import ROOT, ArgumentParser, UserError, require, run
+from records.tools.load import ROOT, ArgumentParser, require, run
 
 import numpy as np
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
 from data.common import write_shards
+from records.tools import trial
 from records.tools.launch import split_words
-from records.tools.exam import Exam, Seen, expect
+from records.tools.exam import Seen, expect
 from records.tools.sample import checked_script
 
 END_OF_TEXT = 256
@@ -38,54 +36,45 @@ SIZES = [
     "--val_tokens=1400", "--micro_batches=4", f"--vocab_size={END_OF_TEXT + 1}", "--seed=1",
     "--num_iterations=16", "--save_every=9", "--val_loss_every=4", "--dtype=float32"]
 
-class Trial:
-    """A copy, its settings for the check, and a folder with the data."""
+def tiny(path: str, flags, folder: Path, sizes=SIZES, names=()) -> tuple:
+    """A copy, the flags for a small run of it, and their settings. The data are written to the
+    folder."""
+    text = (ROOT / "train_gpt.py").read_bytes()
+    stream = [t for part in text.split(b"\n\n") for t in (END_OF_TEXT, *part, 10)]
+    for name, tokens in (("val", stream[:3000]), ("train", stream[3000:])):
+        write_shards([np.array(tokens, "<u2")], folder / name, 1, len(tokens))
+    script = checked_script(Path(path).resolve(), *names)
+    known = script.Hyperparameters.__dataclass_fields__
+    flags = ["--preset=demo", *flags, *(f"--{name}_files={glob.escape(str(folder))}/{name}_*.bin"
+                                        for name in ("train", "val"))]
+    flags += [flag for flag in sizes if flag[2:].partition("=")[0] in known]
+    hp, _ = script.parse_flags(flags)
+    script.check_settings(hp, 1)
+    return script, flags, script.resolve(hp, torch.device("cpu"))
 
-    def __init__(self, path: Path, flags, folder: Path, sizes=SIZES, names=()):
-        text = (ROOT / "train_gpt.py").read_bytes()
-        stream = [t for part in text.split(b"\n\n") for t in (END_OF_TEXT, *part, 10)]
-        for name, tokens in (("val", stream[:3000]), ("train", stream[3000:])):
-            write_shards([np.array(tokens, "<u2")], folder / name, 1, len(tokens))
-        self.path = path
-        self.folder = folder
-        self.script = checked_script(path, *names)
-        known = self.script.Hyperparameters.__dataclass_fields__
-        sizes = [flag for flag in sizes if flag[2:].partition("=")[0] in known]
-        files = [f"--{name}_files={glob.escape(str(folder))}/{name}_*.bin"
-                 for name in ("train", "val")]
-        self.flags = ["--preset=demo", *flags, *sizes, *files]
-        hp, _ = self.script.parse_flags(self.flags)
-        self.script.check_settings(hp, 1)
-        self.hp = self.script.resolve(hp, torch.device("cpu"))
-
-# ---- The properties ------------------------------------------------------------------------------
-
-def keys_seen(mask, T: int, lists: str = "kv"):
-    """Which keys [T, T] a mask shows: slices of keys with their biases, or a BlockMask, by its
-    lists of key blocks, or of query blocks ("q"), which the backward pass uses."""
-    seen = torch.zeros(T, T, dtype=torch.bool)
+def keys_seen(mask, T: int):
+    """Yields which keys [T, T] a mask shows: slices of keys with their biases, or a BlockMask, by
+    its lists of key blocks, and by those of query blocks, which the backward pass uses."""
     if isinstance(mask, list):
-        size = T // len(mask)
-        for i, (keys, bias) in enumerate(mask):
-            seen[size * i:size * (i + 1), keys] = bias == 0
-        return seen
+        seen = torch.zeros(T, T, dtype=torch.bool)
+        for rows, (keys, bias) in zip(seen.split(T // len(mask)), mask):
+            rows[:, keys] = bias == 0
+        yield seen
+        return
     position = torch.arange(T)
-    rule = mask.mask_mod(0, 0, position[:, None], position).expand(T, T)
-    rows, columns = mask.BLOCK_SIZE
-    for kind in (lists, f"full_{lists}"):
-        counts, blocks = (getattr(mask, f"{kind}_{name}")[0, 0] for name in
-                          ("num_blocks", "indices"))
-        for at, count in enumerate(counts):
-            for other in blocks[at, :count]:
-                i, j = (at, other) if lists == "kv" else (other, at)
-                tile = (slice(rows * i, rows * (i + 1)), slice(columns * j, columns * (j + 1)))
-                seen[tile] = rule[tile] | kind.startswith("full")
-    return seen
+    sees = mask.mask_mod(0, 0, position[:, None], position)
+    for side in ("kv", "q"):
+        tiles = []
+        for kind in (side, f"full_{side}"):
+            lists = (getattr(mask, f"{kind}_{name}") for name in ("num_blocks", "indices"))
+            blocks = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=mask.BLOCK_SIZE).to_dense()[0, 0]
+            blocks = (blocks if side == "kv" else blocks.T).contiguous()
+            tiles.append(blocks.kron(blocks.new_ones(mask.BLOCK_SIZE)).bool())
+        yield tiles[1] | tiles[0] & sees
 
 def masks_seen(script):
-    """What the masks of a script show on 24 random texts, if it builds them by the function of
-    train_gpt.py: the window, and for each mask the keys on a CPU, and those on a GPU, forward and
-    backward."""
+    """Yields the window and for each mask what keys_seen says of it, for CPUs and for GPUs, on 24
+    random texts, if the script builds masks by the function of train_gpt.py."""
     build = getattr(script, "build_block_masks", None)
     if build is None or [*inspect.signature(build).parameters][1:] != [
             "end_of_text", "window", "flex"]:
@@ -96,53 +85,29 @@ def masks_seen(script):
         begins = torch.rand(T, generator=generator) < (0.001, 0.01, 0.1)[number % 8 % 3]
         tokens = torch.where(begins, END_OF_TEXT, 0).int()
         window = torch.tensor(128 * (1 + number % 7))
-        plain, lists = (build(tokens, END_OF_TEXT, window, flex) for flex in (False, True))
-        yield window, [(keys_seen(one, T), keys_seen(other, T), keys_seen(other, T, "q"))
-                       for one, other in zip(plain, lists, strict=True)]
+        masks = zip(*(build(tokens, END_OF_TEXT, window, flex) for flex in (False, True)))
+        yield window, [[seen for one in both for seen in keys_seen(one, T)] for both in masks]
 
-def check_masks(trial: Trial):
-    texts = [*masks_seen(trial.script)]
-    for window, masks in texts:
-        for plain, *lists in masks:
-            for other in lists:
-                wrong = (plain != other).nonzero().tolist()
+def check(path: str, flags=()):
+    """Yields a line for each property. Raises Seen with what was seen, or UserError."""
+    with tempfile.TemporaryDirectory() as folder:
+        script, flags, hp = tiny(path, flags, Path(folder))
+        texts = [*masks_seen(script)]
+        for window, masks in texts:
+            for plain, *others in masks:
+                wrong = torch.stack(others).ne(plain).nonzero().tolist()
                 expect(not wrong, f"{len(wrong)} pairs of tokens are visible on a CPU or on a GPU "
                        f"only, among them query and key {wrong[:1]}, with a window of {window}: "
                        "change `sees` and the lists of blocks alike")
-    if texts:
-        yield "masks: the lists of blocks for GPUs show what the mask for CPUs shows, on 24 texts"
-
-def check_run(trial: Trial):
-    """A run and its exam."""
-    with contextlib.redirect_stdout(None):
-        trial.script.main([*trial.flags, f"--records={trial.folder}/runs", "--name=honesty"])
-    (log,) = trial.folder.glob("runs/*.log")
-    exam = Exam(trial.path, log)
-    for part in (exam.compare_seeds, exam.replay, exam.examine):
-        part()
-    yield (f"exam: the validation loss is the cross-entropy of {trial.hp.val_tokens} targets, no "
-           "output changes with later tokens, and steps trained again give the losses of the log")
-
-PARTS = check_masks, check_run
-
-def check(path, flags=(), parts=PARTS):
-    """Yields the lines of these parts. Raises Seen with what was seen, or UserError."""
-    torch.set_num_threads(1)  # the last bits of sums depend on their number
-    where = f"{path}, in the check of its honesty"
-    with tempfile.TemporaryDirectory() as folder, in_one_line(where):
-        trial = Trial(Path(path).resolve(), flags, Path(folder))
-        for part in parts:
-            yield from part(trial)
-
-@contextlib.contextmanager
-def in_one_line(where: str):
-    """Turns a script's UserErrors, whose class is its own, into ours."""
-    try:
-        yield
-    except Exception as e:
-        if type(e).__name__ != "UserError" or isinstance(e, UserError):
-            raise
-        raise UserError(f"{where}: {e}") from None
+        if texts:
+            yield ("masks: the lists of blocks for GPUs show what the mask for CPUs shows, on "
+                   f"{len(texts)} texts")
+        entry = trial.Entry("honest", path, flags, trial.script_text(path), kept=path)
+        one = trial.run(entry, str(hp.seed), Path(folder, "runs"), NPROC="1")
+        problem = trial.examine(entry, one)["problem"]
+        expect(not problem, problem)
+        yield (f"exam: the validation loss is the cross-entropy of {hp.val_tokens} targets, no "
+               "output changes with later tokens, and steps trained again give the log's losses")
 
 def say(lines, fine: str) -> int:
     """Prints the lines, and in the end this, or "not" with what was seen; the exit status."""

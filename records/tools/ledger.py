@@ -5,7 +5,7 @@
 Every race appends its candidates to records/ideas.csv, failed and broken ones too, since the more
 is tried, the more looks good by chance. Yours are shown first, then those of the dated folders.
 `kept` marks ideas that are to be kept, and that a false discovery rate of 5 % leaves by e-BH (Wang
-and Ramdas, arXiv:2009.02824). It takes an E, so no race by --repeat is among them. `better?` and
+and Ramdas, arXiv:2009.02824). It takes an E, which older races by p-values lack. `better?` and
 `worse?` have an E above 100, but their race asked for more, since it had several candidates.
 """
 

@@ -12,8 +12,7 @@ Pairs are added until it is decided whether a candidate is better or worse than 
 --most of them are done. The e-value that decides, at 1 / --level, may be looked at after every pair
 (judge.py says why), so with a higher --most, the same command goes on. Among several candidates it
 takes more to be better, since the best of many looks good by chance. A candidate also drops out if
-its losses are the baseline's to the last digit in two pairs. With --repeat=N, every candidate gets
-N pairs, and a p-value at the end.
+its losses are the baseline's to the last digit in two pairs.
 
 The race keeps a copy of each script in its folder, and runs that: the script may be edited for the
 next idea meanwhile. Before its first run each script trains one step, whose exam shows mistakes at
@@ -37,8 +36,8 @@ seconds a difference in loss is worth.
   decision: better, worse, no difference, undecided, broken (it does not run) or dishonest
   keep: whether it is better, honest, has the baseline's number of tokens, and is not shown to
     take more seconds to the baseline's final loss or to have a wrong clock
-  difference (candidate - baseline, in nats a token), its interval, E or with --repeat p, adjusted
-    (p or 1 / E, by Holm's method for the number of candidates)
+  difference (candidate - baseline, in nats a token), its interval, E, adjusted (1 / E, by Holm's
+    method for the number of candidates); p is null, since no p-value may be looked at so often
   steps_later (than the baseline to its loss, by its own curve; below 0 if earlier), steps_interval;
     seconds_later, seconds_interval: the same in training time; slower: whether these show it
   seconds, tokens, parameters, baseline_seconds and so on
@@ -71,7 +70,6 @@ from tqdm import tqdm
 
 from data.common import sha256, write_whole
 
-STEP = re.compile(r"step:(\d+)/(\d+) ")
 VALIDATION = {"--val_files", "--val_tokens", "--val_seq_len", "--vocab_size", "--text"}
 
 @dataclass
@@ -90,15 +88,7 @@ class Race:
     @property
     def seeds(self):
         first = self.options.seed
-        return [str(seed) for seed in range(first, first + self.pairs)]
-
-    @property
-    def pairs(self):
-        return self.options.repeat or self.options.most
-
-    @property
-    def at_most(self):
-        return "" if self.options.repeat else "at most "
+        return [str(seed) for seed in range(first, first + self.options.most)]
 
     @property
     def racing(self):
@@ -123,17 +113,13 @@ def parse(arguments) -> Race:
     add("--most", type=between(1), default=12, help="pairs, unless it is decided before (12)")
     add("--level", type=between(1e-9, 0.5, float), default=0.01,
         help="the chance of a wrong decision (0.01)")
-    add("--repeat", type=between(1), help="a fixed number of pairs")
     add("--name", help="of the race (the first copy's)")
     add("--records", default="records", help="where the race's folder lies (records)")
     add("--seed", type=between(0), default=1, help="the first one (1)")
-    add("--target", type=between(0, kind=float), help="a loss to reach, judged by the verdict too")
     add("--dishonest", action="store_true",
         help="race a script all the same in which an exam sees what must not be")
     add("--json", action="store_true", help="print verdict.json alone")
     options, words = parser.parse_known_args(arguments)
-    require(not options.repeat or options.level == 0.01, "--repeat judges at a level of 0.01: "
-            "leave --level out, or --repeat")
     require("/" not in (options.name or ""), f"--name={options.name}: a name has no /")
     scripts = {word: found for word in words if (found := SCRIPT.fullmatch(word))}
     require(scripts, "no word names a copy: ./run.sh race my_record.py [preset] [flags]")
@@ -172,7 +158,7 @@ def definition(race: Race) -> dict:
     """What must not change while a race goes on. Scripts that cannot be raced are left out, so that
     they may be mended."""
     found = {"version": 4, "text": race.text, "first_seed": race.options.seed,
-             "repeat": race.options.repeat, "NPROC": os.environ.get("NPROC"),
+             "NPROC": os.environ.get("NPROC"),
              "candidates": [one.name for one in race.candidates]}
     for racer in race.racers:
         if not racer.problem:
@@ -219,13 +205,13 @@ def check(race: Race):
 
 def announce(race: Race):
     names = ", ".join(one.name for one in race.candidates)
-    say(f"{names} against {race.baseline.name}: {race.at_most}{runs_of(race.pairs, 'pair')} of "
-        f"runs, from seed {race.options.seed} on, in {race.folder}, where race.html shows it as it "
-        "goes")
-    highest = judge.e_of_pairs([1.0] * race.pairs)
-    if race.at_most and highest < needed_E(race, -1):
-        say(f"--most={race.pairs} cannot show that a copy is better: E is {plain(highest, 2)} at "
-            f"most by then, of {plain(needed_E(race, -1), 2)}")
+    most = race.options.most
+    say(f"{names} against {race.baseline.name}: at most {runs_of(most, 'pair')} of runs, from seed "
+        f"{race.options.seed} on, in {race.folder}, where race.html shows it as it goes")
+    highest = judge.e_of_pairs([1.0] * most)
+    if highest < needed_E(race, -1):
+        say(f"--most={most} cannot show that a copy is better: E is {plain(highest, 2)} at most by "
+            f"then, of {plain(needed_E(race, -1), 2)}")
 
 def needed_E(race: Race, difference: float) -> float:
     """The E that decides. A gain is the best of several by chance more often."""
@@ -236,17 +222,10 @@ def try_out(race: Race, racer: Entry):
     say(f"checking {racer.script}: one step that does not count, and its exam")
     folder = race.folder / "one_step"
     try:
-        one, output = trial.run(racer, race.seeds[0], folder, "--num_iterations=1",
-                                "--val_loss_every=0", NPROC="1")
-        if not one:
-            trial.show(output)
-        require(one, f"{racer.script} fails in a run of 1 step, whose output is above: mend it, "
-                "its flags (one that only a copy knows goes into one word with it) or this machine")
+        one = trial.run(racer, race.seeds[0], folder, "--num_iterations=1", "--val_loss_every=0",
+                        NPROC="1")
         race.text = race.text or trial.text_for(one, race.folder / "text")
-        if problem := trial.examine(racer, one)["problem"]:
-            racer.dishonest = f"{racer.script}: {problem}"
-        require(race.options.dishonest or not racer.dishonest, f"{racer.dishonest}; it is not "
-                "raced, unless you add --dishonest")
+        judge_exam(race, racer, trial.examine(racer, one)["problem"])
     except UserError as error:
         if not race.text and racer is not race.baseline:
             try_out(race, race.baseline)  # for it may be this machine that is to blame
@@ -259,6 +238,13 @@ def drop(race: Race, racer: Entry, problem: str):
     require(racer is not race.baseline, problem)
     racer.problem = problem
     say(f"{racer.name} drops out: {problem}")
+
+def judge_exam(race: Race, racer: Entry, problem: str, where: str = ""):
+    """A candidate whose exam saw a problem leaves the race too, unless the user says otherwise."""
+    if problem:
+        racer.dishonest = racer.dishonest or f"{racer.script}{where}: {problem}"
+        if not race.options.dishonest:
+            drop(race, racer, f"{racer.dishonest}; it is not raced, unless you add --dishonest")
 
 # ---- Run -----------------------------------------------------------------------------------------
 
@@ -277,10 +263,10 @@ def run_pair(race: Race, pair: int):
     for racer in order if race.racing else ():
         if seed in racer.runs and seed not in racer.exams:
             examine(race, racer, seed)
-    left = race.pairs - pair
+    left = race.options.most - pair
     if len(missing) == len(order) and race.racing and left:
         times = [tqdm.format_interval(n * (time.monotonic() - began)) for n in (1, left)]
-        say(f"a pair takes {times[0]}; {race.at_most}{left} more take {times[1]}")
+        say(f"a pair takes {times[0]}; at most {left} more take {times[1]}")
 
 def take_runs(race: Race, seed: str):
     """Takes the runs of a pair that are done, and what their exams found."""
@@ -290,24 +276,21 @@ def take_runs(race: Race, seed: str):
             take_exam(race, racer, seed)
 
 def train(race: Race, racer: Entry, seed: str, pair: int):
-    what = f"pair {pair} of {race.at_most}{race.pairs}, {racer.name}, seed {seed}"
+    what = f"pair {pair} of at most {race.options.most}, {racer.name}, seed {seed}"
     say(what)
-    folder = race.folder / racer.name
-    with tqdm(desc=racer.name, unit="step", disable=None, leave=False) as bar:
-        one, output = trial.run(racer, seed, folder, *race.text["flags"], watch=partial(move, bar))
-    if one:
-        racer.runs[seed] = one
-        say(f"{what}: val loss {one.loss:.4f} after {one.steps} steps, {one.seconds:.1f} s of "
-            "training")
-        return
-    trial.show(output)
-    drop(race, racer, f"{racer.script} failed with seed {seed}, see its output above; the same "
-         "command goes on with this run")
+    try:
+        with tqdm(desc=racer.name, unit="step", disable=None, leave=False) as bar:
+            one = trial.run(racer, seed, race.folder / racer.name, *race.text["flags"],
+                            watch=partial(move, bar))
+    except UserError as error:
+        return drop(race, racer, str(error))
+    racer.runs[seed] = one
+    say(f"{what}: val loss {one.loss:.4f} after {one.steps} steps, {one.seconds:.1f} s of training")
 
 def examine(race: Race, racer: Entry, seed: str):
     """The exam of a run. The place in the text is drawn after all runs of the pair have ended."""
     say(f"the exam of {racer.name}, seed {seed}")
-    run = racer.runs[seed]
+    run = racer.runs.pop(seed)
     words = []
     if race.text["exam"]:
         left, tokens = race.text["left"], race.text["tokens"]
@@ -316,9 +299,8 @@ def examine(race: Race, racer: Entry, seed: str):
     try:
         racer.exams[seed] = trial.examine(racer, run, *words)
     except UserError as error:
-        del racer.runs[seed]
-        drop(race, racer, str(error))
-        return
+        return drop(race, racer, str(error))
+    racer.runs[seed] = run
     write_whole(race.folder / "exams.json", json.dumps(
         {"places": race.places, "exams": {one.name: one.exams for one in race.racers}}, indent=1))
     if not any(flag.startswith("--save_every") for flag in racer.flags):
@@ -327,12 +309,8 @@ def examine(race: Race, racer: Entry, seed: str):
 
 def take_exam(race: Race, racer: Entry, seed: str):
     """From here on, the loss of a run is what its exam found, if there is one."""
-    found = racer.exams.get(seed, {})
-    if found.get("problem"):
-        problem = f"{racer.script}, seed {seed}: {found['problem']}"
-        racer.dishonest = racer.dishonest or problem
-        if not race.options.dishonest:
-            drop(race, racer, problem)
+    found = racer.exams.get(seed, {"problem": ""})
+    judge_exam(race, racer, found["problem"], f", seed {seed}")
     if "text" in found and race.text["exam"]:
         racer.runs[seed].loss = found["text"]
 
@@ -345,16 +323,15 @@ def read_exams(race: Race):
 
 def move(bar: tqdm, line: str):
     """The progress bar, by a line of a run's output."""
-    if found := STEP.match(line):
-        bar.total = int(found[2])
-        bar.update(int(found[1]) - bar.n)
+    if found := logs.line_of(line.strip()):
+        bar.total = found.total
+        bar.update(found.step - bar.n)
 
 # ---- Look ----------------------------------------------------------------------------------------
 
 def outcome_of(race: Race) -> verdict.Outcome:
     """What the pairs show, by the losses of their exams."""
-    level = None if race.options.repeat else race.options.level
-    return verdict.outcome_of(race.candidates, race.baseline, race.options.target, level)
+    return verdict.outcome_of(race.candidates, race.baseline, race.options.level)
 
 def look(race: Race):
     """After a pair: who is decided, and how the others stand."""
@@ -366,16 +343,14 @@ def look(race: Race):
     rows = {row["candidate"]: row for row in outcome_of(race).rows}
     for one in race.racing:
         row = rows[one.name]
-        decision = None if race.options.repeat else row["decision"]
-        asked = needed_E(race, row["difference"])
-        one.standing = verdict.in_words(verdict.pairs_of(one, race.baseline), decision, row["E"],
-                                        asked, race.options.most)
-        one.decided = decision not in (None, "undecided")
+        one.standing = verdict.in_words(verdict.pairs_of(one, race.baseline), row,
+                                        needed_E(race, row["difference"]), race.options.most)
+        one.decided = row["decision"] != "undecided"
         say(f"{one.name}: {one.standing}")
 
 # ---- Judge again ---------------------------------------------------------------------------------
 
-JUDGED_BY = ("most", "level", "target", "dishonest")  # which may change on the way
+JUDGED_BY = ("most", "level", "dishonest")  # which may change on the way
 
 def sums(folder: Path) -> dict:
     """The SHA-256 of each log, of what the race's own clock says beside it, and of the exams."""
@@ -398,7 +373,7 @@ def ended(folder: Path) -> tuple[Race, dict, dict, dict]:
     base, = {key[:-7] for key in told if key.endswith(".sha256")} - {*told["candidates"]}
     sides = {name: logs.read([folder / name]) for name in (*rows, base)}
     rows[base] = {"pairs": max(row["pairs"] for row in rows.values())}
-    options = Namespace(seed=told["first_seed"], repeat=told["repeat"], **told["options"])
+    options = Namespace(seed=told["first_seed"], **told["options"])
     *candidates, baseline = [
         Entry(name, told.get(f"{name}.script", ""), told.get(f"{name}.flags", []),
               Counter([run.source for run in runs] or [""]).most_common(1)[0][0],
@@ -431,7 +406,7 @@ def conclude(race: Race, interrupted: bool = False) -> int:
         note_end(race)
     if "verdict.txt" in texts:
         print(f"\n{texts['verdict.txt']}", end="", flush=True)
-        plot.save(race.folder / "race.png", found.sides, found.comparisons, found.target)
+        plot.save(race.folder / "race.png", found.sides, found.comparisons, None)
         say(f"the logs, verdict.txt, race.html and race.png are in {race.folder}")
         for one in race.racing:
             say(f"{one.name}: {one.standing}")
@@ -462,7 +437,7 @@ def main(arguments=None) -> int:
     with contextlib.redirect_stdout(console), alone:
         check(race)
         try:
-            for pair in range(1, race.pairs + 1):
+            for pair in range(1, race.options.most + 1):
                 if race.racing:
                     run_pair(race, pair)
                     look(race)

@@ -55,9 +55,9 @@ class Side:
 
     def __init__(self, path: str, folder: Path, maps=(), baseline=None):
         self.path = path
-        self.trial = honesty.Trial(Path(path).resolve(), ["--preset=speedrun"], folder, SIZES,
-                                   ["PRESETS", "find_shards", *NEEDED])
-        self.script, self.hp = self.trial.script, self.trial.hp
+        self.folder = folder
+        self.script, self.flags, self.hp = honesty.tiny(
+            path, ["--preset=speedrun"], folder, SIZES, ["PRESETS", "find_shards", *NEEDED])
         self.masks = [*honesty.masks_seen(self.script)]
         self.script.GPT.LOGITS_TOKENS = 300  # so that the head works in several parts
         self.model = self.script.GPT(self.hp, torch.float64, flex=False)
@@ -86,9 +86,9 @@ class Side:
         tokens = np.random.default_rng(1).integers(30_000, 50_257, 4988).astype("<u2")
         tokens[::100] = 50_256
         for number, part in enumerate(np.split(tokens, [1900, 2940])):
-            write_shards([part], self.trial.folder / "served", number, len(part))
-        hp, _ = self.script.parse_flags([*self.trial.flags, *LOADER])
-        shards = self.script.find_shards(f"{self.trial.folder}/served_*.bin")
+            write_shards([part], self.folder / "served", number, len(part))
+        hp, _ = self.script.parse_flags([*self.flags, *LOADER])
+        shards = self.script.find_shards(f"{self.folder}/served_*.bin")
         for rank, size in ((0, 1), (0, 2), (1, 2)):
             world = self.script.World(rank, size, torch.device("cpu"))
             for step, batch in enumerate(self.script.train_batches(shards, hp, world, 0)):
@@ -175,7 +175,7 @@ def check(copy: str, vs: str, maps=()):
     """Yields a line for each kind of thing. Raises Seen with a difference, or UserError."""
     torch.set_num_threads(1)
     gaps = {}
-    with tempfile.TemporaryDirectory() as folder, honesty.in_one_line(f"{vs} or {copy}"):
+    with tempfile.TemporaryDirectory() as folder:
         ours = Side(vs, Path(folder))
         theirs = Side(copy, Path(folder), maps, ours)
         compare_settings(ours.script, theirs.script)

@@ -16,7 +16,7 @@ import numpy as np
 
 from data.common import check_shard, write_shards
 from records.tools import logs
-from records.tools.load import ROOT, UserError, child
+from records.tools.load import ROOT, UserError, child, require
 from records.tools.launch import RACE
 
 LAUNCH = ROOT / "records" / "tools" / "launch.py"
@@ -73,8 +73,8 @@ def start(program: Path, entry: Entry, *words: str, watch=lambda line: None, **v
 
 def run(entry: Entry, seed: str, records: Path, *more: str, watch=lambda line: None,
         **variables: str):
-    """Train with these flags more; (the finished run or None, the output, which ends with what is
-    wrong). Beside its log it leaves what a clock of the race says, and which files it opened."""
+    """Trains with these flags more; the finished run. Beside its log it leaves what a clock of the
+    race says, and which files it opened. If it fails, shows its output and raises UserError."""
     clock = logs.Clock()
     records.mkdir(parents=True, exist_ok=True)
     opened = records.absolute() / "opened"
@@ -90,14 +90,16 @@ def run(entry: Entry, seed: str, records: Path, *more: str, watch=lambda line: N
     status, output = start(LAUNCH, entry, "--curve", *entry.flags,
                            f"--seed={seed}", f"--name={entry.name}", f"--records={records}", *more,
                            watch=see, **{RACE: str(opened)}, **variables)
-    one = None if status else finished(entry, logs.read([records])[0], [seed]).get(seed)
-    if one:
-        clock.save(one)
-        opened.replace(opened_beside(one))
-    elif not status:
-        output += (f"{records}: there is no log of a finished run of {entry.script} with seed "
-                   f"{seed}; a race needs the seed, and a validation after the last step\n")
-    return one, output
+    if status:
+        print(logs.printable(output[-20_000:]), file=sys.stderr)
+    require(not status, f"{entry.script} fails with seed {seed}, see its output above: mend it, "
+            "its flags (one that only a copy knows goes into one word with it) or this machine")
+    one = finished(entry, logs.read([records])[0], [seed]).get(seed)
+    require(one, f"{records}: there is no log of a finished run of {entry.script} with seed "
+            f"{seed}; a race needs the seed, and a validation after the last step")
+    clock.save(one)
+    opened.replace(opened_beside(one))
+    return one
 
 def opened_beside(one) -> Path:
     return Path(one.path).with_suffix(".opened")
@@ -111,12 +113,6 @@ def finished(entry: Entry, runs: list, seeds) -> dict:
         if same and whole and one.seed in seeds:
             found.setdefault(one.seed, one)
     return found
-
-def show(output: str):
-    print(logs.printable(output[-20_000:]), file=sys.stderr)
-
-def last_line(output: str) -> str:
-    return logs.printable(output.strip().rpartition("\n")[2])
 
 # ---- The exam ------------------------------------------------------------------------------------
 
@@ -145,8 +141,9 @@ def examine(entry: Entry, one, *words: str) -> dict:
     status, output = start(EXAM, entry, one.path, *words)
     rows = re.findall(r"(?m)^\{.*\}$", output)
     if status or not rows:
-        raise UserError(f"{entry.script}: its run cannot be examined ({last_line(output)}); the "
-                        "same command tries it again")
+        last = logs.printable(output.strip().rpartition("\n")[2])
+        raise UserError(f"{entry.script}: its run cannot be examined ({last}); the same command "
+                        "tries it again")
     found = json.loads(rows[-1])
     found["problem"] = found["problem"] or opened_wrongly(one)
     return found

@@ -19,18 +19,17 @@ from records.tools.trial import Entry
 REPORTS = ["evaluate", "load_validation", "read_tokens", "train_batches", "StepClock", "RunLog",
            "main"]
 
-def in_words(pairs, decision: str | None, E: float, asked: float, most: int) -> str:
+def in_words(pairs, row: dict, asked: float, most: int) -> str:
     """How a candidate stands after these pairs, in one wording for the way and the end. `asked` is
-    the E that decides; the decision is None where only the last of a fixed number may."""
+    the E that decides."""
     gaps = [ours.loss - theirs.loss for ours, theirs in pairs]
     gap = mean(gaps)
     agree = sum(one * gap > 0 for one in gaps)
     share = "all" if agree == len(gaps) else f"{agree} of"
-    text = (f"after {runs_of(len(gaps), 'pair')}: {'lower' if gap < 0 else 'higher'} by "
-            f"{abs(gap):.4f} in {share} {len(gaps)}")
-    if decision:
-        text = f"{decision} {text}, E = {plain(E, 2)} of {plain(asked, 2)}"
-    if decision == "undecided" and len(gaps) == most:
+    text = (f"{row['decision']} after {runs_of(len(gaps), 'pair')}: "
+            f"{'lower' if gap < 0 else 'higher'} by {abs(gap):.4f} in {share} {len(gaps)}, "
+            f"E = {plain(row['E'], 2)} of {plain(asked, 2)}")
+    if row["decision"] == "undecided" and len(gaps) == most:
         text += f"; the same command with `--most={2 * most}` goes on"
     return text
 
@@ -39,29 +38,26 @@ class Outcome:
     rows: list[dict]  # of verdict.json
     sides: list  # of the candidates that have pairs, and the baseline's, as compare.py has them
     comparisons: list
-    target: float | None
-    level: float | None  # of e-values; None for a fixed number of pairs
     notes: list[str]  # what is wrong with scripts
 
 def pairs_of(one: Entry, baseline: Entry) -> list[tuple]:
     """The pairs (its run, the baseline's) of a candidate."""
     return [(run, baseline.runs[seed]) for seed, run in one.runs.items() if seed in baseline.runs]
 
-def outcome_of(candidates: list[Entry], baseline: Entry, target: float | None,
-               level: float | None) -> Outcome:
+def outcome_of(candidates: list[Entry], baseline: Entry, level: float) -> Outcome:
     """By the pairs of each candidate, and by all runs of the baseline, which may have begun a pair
     that no candidate has yet."""
     pairs = {one.name: pairs_of(one, baseline) for one in candidates}
     raced = [one for one in candidates if pairs[one.name]]
     sides = [compare.Side("A" if len(raced) == 1 else f"A{i}",
-                          [ours for ours, _ in pairs[one.name]], target)
+                          [ours for ours, _ in pairs[one.name]], None)
              for i, one in enumerate(raced, 1)]
     found = []
     if sides:
         theirs = sorted(baseline.runs.values(), key=attrgetter("path"))
-        sides.append(compare.Side("B", theirs, target))
+        sides.append(compare.Side("B", theirs, None))
         absent = len(candidates) - len(raced)
-        found = compare.compare_all(sides[:-1], sides[-1], target, level, absent)
+        found = compare.compare_all(sides[:-1], sides[-1], None, level, absent)
     known = {one.name: (each, side.used, sides[-1].used)
              for one, each, side in zip(raced, found, sides)}
     rows = [row_of(one, baseline, len(pairs[one.name]), *known.get(one.name, (NO_PAIR, [], [])))
@@ -74,7 +70,7 @@ def outcome_of(candidates: list[Entry], baseline: Entry, target: float | None,
                          f"it counts, {baseline.name} for {theirs:.0%}: see what it does then")
         if names := touched(one.text, baseline.text):
             notes.append(f"{one.name} changes {', '.join(names)}: look there first")
-    return Outcome(rows, sides, found, target, level, [logs.printable(one) for one in notes if one])
+    return Outcome(rows, sides, found, [logs.printable(one) for one in notes if one])
 
 # What is found of a candidate without a pair.
 NO_PAIR = {"decision": "undecided", "verdict": "no pair", "slower": False, "loss": {},
@@ -129,10 +125,9 @@ def touched(text: str, other: str) -> list[str]:
     return [name for name in REPORTS if ours.get(name) != theirs.get(name)]
 
 def write_page(found: Outcome, folder: Path, alive: bool):
-    """race.html, from the first pair on. A fixed number of pairs has no p-value before its end."""
+    """race.html, from the first pair on."""
     if found.sides:
-        shown = [] if alive and not found.level else found.comparisons
-        page.save(folder / "race.html", found.sides, shown, found.target, notes=found.notes,
+        page.save(folder / "race.html", found.sides, found.comparisons, None, notes=found.notes,
                   alive=alive)
 
 def texts_of(found: Outcome, candidates: list[Entry], baseline: Entry) -> dict[str, str]:
@@ -141,6 +136,6 @@ def texts_of(found: Outcome, candidates: list[Entry], baseline: Entry) -> dict[s
     texts |= {f"{one.name}.patch": patch_of(one, baseline) for one in candidates}
     if found.sides:
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            compare.report(found.sides[:-1], found.sides[-1:], found.comparisons, found.target)
+            compare.report(found.sides[:-1], found.sides[-1:], found.comparisons, None)
         texts["verdict.txt"] = "".join(f"{note}\n" for note in found.notes) + out.getvalue()
     return texts
