@@ -244,7 +244,7 @@ IN_PROGRAMS = {
     ("records/tools/exam.py", "test_exam.py"): [
         ("the loss of the log is believed", "abs(loss - «self.run.loss→loss»)", "cheating"),
         ("the first steps are not trained again", "train_again(0, «FIRST→0»)", "cheating"),
-        ("validation may change things", "not torch.equal(«x.cpu()→before[key]», b", "cheating")],
+        ("validation may change things", "not torch.equal(«x.cpu()→before[kind][name]», b", "cheating")],
     ("records/tools/trial.py", "test_exam.py"): [
         ("a file that was not given may be opened", "elif «name not in allowed→False» and", "opened")],
     ("records/tools/sample.py", "test_sample.py"): [

@@ -189,8 +189,8 @@ def test_a_leash_notes_the_data_that_a_script_opens(tmp_path):
     notes = tmp_path / "notes"
     done = subprocess.run([sys.executable, LEASH, str(script)], cwd=tmp_path, capture_output=True,
                           text=True, env={**os.environ, "LEASH_OPENED": str(notes)}, check=True)
-    rows = notes.read_text(errors="surrogateescape").splitlines()
-    assert rows == [repr(str(tmp_path / name)) for name in ("one.bin", "two.pt", "fo ur\udce4.npy")]
+    assert notes.read_bytes().splitlines() == [
+        os.fsencode(tmp_path / name) for name in ("one.bin", "two.pt", "fo ur\udce4.npy")]
     assert done.stdout == "False\n"
 
 @pytest.mark.parametrize("events, words", [
@@ -202,9 +202,10 @@ def test_what_a_run_opened_is_compared_with_what_it_was_given(events, words, tmp
     monkeypatch.chdir(tmp_path)
     run = SimpleNamespace(path="r/a.log", environment={"data": "t.bin 9 tokens f; u.bin 9 tokens"},
                           val_data=["v.bin 9 tokens f"])
-    names = [name if name == trial.FIRST_LINE else os.path.abspath(name) for name in events]
+    lines = [name if name == trial.FIRST_LINE else f"{os.path.abspath(name)}\n".encode()
+             for name in events]
     (tmp_path / "r").mkdir()
-    (tmp_path / "r" / "a.opened").write_text("".join(f"{name!r}\n" for name in names))
+    (tmp_path / "r" / "a.opened").write_bytes(b"".join(lines))
     assert re.match(words, trial.opened_wrongly(run))
 
 def test_the_text_is_divided_between_runs_and_exams(tmp_path):

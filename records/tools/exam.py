@@ -44,7 +44,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torch.nn.attention.flex_attention  # here, so that forked processes share it
 from torch._C._nn import cross_entropy_loss  # as it is before a script can replace it
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_map
 
 from data.common import check_shard
 from records.tools.sample import checked_script
@@ -229,17 +229,16 @@ class Exam:
 
     def validate(self, step: int):
         """Has the script validate a sequence, which must change nothing; the window for it."""
-        def state():
-            now = self.script.gather_training_state(self.model, self.optimizers)
-            return {(kind, name): x for kind in now for name, x in now[kind].items()}
-        before = {key: x.to("cpu", copy=True) for key, x in state().items()}
+        gather = partial(self.script.gather_training_state, self.model, self.optimizers)
+        before = tree_map(lambda x: x.to("cpu", copy=True), gather())
         shards = self.script.find_shards(self.hp.val_files)
         sequences = self.script.load_validation(shards, self.hp, self.world)
         seen = SeenBy(self.model)
         self.script.evaluate(seen, sequences[:1], step, self.hp, self.world)
-        changed = [key for key, x in state().items() if not torch.equal(x.cpu(), before[key])]
-        expect(not any(self.of_all_ranks(changed)), "validation changes the training state "
-               f"({', '.join(changed[:1] and changed[0])})")
+        changed = [f"{kind}, {name}" for kind, values in gather().items()
+                   for name, x in values.items() if not torch.equal(x.cpu(), before[kind][name])]
+        expect(not any(self.of_all_ranks(changed)),
+               f"validation changes the training state ({''.join(changed[:1])})")
         return next((call[2] for call in seen.read),
                     self.script.window_tensor(step, self.hp, self.world.device))
 
@@ -298,7 +297,7 @@ class Exam:
             other[:place] = tokens[:place]
             asked.append((number, place, documents))
             changed.append((other.cpu().numpy(), place))
-        self.other.send(([x.cpu().numpy() for x in tree_leaves(self.window)], changed))
+        self.other.send((tree_map(lambda x: x.cpu().numpy(), self.window), changed))
         return asked
 
     @torch.no_grad()
@@ -312,9 +311,7 @@ class Exam:
             return
         self.build()
         self.take_final_weights()
-        _, spec = tree_flatten(self.script.window_tensor(self.run.steps, self.hp, "cpu"))
-        window = [torch.as_tensor(x, device=self.world.device) for x in window]
-        window = tree_unflatten(window, spec)
+        window = tree_map(partial(torch.as_tensor, device=self.world.device), window)
         for tokens, place in changed:
             x_TD = self.features(torch.as_tensor(tokens, device=self.world.device), window)
             chunk = (place - 1) // CHUNK

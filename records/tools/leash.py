@@ -55,7 +55,7 @@ def note_what_is_opened(file: str):
                 and not (values[2] or 0) & (os.O_EXCL | os.O_TRUNC)):
             path = os.path.abspath(os.fsdecode(values[0]))
             if not (OWN.match(path) or path.startswith(own) or os.path.isdir(path)):
-                os.write(notes, f"{path!r}\n".encode("utf-8", "surrogateescape"))
+                os.write(notes, os.fsencode(path) + b"\n")
     sys.addaudithook(note)
 
 def run_script(path: str):

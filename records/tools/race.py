@@ -175,9 +175,7 @@ def check(race: Race):
     except (ValueError, TypeError) as error:
         raise UserError(f"{path}: cannot be read ({error}); remove {race.folder} to begin "
                         "anew") from None
-    race.text = before.get("text")
-    for racer in race.racers:
-        racer.dishonest = before.get(f"{racer.name}.dishonest", "")
+    restore(race, before)
     changed = [f"{key} was {before[key]} and is {value}"
                for key, value in definition(race).items() if before.get(key, value) != value]
     require(not changed, f"{race.folder} was begun with other scripts or flags: "
@@ -196,12 +194,19 @@ def check(race: Race):
             else "the validation text is too short for exams, so the verdict uses the runs' own")
     if race.racing:
         write_whole(path, json.dumps(definition(race), indent=1))
-    for racer in race.racers:
-        racer.done = trial.finished(racer, logs.read([race.folder / racer.name])[0], race.seeds)
-    read_exams(race)
-    done = sum(len(racer.done) for racer in race.racers)
-    if done:
+    if done := sum(len(racer.done) for racer in race.racers):
         say(f"{runs_of(done, 'run')} are done")
+
+def restore(race: Race, told: dict):
+    """Takes over what race.json tells, the runs that are done, and what their exams found."""
+    path = race.folder / "exams.json"
+    found = json.loads(path.read_text() if path.exists() else '{"places": {}, "exams": {}}')
+    race.text = told.get("text")
+    race.places = found["places"]
+    for racer in race.racers:
+        racer.dishonest = told.get(f"{racer.name}.dishonest", "")
+        racer.exams = found["exams"].get(racer.name, {})
+        racer.done = trial.finished(racer, logs.read([race.folder / racer.name])[0], race.seeds)
 
 def announce(race: Race):
     names = ", ".join(one.name for one in race.candidates)
@@ -239,7 +244,7 @@ def drop(race: Race, racer: Entry, problem: str):
     racer.problem = problem
     say(f"{racer.name} drops out: {problem}")
 
-def judge_exam(race: Race, racer: Entry, problem: str, where: str = ""):
+def judge_exam(race: Race, racer: Entry, problem: str | None, where: str = ""):
     """A candidate whose exam saw a problem leaves the race too, unless the user says otherwise."""
     if problem:
         racer.dishonest = racer.dishonest or f"{racer.script}{where}: {problem}"
@@ -309,17 +314,10 @@ def examine(race: Race, racer: Entry, seed: str):
 
 def take_exam(race: Race, racer: Entry, seed: str):
     """From here on, the loss of a run is what its exam found, if there is one."""
-    found = racer.exams.get(seed, {"problem": ""})
-    judge_exam(race, racer, found["problem"], f", seed {seed}")
-    if "text" in found and race.text["exam"]:
+    found = racer.exams.get(seed, {})
+    judge_exam(race, racer, found.get("problem"), f", seed {seed}")
+    if found.get("text"):
         racer.runs[seed].loss = found["text"]
-
-def read_exams(race: Race):
-    path = race.folder / "exams.json"
-    found = json.loads(path.read_text() if path.exists() else '{"places": {}, "exams": {}}')
-    race.places = found["places"]
-    for racer in race.racers:
-        racer.exams = found["exams"].get(racer.name, {})
 
 def move(bar: tqdm, line: str):
     """The progress bar, by a line of a run's output."""
@@ -376,15 +374,13 @@ def ended(folder: Path) -> tuple[Race, dict, dict, dict]:
     options = Namespace(seed=told["first_seed"], **told["options"])
     *candidates, baseline = [
         Entry(name, told.get(f"{name}.script", ""), told.get(f"{name}.flags", []),
-              Counter([run.source for run in runs] or [""]).most_common(1)[0][0],
-              dishonest=told.get(f"{name}.dishonest", "")) for name, (runs, _) in sides.items()]
+              Counter([run.source for run in runs] or [""]).most_common(1)[0][0])
+        for name, (runs, _) in sides.items()]
     for one in candidates:
         if rows[one.name]["decision"] in ("broken", "dishonest"):
             one.problem = rows[one.name]["why"]
-    race = Race(folder, candidates, baseline, options, told.get("text"))
-    for racer in race.racers:
-        racer.done = trial.finished(racer, sides[racer.name][0], race.seeds)
-    read_exams(race)
+    race = Race(folder, candidates, baseline, options)
+    restore(race, told)
     for seed in race.seeds:
         take_runs(race, seed)
         if race.racing and all(seed in one.runs for one in (*race.racing, baseline)):

@@ -1,6 +1,5 @@
 """What race.py starts: runs of a script, and their exams."""
 
-import ast
 import glob
 import hashlib
 import json
@@ -22,7 +21,7 @@ from records.tools.launch import RACE
 LAUNCH = ROOT / "records" / "tools" / "launch.py"
 EXAM = ROOT / "records" / "tools" / "exam.py"
 SHORTEST = 32_768  # tokens of a text that an exam needs
-FIRST_LINE = "the first line of the steps"  # among the names of files that a run opened
+FIRST_LINE = b"the first line of the steps\n"  # among the names of files that a run opened
 
 @dataclass
 class Entry:
@@ -78,14 +77,14 @@ def run(entry: Entry, seed: str, records: Path, *more: str, watch=lambda line: N
     clock = logs.Clock()
     records.mkdir(parents=True, exist_ok=True)
     opened = records.absolute() / "opened"
-    opened.write_text("")
+    opened.write_bytes(b"")
 
     def see(line: str):
         before = clock.first
         clock.note(line, monotonic())
         if clock.first != before:
-            with open(opened, "a", encoding="utf-8") as file:
-                file.write(f"{FIRST_LINE!r}\n")
+            with open(opened, "ab") as file:
+                file.write(FIRST_LINE)
         watch(line)
     status, output = start(LAUNCH, entry, "--curve", *entry.flags,
                            f"--seed={seed}", f"--name={entry.name}", f"--records={records}", *more,
@@ -151,15 +150,14 @@ def examine(entry: Entry, one, *words: str) -> dict:
 def opened_wrongly(one) -> str:
     """Which file a run has opened that it was not given, or validation data after the first step;
     nothing if there is none."""
-    lines = []
-    if opened_beside(one).exists():
-        lines = opened_beside(one).read_text(encoding="utf-8", errors="surrogateescape").split("\n")
+    notes = opened_beside(one)
     train, val = ([os.path.abspath(logs.shard_in(row)[0]) for row in rows] for rows in
                   (one.environment.get("data", "").split("; "), one.val_data))
     own = os.path.abspath(os.path.splitext(one.path)[0])
     allowed = {*train, *val, f"{own}.log"}
-    for name in map(ast.literal_eval, lines[:-1]):
-        if name == FIRST_LINE:
+    for line in notes.read_bytes().splitlines(True) if notes.exists() else ():
+        name = os.fsdecode(line.removesuffix(b"\n"))
+        if line == FIRST_LINE:
             allowed -= {*val} - {*train}
         elif name not in allowed and not name.startswith(f"{own}/"):
             late = ", after its first step" * (name in val)
