@@ -15,10 +15,10 @@ Tokens, softmax and sums are this program's own. What it finds out:
   the run saved on its way give the training losses of the log when they are trained again, on
   tokens that are read here at the places that `step_starts` names.
 
-Prints one line of JSON: text, own and logged (the losses; text is null without --text), replayed
-(the largest differences of training losses, in the first steps and the later ones), future (the
-largest changes with later tokens, if documents stay and if they change too), seconds, and problem
-(what was seen that must not be, or nothing).
+Prints one line of JSON: the losses text (null without --text), own and logged; replayed (the
+largest differences of training losses, in the first steps and the later ones); future (the largest
+changes with later tokens, if documents stay and if they change too); seconds; and problem (what was
+seen that must not be, or nothing).
 """
 
 import json

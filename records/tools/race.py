@@ -14,16 +14,15 @@ Pairs are added until it is decided whether a candidate is better or worse than 
 takes more to be better, since the best of many looks good by chance. A candidate also drops out if
 its losses are the baseline's to the last digit in two pairs.
 
-The race keeps a copy of each script in its folder, and runs that: the script may be edited for the
-next idea meanwhile. Before its first run each script trains one step, whose exam shows mistakes at
-once. After each pair, exam.py examines both final checkpoints: their losses on a part of the text
-that no run was given are what the verdict judges (records/README.md says how). A copy that fails
-drops out, unless --dishonest says that one that is not honest races on.
+The race runs copies of the scripts, which may be edited for the next idea meanwhile. Before its
+first run each script trains one step, whose exam shows mistakes at once. After each pair, exam.py
+examines both final checkpoints: their losses on a part of the text that no run was given are what
+the verdict judges. A copy that fails drops out, unless --dishonest lets it race on.
 
-All lies in records/race_NAME: the logs, race.html, a page for a browser, which is written after
-every run, exams.json, and in the end a verdict (verdict.txt, and verdict.json for programs), a
-picture (race.png) and what was changed (NAME.patch). records/ideas.csv gets a line. Interrupted,
-the same command goes on, unless a script or a flag has changed.
+All lies in records/race_NAME: scripts, logs, exams.json, race.html, a page for a browser, which is
+written after every run, and in the end a verdict (verdict.txt, verdict.json), a picture (race.png)
+and what was changed (NAME.patch). records/ideas.csv gets a line. Interrupted, the same command goes
+on, unless a script or a flag has changed.
 
 The flags of run.sh go to all sides: a preset (speedrun, short or demo), --text=FILE_OR_FOLDER, and
 all settings of ./run.sh train --help. Those in one word with a script go to that one. No checkpoint
@@ -389,18 +388,15 @@ def ended(folder: Path) -> tuple[Race, dict, dict, dict]:
 
 # ---- Conclude ------------------------------------------------------------------------------------
 
-def conclude(race: Race, interrupted: bool = False) -> int:
+def conclude(race: Race) -> int:
     """Write the verdict, the pictures and the changes; returns the exit status."""
     found = outcome_of(race)
     texts = verdict.texts_of(found, race.candidates, race.baseline)
-    if interrupted:
-        texts.pop("verdict.txt", None)
     for name, text in texts.items():
         write_whole(race.folder / name, text)
     verdict.write_page(found, race.folder, alive=False)
     if found.sides:
         note_end(race)
-    if "verdict.txt" in texts:
         print(f"\n{texts['verdict.txt']}", end="", flush=True)
         plot.save(race.folder / "race.png", found.sides, found.comparisons, None)
         say(f"the logs, verdict.txt, race.html and race.png are in {race.folder}")
@@ -439,7 +435,7 @@ def main(arguments=None) -> int:
                     look(race)
         except KeyboardInterrupt:
             say("the same command goes on from the runs that are done")
-            conclude(race, interrupted=True)
+            conclude(race)
             raise
         status = conclude(race)
     if race.options.json:

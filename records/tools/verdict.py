@@ -47,10 +47,9 @@ def pairs_of(one: Entry, baseline: Entry) -> list[tuple]:
 def outcome_of(candidates: list[Entry], baseline: Entry, level: float) -> Outcome:
     """By the pairs of each candidate, and by all runs of the baseline, which may have begun a pair
     that no candidate has yet."""
-    pairs = {one.name: pairs_of(one, baseline) for one in candidates}
-    raced = [one for one in candidates if pairs[one.name]]
+    raced = [one for one in candidates if pairs_of(one, baseline)]
     sides = [compare.Side("A" if len(raced) == 1 else f"A{i}",
-                          [ours for ours, _ in pairs[one.name]], None)
+                          [ours for ours, _ in pairs_of(one, baseline)], None)
              for i, one in enumerate(raced, 1)]
     found = []
     if sides:
@@ -60,8 +59,7 @@ def outcome_of(candidates: list[Entry], baseline: Entry, level: float) -> Outcom
         found = compare.compare_all(sides[:-1], sides[-1], None, level, absent)
     known = {one.name: (each, side.used, sides[-1].used)
              for one, each, side in zip(raced, found, sides)}
-    rows = [row_of(one, baseline, len(pairs[one.name]), *known.get(one.name, (NO_PAIR, [], [])))
-            for one in candidates]
+    rows = [row_of(one, baseline, *known.get(one.name, (NO_PAIR, [], []))) for one in candidates]
     notes = [one.problem or one.dishonest for one in [*candidates, baseline]]
     for one in raced:
         ours, theirs = (untimed_share(each.runs.values()) for each in (one, baseline))
@@ -76,7 +74,7 @@ def outcome_of(candidates: list[Entry], baseline: Entry, level: float) -> Outcom
 NO_PAIR = {"decision": "undecided", "verdict": "no pair", "slower": False, "loss": {},
            "speaks": "welch", "paired": {"steps": {}, "later": {}}}
 
-def row_of(one: Entry, baseline: Entry, pairs: int, found: dict, ours: list, theirs: list) -> dict:
+def row_of(one: Entry, baseline: Entry, found: dict, ours: list, theirs: list) -> dict:
     """An object of verdict.json, of what was found by these runs of the candidate and others."""
     test = judge.test_that_speaks(found, "loss")
     values = {key: test.get(key) for key in ("difference", "interval", "E", "p", "adjusted")}
@@ -90,15 +88,14 @@ def row_of(one: Entry, baseline: Entry, pairs: int, found: dict, ours: list, the
     decision, why = found["decision"], found["verdict"]
     if decision == "undecided" and one.standing:
         why = f"{one.name}: {one.standing}"
-    if one.problem:  # of its dishonesty, if that has kept it out
-        refused = one.dishonest and one.problem.startswith(one.dishonest)
-        decision = "dishonest" if refused else "broken"
+    if one.problem:
+        decision = "dishonest" if one.dishonest else "broken"
     equal = values["tokens"] == values["baseline_tokens"]
     in_time = not found["slower"] and not any(map(judge.clock_is_wrong, ours))
     patch = patch_of(one, baseline)
     return {"candidate": one.name, "script": one.script, "decision": decision,
             "keep": decision == "better" and not one.dishonest and equal and in_time,
-            "honest": not one.dishonest, "pairs": pairs,
+            "honest": not one.dishonest, "pairs": len(pairs_of(one, baseline)),
             "why": logs.printable(one.problem or one.dishonest or why), "slower": found["slower"],
             "baseline_steps": theirs[0].steps if theirs else None,
             "patch": hashlib.sha256(patch.encode()).hexdigest(), **values}

@@ -5,20 +5,17 @@
 It prints a line for each thing that does not hold (exit status 3), or one line if all holds (0):
 
 - Logs, the race's clocks of them and exams.json have the SHA-256 that race.json says. Each log is
-  whole and holds the script that race.json says. Its run has finished in one go, and since version
-  4 it has an exam. An interrupted run may have been stopped for a bad loss, so the finished run of
-  its seed must have begun with the same losses, except on a GPU, where two runs differ.
-- The runs of a side have the same settings, and the flags and ranks that race.json says. If a
-  setting differs between sides, the patch names it in a changed line, or in its line of flags.
-- All runs have the same shards, by their fingerprints, and validate on as many tokens. Those of a
-  pair have the same hardware, torch, ranks and threads.
-- A side has one log of each seed, from the first seed on, for as many pairs as verdict.json has.
+  whole, and each run has finished in one go and has an exam (since version 4). An interrupted run
+  may have been stopped for a bad loss, so the finished run of its seed must have begun with the
+  same losses, except on a GPU, where two runs differ.
+- A side has one log of each seed of its pairs, all with the same settings, and with the script, the
+  flags and the ranks that race.json says. What differs between sides is named by the patch.
+- All runs have the same data, and those of a pair the same hardware, torch, ranks and threads.
 - NAME.patch, NAME.py, verdict.txt and verdict.json (to nine digits, because CPUs round differently)
   are what a race makes of these logs.
 
-It cannot show that a machine really ran this, nor find a forger who changes all files consistently.
-It believes what the folder says of exams, of candidates that broke, and of options such as --level.
-So give the copy to ./run.sh honest, and race it too.
+It cannot find a forger who changes all files consistently, and believes what the folder says of
+exams, broken candidates and options. So give the copy to ./run.sh honest, and race it too.
 """
 
 import contextlib
