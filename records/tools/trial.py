@@ -97,11 +97,8 @@ def run(entry: Entry, seed: str, records: Path, *more: str, watch=lambda line: N
     require(one, f"{records}: there is no log of a finished run of {entry.script} with seed "
             f"{seed}; a race needs the seed, and a validation after the last step")
     clock.save(one)
-    opened.replace(opened_beside(one))
+    opened.replace(Path(one.path).with_suffix(".opened"))
     return one
-
-def opened_beside(one) -> Path:
-    return Path(one.path).with_suffix(".opened")
 
 def finished(entry: Entry, runs: list, seeds) -> dict:
     """{seed: run} of the finished runs of this script: the first of each seed."""
@@ -150,7 +147,7 @@ def examine(entry: Entry, one, *words: str) -> dict:
 def opened_wrongly(one) -> str:
     """Which file a run has opened that it was not given, or validation data after the first step;
     nothing if there is none."""
-    notes = opened_beside(one)
+    notes = Path(one.path).with_suffix(".opened")
     train, val = ([os.path.abspath(logs.shard_in(row)[0]) for row in rows] for rows in
                   (one.environment.get("data", "").split("; "), one.val_data))
     own = os.path.abspath(os.path.splitext(one.path)[0])
