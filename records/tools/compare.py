@@ -355,13 +355,16 @@ def read_sides(options):
     if target is None and vocabularies <= {None, "50257", "50304"}:  # GPT-2's
         target = TARGET
     count = len(sides) - bool(options.vs)
-    labels = [f"A{i + 1}" if count > 1 else "A" for i in range(count)] + ["B"]
-    sides = [Side(label, runs, target) for label, runs in zip(labels, sides)]
-    baseline = sides[count:]
-    comparisons = []
-    if baseline:
-        comparisons = compare_all(sides[:count], *baseline, target, options.until_decided)
-    return sides[:count], baseline, comparisons, target, unread
+    found = judged(sides[:count], sides[count:], target, options.until_decided)
+    return *found, target, unread
+
+def judged(candidates, baseline, target, level=None, more=0):
+    """The runs of each candidate, and those of a baseline in a list, as sides; the comparisons."""
+    labels = [f"A{i}" if len(candidates) > 1 else "A" for i, _ in enumerate(candidates, 1)]
+    candidates = [Side(label, runs, target) for label, runs in zip(labels, candidates)]
+    baseline = [Side("B", runs, target) for runs in baseline]
+    found = compare_all(candidates, *baseline, target, level, more) if baseline else []
+    return candidates, baseline, found
 
 def report(candidates, baseline, comparisons, target):
     """Print everything about the sides."""

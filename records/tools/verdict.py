@@ -48,16 +48,11 @@ def outcome_of(candidates: list[Entry], baseline: Entry, level: float) -> Outcom
     """By the pairs of each candidate, and by all runs of the baseline, which may have begun a pair
     that no candidate has yet."""
     raced = [one for one in candidates if pairs_of(one, baseline)]
-    sides = [compare.Side("A" if len(raced) == 1 else f"A{i}",
-                          [ours for ours, _ in pairs_of(one, baseline)], None)
-             for i, one in enumerate(raced, 1)]
-    found = []
-    if sides:
-        theirs = sorted(baseline.runs.values(), key=attrgetter("path"))
-        sides.append(compare.Side("B", theirs, None))
-        absent = len(candidates) - len(raced)
-        found = compare.compare_all(sides[:-1], sides[-1], None, level, absent)
-    known = {one.name: (each, side.used, sides[-1].used)
+    runs = [[run for run, _ in pairs_of(one, baseline)] for one in raced]
+    of_baseline = [sorted(baseline.runs.values(), key=attrgetter("path"))] * bool(raced)
+    absent = len(candidates) - len(raced)
+    sides, base, found = compare.judged(runs, of_baseline, None, level, absent)
+    known = {one.name: (each, side.used, base[0].used)
              for one, each, side in zip(raced, found, sides)}
     rows = [row_of(one, baseline, *known.get(one.name, (NO_PAIR, [], []))) for one in candidates]
     notes = [one.problem or one.dishonest for one in [*candidates, baseline]]
@@ -68,7 +63,7 @@ def outcome_of(candidates: list[Entry], baseline: Entry, level: float) -> Outcom
                          f"it counts, {baseline.name} for {theirs:.0%}: see what it does then")
         if names := touched(one.text, baseline.text):
             notes.append(f"{one.name} changes {', '.join(names)}: look there first")
-    return Outcome(rows, sides, found, [logs.printable(one) for one in notes if one])
+    return Outcome(rows, sides + base, found, [logs.printable(one) for one in notes if one])
 
 # What is found of a candidate without a pair.
 NO_PAIR = {"decision": "undecided", "verdict": "no pair", "slower": False, "loss": {},
