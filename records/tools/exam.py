@@ -44,7 +44,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torch.nn.attention.flex_attention  # here, so that forked processes share it
 from torch._C._nn import cross_entropy_loss  # as it is before a script can replace it
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from data.common import check_shard
 from records.tools.sample import checked_script
@@ -297,7 +297,7 @@ class Exam:
             other[:place] = tokens[:place]
             asked.append((number, place, documents))
             changed.append((other.cpu().numpy(), place))
-        self.other.send((tree_map(lambda x: x.cpu().numpy(), self.window), changed))
+        self.other.send(([x.cpu().numpy() for x in tree_leaves(self.window)], changed))
         return asked
 
     @torch.no_grad()
@@ -311,7 +311,9 @@ class Exam:
             return
         self.build()
         self.take_final_weights()
-        window = tree_map(partial(torch.as_tensor, device=self.world.device), window)
+        _, spec = tree_flatten(self.script.window_tensor(self.run.steps, self.hp, "cpu"))
+        window = [torch.as_tensor(x, device=self.world.device) for x in window]
+        window = tree_unflatten(window, spec)
         for tokens, place in changed:
             x_TD = self.features(torch.as_tensor(tokens, device=self.world.device), window)
             chunk = (place - 1) // CHUNK
