@@ -9,7 +9,7 @@
 # ./run.sh honest my_record.py      is a copy's validation loss honest?
 # ./run.sh same my_record.py        does a copy train the same, bar rounding?
 # ./run.sh verify records/race_X    do the logs in a race's folder give its verdict?
-# ./run.sh ideas                    what has been raced so far?
+# ./run.sh ideas [WORD]             what has been raced so far?
 # ./run.sh compare A [--vs B]       which of two folders of logs is better, and how surely?
 # ./run.sh sample RUN               continues a prompt by a run's model
 # ./run.sh hellaswag RUN            HellaSwag accuracy of a run's model

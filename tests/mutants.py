@@ -232,6 +232,8 @@ IN_PROGRAMS = {
         ("a share of the candidate's time", "max(«b→a».seconds", "words_of")],
     ("records/tools/ablate.py", "test_ablate.py"): [
         ("many parts have the level of one", "--level={options.level« / len(parts)→»}", "pays")],
+    ("records/tools/kept.py", "test_race.py"): [
+        ("a kept run is made again", "return «run_in(store, entry, seed) or →»make()", "runs_once")],
     ("records/tools/bench.py", "test_bench.py"): [
         ("seconds, said to be milliseconds", "else «1000 * →»(end - begin)", "its_units"),
         ("tokens a millisecond, said to be a second", "«1000 * one→one»['tokens'] /", "its_units"),

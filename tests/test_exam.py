@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 import numpy as np
 import pytest
@@ -212,11 +213,11 @@ def test_the_text_is_divided_between_runs_and_exams(tmp_path):
     def divided(tokens, val_tokens):
         shard = write_shard(tmp_path / "v.bin", np.arange(tokens) % 250)
         run = SimpleNamespace(val_data=[f"{shard} {tokens} tokens f"], hyperparameters={
-            "vocab_size": "257", "val_tokens": str(val_tokens)})
-        found = trial.text_for(run, tmp_path / "text[1]")
+            "vocab_size": "257", "val_tokens": str(val_tokens)}, validated_on=(tokens, val_tokens))
+        found = trial.text_for(run, tmp_path / "baselines[1]")
         for name, end in (("given", None), ("kept", found.get("left"))):
             if found["exam"]:
-                held = check_shard(tmp_path / "text[1]" / f"{name}_000000.bin", 257)
+                held = check_shard(Path(found["exam"]).with_name(f"{name}_000000.bin"), 257)
                 assert len(held) == (end or tokens - found["left"])
         return found.get("left"), found.get("tokens"), found["flags"][1:]
     assert divided(100_000, 50_000) == (49_999, 37_499, ["--val_tokens=50000"])

@@ -1,5 +1,6 @@
 """tools/ledger.py: the ledger of what was raced, and what survives that so much was tried."""
 
+import json
 import multiprocessing
 import subprocess
 import pytest
@@ -83,7 +84,7 @@ def test_the_table(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ledger, "ROOT", tmp_path)
     (tmp_path / "records" / "2026-11-25_x").mkdir(parents=True)
     ledger.main([])
-    assert "no idea yet" in capsys.readouterr().out
+    assert "no such idea yet" in capsys.readouterr().out
     ledger.add(tmp_path / "records" / "2026-11-25_x", "race_y", [row("old", "3", E=None, p=0.5)])
     ledger.add(tmp_path / "records", "race_x", [
         row("good", keep=True, decision="better", E=5000.0), row("bad\x1b", E=0.25),
@@ -92,20 +93,25 @@ def test_the_table(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert all(len(line) <= 80 for line in out.splitlines())
     header, *rows, _, count, last = out.splitlines()
-    assert header.split()[1:5] == ["candidate", "date", "decision", "loss"]
-    assert [[line.split()[1], *line.split()[3:]] for line in rows] == [
-        ["good", "better", "+0.0100", "E", "5,000", "3", "yes"],
-        [r"bad\x1b", "undecided", "+0.0100", "E", "0.25", "3", "-"],
-        ["of_many_candidates", "worse?", "+0.0100", "E", "150", "3", "-"],
-        ["broken", "undecided", "-", "-", "3", "-"],
-        ["old", "undecided", "+0.0100", "p", "0.5", "3", "-"]]
+    assert header.split()[:4] == ["idea", "date", "decision", "loss"]
+    assert [[*line.split()[1:3], *line.split()[4:]] for line in rows] == [
+        ["good", "1", "better", "+0.0100", "E", "5,000", "3", "yes"],
+        [r"bad\x1b", "1", "undecided", "+0.0100", "E", "0.25", "3", "-"],
+        ["of_many_candidates", "1", "worse?", "+0.0100", "E", "150", "3", "-"],
+        ["broken", "1", "undecided", "-", "-", "3", "-"],
+        ["old", "3", "undecided", "+0.0100", "p", "0.5", "3", "-"]]
     assert count == "5 ideas, 1 of them kept at a false discovery rate of 5%"
     assert last == "What failed, and why: records/negative.md"
+    ledger.main(["OLD", "2026", "--json"])
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["candidate"], found["p"], found["baseline"]) == ("old", 0.5, "")
+    ledger.main(["nothing"])
+    assert "no such idea yet" in capsys.readouterr().out
 
 def test_git_takes_a_race_that_was_moved_and_ignores_one_that_was_not():
     kept = ["verdict.txt", "verdict.json", "race.json", "race.png", "a.patch", "README.md",
             "a/1.log", "train_gpt/2.log"]
-    names = [f"records/{folder}/{name}" for folder in ("gelu", "race_gelu", "ablate_a")
+    names = [f"records/{folder}/{name}" for folder in ("gelu", "race_gelu", "ablate_a", "baselines")
              for name in [*kept, "a/1/step00000010.pt", "race.html"]]
     names += ["records/ideas.csv", "records/2026-11-25_x/ideas.csv"]
     done = subprocess.run(["git", "check-ignore", "--no-index", *names], cwd=ROOT, text=True,

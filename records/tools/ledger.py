@@ -1,6 +1,6 @@
 """The ledger of ideas: what was raced, and what survives that so much was tried.
 
-    ./run.sh ideas
+    ./run.sh ideas [WORD ...]      with --json, all columns for programs
 
 Every race appends its candidates to records/ideas.csv, failed and broken ones too, since the more
 is tried, the more looks good by chance. Yours are shown first, then those of the dated folders.
@@ -12,9 +12,11 @@ and Ramdas, arXiv:2009.02824). It takes an E, which older races by p-values lack
 import contextlib
 import csv
 import io
+import json
 import os
 import sys
 from datetime import datetime, timezone
+from itertools import zip_longest
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -26,22 +28,25 @@ from scipy import stats
 
 RATE = 0.05
 COLUMNS = ["date", "race", "candidate", "patch", "decision", "keep", "honest", "difference", "low",
-           "high", "E", "p", "pairs", "seconds", "baseline_seconds", "tokens", "baseline_tokens"]
+           "high", "E", "p", "pairs", "seconds", "baseline_seconds", "tokens", "baseline_tokens",
+           "copy", "baseline", "seconds_later", "hours", "note"]
+FEWER = 17  # columns, until November 2026
 
 def row_of(line: str) -> dict | None:
     """A line's cells, the numbers in it as numbers; None if it is no line of a ledger."""
     cells = next(csv.reader([line.replace("\0", "")]), [])
-    row = dict(zip(COLUMNS, cells))
+    row = dict(zip_longest(COLUMNS, cells[:len(COLUMNS)], fillvalue=""))
     with contextlib.suppress(KeyError, ValueError):
         for key in ("difference", "E", "p"):
             row[key] = float(row[key]) if row[key] else None
-        if len(cells) == len(COLUMNS) and 0 <= (row["p"] or 0) <= 1 and (row["E"] or 0) >= 0:
+        whole = len(cells) in (FEWER, len(COLUMNS))
+        if whole and 0 <= (row["p"] or 0) <= 1 and (row["E"] or 0) >= 0:
             return row
 
 def read(path: Path) -> list[dict]:
     """The ideas in a ledger. Where a race went on, its last line counts. A damaged line is said and
     passed over."""
-    text = path.read_text(encoding="utf-8-sig", errors="replace") if path.exists() else ""
+    text = path.read_text(encoding="utf-8-sig", errors="replace") if path.is_file() else ""
     found = {}
     for count, line in enumerate(text.split("\n"), 1):
         row = row_of(line)
@@ -62,7 +67,7 @@ def add(records: Path, race: str, verdict: list[dict]):
             low, high = one["interval"] or (None, None)
             row = one | {"date": f"{datetime.now(timezone.utc):%Y-%m-%d}", "race": race,
                          "low": low, "high": high}
-            cells = ["" if row[key] is None else str(row[key]) for key in COLUMNS]
+            cells = ["" if row.get(key) is None else str(row[key]) for key in COLUMNS]
             text = io.StringIO()
             csv.writer(text, lineterminator="\n").writerow(" ".join(cell.split()) for cell in cells)
             size = file.seek(0, io.SEEK_END)
@@ -70,6 +75,13 @@ def add(records: Path, race: str, verdict: list[dict]):
             if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
                 before = "\n"  # a full disk has cut a line, which must not spoil this one
             file.write(f"{before}{text.getvalue()}".encode("utf-8", "backslashreplace"))
+
+def read_all(*more: Path) -> list[dict]:
+    """The ideas of all ledgers here, and of those in more folders."""
+    records = ROOT / "records"
+    folders = [records, *sorted(path.parent for path in records.glob("*/ideas.csv")), *more]
+    paths = dict.fromkeys(folder.resolve() / "ideas.csv" for folder in folders)
+    return [row for path in paths for row in read(path)]
 
 def mark_survivors(rows: list[dict]):
     """Set row["kept"]: yes, or nothing."""
@@ -81,13 +93,25 @@ def mark_survivors(rows: list[dict]):
         if value <= RATE and row["keep"].casefold() == "true":
             row["kept"] = "yes"
 
+def name_of(row: dict) -> str:
+    """An idea's name: its race's, or its script's where that has another one."""
+    race, candidate = row["race"].removeprefix("race_"), row["candidate"]
+    copy = candidate in race or race.startswith(candidate) or candidate == "my_record"
+    return f"{race if copy else f'{race} {candidate}'} {row['patch'][:6]}"
+
 def main(arguments=None):
-    ArgumentParser(description=__doc__, prog="./run.sh ideas").parse_args(arguments)
-    records = ROOT / "records"
-    paths = [records / "ideas.csv", *sorted(records.glob("*/ideas.csv"))]
-    rows = [row for path in paths for row in read(path)]
-    mark_survivors(rows)
-    table = [["race candidate", "date", "decision", "loss", "E or p", "pairs", "kept"]]
+    parser = ArgumentParser(description=__doc__, prog="./run.sh ideas")
+    parser.add_argument("word", nargs="*", help="that an idea's line holds")
+    parser.add_argument("--json", action="store_true", help="all columns, for programs")
+    options = parser.parse_args(arguments)
+    rows = read_all()
+    mark_survivors(rows)  # among all that was tried
+    rows = [row for row in rows if all(
+        word.casefold() in str([*row.values()]).casefold() for word in options.word)]
+    if options.json:
+        print(json.dumps(rows, indent=1))
+        return
+    table = [["idea", "date", "decision", "loss", "E or p", "pairs", "kept"]]
     for row in rows:
         decision = row["decision"]
         if decision == "undecided" and (row["E"] or 0) >= 100:
@@ -95,14 +119,13 @@ def main(arguments=None):
         evidence = "-" if row["E"] is None else f"E {plain(row['E'], 2)}"
         if row["p"] is not None:
             evidence = f"p {row['p']:.2g}"
-        name = f"{row['race'].removeprefix('race_')} {row['candidate']}"
-        table.append([name[-26:], row["date"][5:], decision, number(row["difference"], "+.4f"),
-                      evidence, row["pairs"], row["kept"] or "-"])
+        cells = [name_of(row)[-26:], row["date"][5:], decision, number(row["difference"], "+.4f")]
+        table.append([*cells, evidence, row["pairs"], row["kept"] or "-"])
     if rows:
         print_table(table)
     kept = sum(row["kept"] == "yes" for row in rows)
     print(f"\n{len(rows)} ideas, {kept} of them kept at a false discovery rate of {RATE:.0%}"
-          if rows else "no idea yet: ./run.sh race my_record.py enters one")
+          if rows else "no such idea yet: ./run.sh race my_record.py enters one")
     print("What failed, and why: records/negative.md")
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Race copies of the script against the script, by runs with the same seeds:
 
     ./run.sh race my_record.py [--vs=train_gpt.py] [preset] [flags]
-    ./run.sh race a.py b.py "train_gpt.py --muon_lr=0.04"        several candidates, one baseline
+    ./run.sh race a.py b.patch "train_gpt.py --muon_lr=0.04"     several candidates, one baseline
     ./run.sh race my_record.py --text=FILE                       on a text of your own
 
 All scripts train in turn with the same seed, then with the next one. What a change leaves alone
@@ -14,10 +14,11 @@ Pairs are added until it is decided whether a candidate is better or worse than 
 takes more to be better, since the best of many looks good by chance. A candidate also drops out if
 its losses are the baseline's to the last digit in two pairs.
 
-The race runs copies of the scripts, which may be edited for the next idea meanwhile. Before its
-first run each script trains one step, whose exam shows mistakes at once. After each pair, exam.py
-examines both final checkpoints: their losses on a part of the text that no run was given are what
-the verdict judges. A copy that fails drops out, unless --dishonest lets it race on.
+The race runs copies of the scripts, which may be edited meanwhile. Before its first run each trains
+one step, whose exam shows mistakes at once. After each pair, exam.py examines both final
+checkpoints: their losses on a part of the text that no run was given are what the verdict judges. A
+copy that fails drops out, unless --dishonest lets it race on. A baseline's runs serve later races
+too (see kept.py). In front of a patch may stand `flags: --muon_lr=0.04`, its own, and `why: NOTE`.
 
 All lies in records/race_NAME: scripts, logs, exams.json, race.html, a page for a browser, which is
 written after every run, and in the end a verdict (verdict.txt, verdict.json), a picture (race.png)
@@ -25,13 +26,12 @@ and what was changed (NAME.patch). records/ideas.csv gets a line. Interrupted, t
 on, unless a script or a flag has changed.
 
 The flags of run.sh go to all sides: a preset (speedrun, short or demo), --text=FILE_OR_FOLDER, and
-all settings of ./run.sh train --help. Those in one word with a script go to that one. No checkpoint
-is kept unless --save_every asks for it. Unless --val_loss_every says otherwise, runs validate where
-the verdict needs it: on the way and near the end, since the slope there tells how many steps and
-seconds a difference in loss is worth.
+all settings of ./run.sh train --help. Those in one word with a script go to that one. A candidate's
+checkpoints stay only if --save_every asks for it. Unless --val_loss_every is given, runs validate
+on the way and near the end, where the slope tells how many steps and seconds a nat is worth.
 
 --json prints verdict.json alone, a list with an object for each candidate:
-  candidate, script, patch (its SHA-256), honest, pairs, why (in words)
+  candidate, script, patch (its SHA-256), honest, pairs, why (in words), note (by --why)
   decision: better, worse, no difference, undecided, broken (it does not run) or dishonest
   keep: whether it is better, honest, has the baseline's number of tokens, and is not shown to
     take more seconds to the baseline's final loss or to have a wrong clock
@@ -39,6 +39,7 @@ seconds a difference in loss is worth.
     method for the number of candidates); p is null, since no p-value may be looked at so often
   steps_later (than the baseline to its loss, by its own curve; below 0 if earlier), steps_interval;
     seconds_later, seconds_interval: the same in training time; slower: whether these show it
+  hours: of its runs and exams; copy, baseline: hashes of the scripts with their flags
   seconds, tokens, parameters, baseline_seconds and so on
 What is not known is null.
 Exit status: 0 if one is to be kept, else 4 if one is undecided, else 3; 2 if none could be raced.
@@ -60,7 +61,7 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from records.tools import judge, ledger, load, logs, plot, trial, verdict
+from records.tools import judge, kept, ledger, load, logs, plot, trial, verdict
 from records.tools.load import ROOT, ArgumentParser, UserError, between, locked, require
 from records.tools.tables import plain, runs_of
 from records.tools.trial import Entry, script_text
@@ -79,6 +80,7 @@ class Race:
     options: Namespace
     text: dict | None = None  # on which runs are examined, as trial.text_for has it
     places: dict = field(default_factory=dict)  # {seed: where the exam of its runs begins in it}
+    key: str = ""  # of the kept runs of its baseline
 
     @property
     def racers(self):
@@ -100,8 +102,8 @@ def say(text: str, who: str = "race"):
 
 # ---- Plan ----------------------------------------------------------------------------------------
 
-# A script with flags of its own in one word. Both may hold spaces.
-SCRIPT = re.compile(r"(?s)(['\"]?)([^-'\"].*?\.py)\1(?:\s+(-.*))?")
+# A script or a patch with flags of its own in one word. Both may hold spaces.
+SCRIPT = re.compile(r"(?s)(['\"]?)([^-'\"].*?\.(?:py|patch|diff))\1(?:\s+(-.*))?")
 
 def parse(arguments) -> Race:
     """The plan of a race."""
@@ -113,6 +115,7 @@ def parse(arguments) -> Race:
     add("--level", type=between(1e-9, 0.5, float), default=0.01,
         help="the chance of a wrong decision (0.01)")
     add("--name", help="of the race (the first copy's)")
+    add("--why", default="", help="a note of one line, for ./run.sh ideas")
     add("--records", default="records", help="where the race's folder lies (records)")
     add("--seed", type=between(0), default=1, help="the first one (1)")
     add("--dishonest", action="store_true",
@@ -126,8 +129,9 @@ def parse(arguments) -> Race:
     racers = [Entry(name_of(options.vs), options.vs, flags, script_text(options.vs))]
     for found in scripts.values():
         script = found[2]
+        text, head = trial.patched(script, options.vs)
         try:
-            own = shlex.split(found[3] or "")
+            own = shlex.split(f"{head.get('flags', '')} {found[3] or ''}")
         except ValueError as error:
             raise UserError(f"{found[0]}: cannot be split into flags ({error}); close its "
                             "quotes") from None
@@ -140,7 +144,8 @@ def parse(arguments) -> Race:
             name += re.sub(r"[^\w.]+", "_", f" {' '.join(own)}" if len(scripts) > 1 else "_ours")
         require(name not in [racer.name for racer in racers],
                 f"two candidates are called {name}: give their files other names")
-        racers.append(Entry(name, script, [*flags, *own], script_text(script)))
+        racers.append(Entry(name, script, [*flags, *own], text,
+                            note=options.why or head.get("why", "")))
     for flag in [flag for racer in racers for flag in racer.flags]:
         require(flag.partition("=")[0] not in ("--resume", "--check"),
                 f"{flag}: a race starts runs of its own; leave it out")
@@ -156,7 +161,7 @@ def name_of(script: str) -> str:
 def definition(race: Race) -> dict:
     """What must not change while a race goes on. Scripts that cannot be raced are left out, so that
     they may be mended."""
-    found = {"version": 4, "text": race.text, "first_seed": race.options.seed,
+    found = {"version": 4, "text": race.text, "key": race.key, "first_seed": race.options.seed,
              "NPROC": os.environ.get("NPROC"),
              "candidates": [one.name for one in race.candidates]}
     for racer in race.racers:
@@ -184,6 +189,9 @@ def check(race: Race):
         racer.kept = str(race.folder / f"{racer.name}.py")
         write_whole(Path(racer.kept), racer.text)
     announce(race)
+    exam = (race.text or {}).get("exam")
+    if not race.key or exam and not os.path.exists(exam):
+        race.text, before = None, {}  # what is not kept is made again
     new = [racer for racer in race.racers if f"{racer.name}.sha256" not in before]
     for racer in new:
         if race.racing:  # else the baseline need not be tried
@@ -200,18 +208,25 @@ def restore(race: Race, told: dict):
     """Takes over what race.json tells, the runs that are done, and what their exams found."""
     path = race.folder / "exams.json"
     found = json.loads(path.read_text() if path.exists() else '{"places": {}, "exams": {}}')
-    race.text = told.get("text")
+    race.text, race.key = told.get("text"), told.get("key", "")
     race.places = found["places"]
     for racer in race.racers:
         racer.dishonest = told.get(f"{racer.name}.dishonest", "")
         racer.exams = found["exams"].get(racer.name, {})
         racer.done = trial.finished(racer, logs.read([race.folder / racer.name])[0], race.seeds)
+    set_times(race)
 
 def announce(race: Race):
     names = ", ".join(one.name for one in race.candidates)
     most = race.options.most
     say(f"{names} against {race.baseline.name}: at most {runs_of(most, 'pair')} of runs, from seed "
         f"{race.options.seed} on, in {race.folder}, where race.html shows it as it goes")
+    for row in ledger.read_all(race.folder.parent):
+        for one in race.candidates:
+            same = [row["copy"], row["baseline"]] == [one.digest, race.baseline.digest]
+            if same and row["race"] != race.folder.name:
+                say(f"{one.name} was raced before: {row['decision']} in {row['race']}")
+    say(kept.limited(race.folder.parent / "baselines"))
     highest = judge.e_of_pairs([1.0] * most)
     if highest < needed_E(race, -1):
         say(f"--most={most} cannot show that a copy is better: E is {plain(highest, 2)} at most by "
@@ -228,7 +243,9 @@ def try_out(race: Race, racer: Entry):
     try:
         one = trial.run(racer, race.seeds[0], folder, "--num_iterations=1", "--val_loss_every=0",
                         NPROC="1")
-        race.text = race.text or trial.text_for(one, race.folder / "text")
+        race.text = race.text or trial.text_for(one, race.folder.parent / "baselines")
+        if racer is race.baseline:
+            race.key = kept.key_of(racer, one)
         judge_exam(race, racer, trial.examine(racer, one)["problem"])
     except UserError as error:
         if not race.text and racer is not race.baseline:
@@ -282,14 +299,28 @@ def take_runs(race: Race, seed: str):
 def train(race: Race, racer: Entry, seed: str, pair: int):
     what = f"pair {pair} of at most {race.options.most}, {racer.name}, seed {seed}"
     say(what)
+    store = race.folder.parent / "baselines" / race.key
+    folder = race.folder if racer in race.candidates else store / race.folder.name
     try:
         with tqdm(desc=racer.name, unit="step", disable=None, leave=False) as bar:
-            one = trial.run(racer, seed, race.folder / racer.name, *race.text["flags"],
-                            watch=partial(move, bar))
+            make = partial(trial.run, racer, seed, folder / racer.name, *race.text["flags"],
+                           watch=partial(move, bar))
+            one = make() if racer in race.candidates else kept.once(store, racer, seed, make)
+        if time.time() - os.path.getmtime(one.path) > kept.HOUR and pair % kept.EVERY == 1:
+            say(f"{what}: trains again, to see whether this machine is as fast as then")
+            trial.run(racer, seed, race.folder / "again", *race.text["flags"], "--save_every=0")
     except UserError as error:
         return drop(race, racer, str(error))
     racer.runs[seed] = one
     say(f"{what}: val loss {one.loss:.4f} after {one.steps} steps, {one.seconds:.1f} s of training")
+
+def set_times(race: Race):
+    """Those of kept runs, by the ones that were trained again."""
+    again = trial.finished(race.baseline, logs.read([race.folder / "again"])[0],
+                           race.baseline.done)
+    if again:
+        factor = kept.rescale(race.baseline.done, again, race.candidates)
+        say(f"kept runs of {race.baseline.name} took 1 s where they take {factor:.3f} s now")
 
 def examine(race: Race, racer: Entry, seed: str):
     """The exam of a run. The place in the text is drawn after all runs of the pair have ended."""
@@ -304,10 +335,13 @@ def examine(race: Race, racer: Entry, seed: str):
         racer.exams[seed] = trial.examine(racer, run, *words)
     except UserError as error:
         return drop(race, racer, str(error))
-    racer.runs[seed] = run
+    if racer is race.baseline:
+        run = kept.copied(run, racer, race.folder / racer.name)
+    racer.done[seed] = racer.runs[seed] = run
+    set_times(race)
     write_whole(race.folder / "exams.json", json.dumps(
         {"places": race.places, "exams": {one.name: one.exams for one in race.racers}}, indent=1))
-    if not any(flag.startswith("--save_every") for flag in racer.flags):
+    if racer in race.candidates and "--save_every" not in " ".join(racer.flags):
         shutil.rmtree(os.path.splitext(run.path)[0], ignore_errors=True)
     take_exam(race, racer, seed)
 
@@ -363,7 +397,8 @@ def note_end(race: Race):
 
 def ended(folder: Path) -> tuple[Race, dict, dict, dict]:
     """The race that ended in this folder, judged by its logs anew; race.json; the rows of
-    verdict.json, of which the race only takes who broke; what logs.read finds for each side."""
+    verdict.json, of which the race takes who broke, and notes; what logs.read finds for each
+    side."""
     told, rows = (json.loads((folder / name).read_text(encoding="utf-8"))
                   for name in ("race.json", "verdict.json"))
     rows = {row["candidate"]: row for row, _ in zip(rows, told["candidates"], strict=True)}
@@ -373,7 +408,8 @@ def ended(folder: Path) -> tuple[Race, dict, dict, dict]:
     options = Namespace(seed=told["first_seed"], **told["options"])
     *candidates, baseline = [
         Entry(name, told.get(f"{name}.script", ""), told.get(f"{name}.flags", []),
-              Counter([run.source for run in runs] or [""]).most_common(1)[0][0])
+              Counter([run.source for run in runs] or [""]).most_common(1)[0][0],
+              note=rows[name].get("note", ""))
         for name, (runs, _) in sides.items()]
     for one in candidates:
         if rows[one.name]["decision"] in ("broken", "dishonest"):

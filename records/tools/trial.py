@@ -15,7 +15,7 @@ import numpy as np
 
 from data.common import check_shard, write_shards
 from records.tools import logs
-from records.tools.load import ROOT, UserError, child, require
+from records.tools.load import ROOT, UserError, child, locked, require
 from records.tools.launch import RACE
 
 LAUNCH = ROOT / "records" / "tools" / "launch.py"
@@ -38,10 +38,16 @@ class Entry:
     decided: bool = False
     standing: str = ""  # after the last pair, in words
     kept: str = ""  # the file with its text that a race runs, whatever happens to the script
+    note: str = ""  # of one line, for the ledger
 
     @property
     def sha256(self) -> str:
         return hash_of(self.text)
+
+    @property
+    def digest(self) -> str:
+        """Of all in which an idea can differ from another one."""
+        return hash_of(repr((self.text, self.flags)))
 
 def hash_of(text: str) -> str:
     """As a log names a script."""
@@ -53,6 +59,20 @@ def script_text(script: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{script}: cannot be read ({error}); name a script in or below "
                         f"{ROOT}") from None
+
+def patched(path: str, vs: str) -> tuple[str, dict]:
+    """The text of a script, or what a patch makes of that of `vs`, and what stands in front of the
+    patch: {"flags": those that only this idea gets, "why": a note of one line}."""
+    text = script_text(path)
+    if path.endswith(".py"):
+        return text, {}
+    head = dict(re.findall(r"(?m)^(flags|why): (.+)", re.split("(?m)^--- ", text)[0]))
+    if "\n@@" not in f"\n{text}":  # flags make the whole idea
+        return script_text(vs), head
+    done = subprocess.run(["patch", "-sfr-", "-o-", vs], input=text, text=True, check=False,
+                          capture_output=True)
+    require(not done.returncode, f"{path}: is no patch of {vs}: {last_line(done.stderr)}")
+    return done.stdout, head
 
 def start(program: Path, entry: Entry, *words: str, watch=lambda line: None, **variables: str):
     """A program of records/tools for a script, which may import what lies beside it; (its status,
@@ -110,11 +130,15 @@ def finished(entry: Entry, runs: list, seeds) -> dict:
             found.setdefault(one.seed, one)
     return found
 
+def last_line(output: str) -> str:
+    return logs.printable(output.strip().rpartition("\n")[2])
+
 # ---- The exam ------------------------------------------------------------------------------------
 
-def text_for(one, folder: Path) -> dict:
+def text_for(one, baselines: Path) -> dict:
     """Divides the validation text of a run into what the runs of a race are given, and what their
-    exams use. `flags` are those of the runs, `exam` is the exam's shard or None."""
+    exams use, beside the kept runs, which have read the same. `flags` are those of the runs, `exam`
+    is the exam's shard or None."""
     settings = one.hyperparameters
     shards = [check_shard(logs.shard_in(row)[0], int(settings["vocab_size"]))
               for row in one.val_data]
@@ -125,9 +149,12 @@ def text_for(one, folder: Path) -> dict:
     left = len(tokens) - given
     if left < SHORTEST:
         return {"flags": [], "exam": None}
-    folder.mkdir(exist_ok=True)
-    write_shards([tokens[:given]], folder / "given", 0, given)
-    write_shards([tokens[given:]], folder / "kept", 0, left)
+    folder = baselines / f"text_{hash_of(repr(one.validated_on))[:16]}"
+    with locked(folder / ".lock"):
+        if not (folder / "whole").exists():
+            write_shards([tokens[:given]], folder / "given", 0, given)
+            write_shards([tokens[given:]], folder / "kept", 0, left)
+            (folder / "whole").touch()
     flags = [f"--val_files={glob.escape(str(folder))}/given_*.bin", f"--val_tokens={given - 1}"]
     return {"flags": flags, "exam": str(folder / "kept_000000.bin"), "left": left,
             "tokens": min(given - 1, left * 3 // 4)}
@@ -137,9 +164,8 @@ def examine(entry: Entry, one, *words: str) -> dict:
     status, output = start(EXAM, entry, one.path, *words)
     rows = re.findall(r"(?m)^\{.*\}$", output)
     if status or not rows:
-        last = logs.printable(output.strip().rpartition("\n")[2])
-        raise UserError(f"{entry.script}: its run cannot be examined ({last}); the same command "
-                        "tries it again")
+        raise UserError(f"{entry.script}: its run cannot be examined ({last_line(output)}); the "
+                        "same command tries it again")
     found = json.loads(rows[-1])
     found["problem"] = found["problem"] or opened_wrongly(one)
     return found

@@ -12,7 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 from statistics import mean
 
-from records.tools import compare, judge, logs, page
+from records.tools import compare, judge, kept, logs, page
 from records.tools.tables import plain, runs_of
 from records.tools.trial import Entry
 
@@ -29,6 +29,8 @@ def in_words(pairs, row: dict, asked: float, most: int) -> str:
     text = (f"{row['decision']} after {runs_of(len(gaps), 'pair')}: "
             f"{'lower' if gap < 0 else 'higher'} by {abs(gap):.4f} in {share} {len(gaps)}, "
             f"E = {plain(row['E'], 2)} of {plain(asked, 2)}")
+    if row["decision"] == "no difference":
+        text += "; `./run.sh same` tells whether its mathematics is the same"
     if row["decision"] == "undecided" and len(gaps) == most:
         text += f"; the same command with `--most={2 * most}` goes on"
     return text
@@ -55,7 +57,10 @@ def outcome_of(candidates: list[Entry], baseline: Entry, level: float) -> Outcom
     known = {one.name: (each, side.used, base[0].used)
              for one, each, side in zip(raced, found, sides)}
     rows = [row_of(one, baseline, *known.get(one.name, (NO_PAIR, [], []))) for one in candidates]
-    notes = [one.problem or one.dishonest for one in [*candidates, baseline]]
+    others = kept.of_others(baseline.runs, candidates)
+    notes = [f"kept runs of {baseline.name}: {len(others)} of {len(baseline.runs)}, made by "
+             f"{', '.join(sorted({*map(kept.maker, others)}))}"] * bool(others)
+    notes += [one.problem or one.dishonest for one in [*candidates, baseline]]
     for one in raced:
         ours, theirs = (untimed_share(each.runs.values()) for each in (one, baseline))
         if ours > 1.5 * theirs + 0.02:
@@ -80,6 +85,10 @@ def row_of(one: Entry, baseline: Entry, found: dict, ours: list, theirs: list) -
     for what, key in (("steps", "steps"), ("seconds", "later")):
         values[f"{what}_later"] = found["paired"][key].get("difference")
         values[f"{what}_interval"] = found["paired"][key].get("interval")
+    spent = sum(sum(run.clock[1:]) if run.clock else run.seconds for run in one.runs.values())
+    spent += sum(exam.get("seconds", 0.0) for exam in one.exams.values())
+    values |= {"hours": round(spent / 3600, 5), "copy": one.digest, "baseline": baseline.digest,
+               "note": one.note}
     decision, why = found["decision"], found["verdict"]
     if decision == "undecided" and one.standing:
         why = f"{one.name}: {one.standing}"
