@@ -12,7 +12,6 @@
 # ./run.sh ideas [WORD]             what has been raced so far?
 # ./run.sh compare A [--vs B]       which of two folders of logs is better, and how surely?
 # ./run.sh sample RUN               continues a prompt by a run's model
-# ./run.sh hellaswag RUN            HellaSwag accuracy of a run's model
 # ./run.sh tokenize TEXT            makes shards of a text
 # ./run.sh inspect SHARD            shows what a shard holds
 # ./run.sh fineweb                  fetches the speedrun's data
@@ -50,7 +49,7 @@ case "${1-train}" in
   train) program=launch ;;
   race | ablate | verify) program=$1; needed+=" scipy matplotlib" ;;
   honest) program=honesty ;;
-  same | sample | bench | hellaswag) program=$1 ;;
+  same | sample | bench) program=$1 ;;
   compare) program=compare; needed="numpy scipy matplotlib" ;;
   ideas) program=ledger; needed="numpy scipy" ;;
   tokenize) program=tokenize_text; needed="numpy tqdm" ;;

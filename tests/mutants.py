@@ -252,8 +252,6 @@ IN_PROGRAMS = {
     ("records/tools/sample.py", "test_sample.py"): [
         ("the seed draws nothing", "manual_seed(«args.seed→0»)", "a_seed_gives"),
         ("the oldest checkpoint is taken", "return found[«-1→0»]", "newest_ch")],
-    ("records/tools/hellaswag.py", "test_hellaswag.py"): [
-        ("the logits of the token itself", "len(item.context)« - 1→»\n", "batched")],
     ("records/tools/ledger.py", "test_ledger.py"): [
         ("twice the rate", "value <= «RATE→2 * RATE» and"),
         ("a line that was cut spoils the next", 'before = "«\\n→»"  #', "others_did")],

@@ -129,7 +129,7 @@ def started(script: str) -> list[list[str]]:
 TOOLS = {"tokenize": "data/tokenize_text.py", "inspect": "data/inspect_shards.py",
          "fineweb": "data/fineweb.py", "honest": "records/tools/honesty.py",
          **{verb: f"records/tools/{verb}.py" for verb in (
-             "same", "bench", "compare", "sample", "hellaswag", "verify")}}
+             "same", "bench", "compare", "sample", "verify")}}
 COMMANDS = [words for text in TEXTS.values() for words in started(
     indented(text) + "\n".join(re.findall(r"`((?:\./run\.sh|torchrun) [^`]*)`", text)))]
 

@@ -176,9 +176,8 @@ def test_help_needs_no_python():
     assert done.stdout.endswith("or per core).\n")
     assert done.stdout == run_sh("--help", PYTHON="/no/such").stdout
 
-@pytest.mark.parametrize("verb", ["race", "ablate", "honest", "compare", "sample", "hellaswag",
-                                  "tokenize", "inspect", "fineweb", "ideas", "bench", "verify",
-                                  "same"])
+@pytest.mark.parametrize("verb", ["race", "ablate", "honest", "compare", "sample", "tokenize",
+                                  "inspect", "fineweb", "ideas", "bench", "verify", "same"])
 def test_each_verb_explains_itself(verb, tmp_path, monkeypatch, capsys):
     """By its program, which is started here, where all packages are imported already."""
     done = run_sh(verb, "--help", PYTHON=program(tmp_path / "python", GOOD))

@@ -44,11 +44,11 @@ def save_random_model(folder, *flags, step=0, seed=3, **facts):
 
 @pytest.fixture
 def run_sample(capsys, monkeypatch):
-    def run(*args, program=sample):
+    def run(*args):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setattr(sys, "argv", ["program", *map(str, args)])
         capsys.readouterr()
-        status = status_of(program.main)
+        status = status_of(sample.main)
         out, err = capsys.readouterr()
         return SimpleNamespace(out=out, err=err, status=status)
     return run

@@ -41,19 +41,6 @@ class Trained(NamedTuple):
 def note(line: str):
     print(f"note: {line}", file=sys.stderr, flush=True)
 
-def one_line(text) -> str:
-    """Text of unknown origin, made fit for a message."""
-    return logs.short(" ".join(str(text).split()), 500)
-
-def arguments(verb: str, description: str) -> ArgumentParser:
-    """A parser with the arguments of every program that uses a trained model."""
-    parser = ArgumentParser(description=description, prog=f"./run.sh {verb}")
-    add = parser.add_argument
-    add("run", metavar="RUN", nargs="+", help="a log, folder or checkpoint; of several, the newest")
-    add("--script", type=Path, metavar="FILE", help="that trained the run (train_gpt.py)")
-    add("--vocab_dir", metavar="DIR", help="of GPT-2's encoder.json and vocab.bpe (downloaded)")
-    return parser
-
 def checked_script(path: Path, *names: str) -> ModuleType:
     """A training script as a module. Raises UserError where there is none, or it lacks a name."""
     script = load_script(path)
@@ -122,7 +109,8 @@ def load_model(run, device="cpu", script_path: Path | None = None) -> Trained:
         model = script.GPT(hp, torch.float32, flex=False)
         model.load_state_dict(saved["state"]["model"])
     except Exception as e:
-        raise UserError(f"{checkpoint}: does not fit {path} ({type(e).__name__}: {one_line(e)})")
+        reason = logs.short(" ".join(str(e).split()), 500)
+        raise UserError(f"{checkpoint}: does not fit {path} ({type(e).__name__}: {reason})")
     return Trained(model.to(device).eval(), hp, script)
 
 def load_run(args) -> Trained:
@@ -168,8 +156,11 @@ def generate(trained: Trained, tokens: list[int], temperature: float = 0.8, top_
         yield tokens[-1]
 
 def main():
-    parser = arguments("sample", __doc__)
+    parser = ArgumentParser(description=__doc__, prog="./run.sh sample")
     add = parser.add_argument
+    add("run", metavar="RUN", nargs="+", help="a log, folder or checkpoint; of several, the newest")
+    add("--script", type=Path, metavar="FILE", help="that trained the run (train_gpt.py)")
+    add("--vocab_dir", metavar="DIR", help="of GPT-2's encoder.json and vocab.bpe (downloaded)")
     add("--prompt", default="", metavar="TEXT", help="text to continue (a new document begins)")
     add("--tokens", type=between(1), default=200, metavar="N", help="at most so many (200)")
     add("--temperature", type=between(0, kind=float), default=0.8, metavar="F",
