@@ -14,7 +14,7 @@ from pathlib import Path
 from unittest.mock import Mock
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, TINY, planted, refused
 from test_data_common import status_of
 from test_logs import log_text
 from data import common
@@ -324,6 +324,16 @@ def test_a_patch_is_raced(place, capsys):
     assert verify.main([str(place / "records" / "race_one")]) == 0
     assert run_race(place, script="three.patch") == 2
     assert "three.patch: is no patch of " in capsys.readouterr().err
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a leash, and pgrep")
+def test_a_run_that_hangs_on_one_of_two_ranks_is_ended(tmp_path, shards, monkeypatch):
+    script = planted(tmp_path, "if world.rank == 1 and step == 2: __import__('time').sleep(999)")
+    monkeypatch.setattr(race.trial, "LEAST", 5)
+    one = race.Entry("x", str(script), [*TINY, *shards, "--micro_batches=2"], script.read_text(),
+                      kept=str(script), allowed={"a step": 1.0})
+    with refused("planted.py fails with seed 1, in a step, which took longer than 5 s, see its"):
+        race.trial.run(one, "1", tmp_path / "records", "--num_iterations=4", NPROC="2")
+    wait_until(lambda: subprocess.run(["pgrep", "-f", f"{tmp_path}/"], check=False).returncode)
 
 def test_two_settings_of_one_script(place):
     flags = [f"--records={place / 'records'}", "--most=2", "--seed=7", "--save_every=3"]

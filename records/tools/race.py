@@ -17,8 +17,10 @@ its losses are the baseline's to the last digit in two pairs.
 The race runs copies of the scripts, which may be edited meanwhile. Before its first run each trains
 one step, whose exam shows mistakes at once. After each pair, exam.py examines both final
 checkpoints: their losses on a part of the text that no run was given are what the verdict judges. A
-copy that fails drops out, unless --dishonest lets it race on. A baseline's runs serve later races
-too (see kept.py). In front of a patch may stand `flags: --muon_lr=0.04`, its own, and `why: NOTE`.
+copy that fails drops out, unless --dishonest lets it race on, and so does one of which a phase (its
+import, its checks, its warm-up, a step, its exam) takes three times as long as the baseline's, and
+two minutes. A baseline's runs serve later races too (see kept.py). In front of a patch may stand
+`flags: --muon_lr=0.04`, its own, and `why: NOTE`.
 
 All lies in records/race_NAME: scripts, logs, exams.json, race.html, a page for a browser, which is
 written after every run, and in the end a verdict (verdict.txt, verdict.json), a picture (race.png)
@@ -47,6 +49,7 @@ Exit status: 0 if one is to be kept, else 4 if one is undecided, else 3; 2 if no
 
 import contextlib
 import json
+import math
 import os
 import random
 import re
@@ -81,6 +84,8 @@ class Race:
     text: dict | None = None  # on which runs are examined, as trial.text_for has it
     places: dict = field(default_factory=dict)  # {seed: where the exam of its runs begins in it}
     key: str = ""  # of the kept runs of its baseline
+    end: float = math.inf  # of the hours for it, by time.monotonic()
+    longest: float = 0.0  # seconds of a pair
 
     @property
     def racers(self):
@@ -114,6 +119,7 @@ def parse(arguments) -> Race:
     add("--most", type=between(1), default=12, help="pairs, unless it is decided before (12)")
     add("--level", type=between(1e-9, 0.5, float), default=0.01,
         help="the chance of a wrong decision (0.01)")
+    add("--hours", type=between(0, kind=float), default=math.inf, help="in which it is to end")
     add("--name", help="of the race (the first copy's)")
     add("--why", default="", help="a note of one line, for ./run.sh ideas")
     add("--records", default="records", help="where the race's folder lies (records)")
@@ -151,7 +157,8 @@ def parse(arguments) -> Race:
                 f"{flag}: a race starts runs of its own; leave it out")
     baseline, *candidates = racers
     folder = Path(options.records).expanduser() / f"race_{options.name or candidates[0].name}"
-    return Race(folder, candidates, baseline, options)
+    return Race(folder, candidates, baseline, options,
+                end=time.monotonic() + 3600 * options.hours)
 
 def name_of(script: str) -> str:
     return re.sub(r"[^\w.-]+", "_", Path(script).stem)
@@ -192,7 +199,8 @@ def check(race: Race):
     exam = (race.text or {}).get("exam")
     if not race.key or exam and not os.path.exists(exam):
         race.text, before = None, {}  # what is not kept is made again
-    new = [racer for racer in race.racers if f"{racer.name}.sha256" not in before]
+    order = race.racers if race.end == math.inf else race.racers[::-1]  # what it may take, first
+    new = [racer for racer in order if f"{racer.name}.sha256" not in before]
     for racer in new:
         if race.racing:  # else the baseline need not be tried
             try_out(race, racer)
@@ -200,7 +208,7 @@ def check(race: Race):
         say("exams compute the verdict's losses, on text that no run is given" if race.text["exam"]
             else "the validation text is too short for exams, so the verdict uses the runs' own")
     if race.racing:
-        write_whole(path, json.dumps(definition(race), indent=1))
+        write_definition(race)
     if done := sum(len(racer.done) for racer in race.racers):
         say(f"{runs_of(done, 'run')} are done")
 
@@ -214,7 +222,13 @@ def restore(race: Race, told: dict):
         racer.dishonest = told.get(f"{racer.name}.dishonest", "")
         racer.exams = found["exams"].get(racer.name, {})
         racer.done = trial.finished(racer, logs.read([race.folder / racer.name])[0], race.seeds)
+        racer.allowed = race.baseline.took if racer is not race.baseline else {}
+    race.baseline.took.update(told.get("took", {}))
     set_times(race)
+
+def write_definition(race: Race):
+    told = definition(race) | {"took": race.baseline.took}
+    write_whole(race.folder / "race.json", json.dumps(told, indent=1))
 
 def announce(race: Race):
     names = ", ".join(one.name for one in race.candidates)
@@ -281,10 +295,11 @@ def run_pair(race: Race, pair: int):
         if race.racing:
             train(race, racer, seed, pair)
             verdict.write_page(outcome_of(race), race.folder, alive=True)
-    for racer in order if race.racing else ():
+    for racer in order[::-1] if race.racing else ():  # the baseline shows how long an exam takes
         if seed in racer.runs and seed not in racer.exams:
             examine(race, racer, seed)
     left = race.options.most - pair
+    race.longest = max(race.longest, (time.monotonic() - began) * bool(missing))
     if len(missing) == len(order) and race.racing and left:
         times = [tqdm.format_interval(n * (time.monotonic() - began)) for n in (1, left)]
         say(f"a pair takes {times[0]}; at most {left} more take {times[1]}")
@@ -337,6 +352,7 @@ def examine(race: Race, racer: Entry, seed: str):
         return drop(race, racer, str(error))
     if racer is race.baseline:
         run = kept.copied(run, racer, race.folder / racer.name)
+        write_definition(race)
     racer.done[seed] = racer.runs[seed] = run
     set_times(race)
     write_whole(race.folder / "exams.json", json.dumps(
@@ -466,7 +482,7 @@ def main(arguments=None) -> int:
         check(race)
         try:
             for pair in range(1, race.options.most + 1):
-                if race.racing:
+                if race.racing and time.monotonic() + race.longest < race.end:
                     run_pair(race, pair)
                     look(race)
         except KeyboardInterrupt:

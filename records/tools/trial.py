@@ -7,7 +7,11 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import dataclass, field
+from itertools import chain
+from math import inf
 from pathlib import Path
 from time import monotonic
 
@@ -21,6 +25,10 @@ from records.tools.launch import RACE
 LAUNCH = ROOT / "records" / "tools" / "launch.py"
 EXAM = ROOT / "records" / "tools" / "exam.py"
 SHORTEST = 32_768  # tokens of a text that an exam needs
+LEAST = 120  # seconds that any phase may take
+# The first phase of a program, and those that begin with a line of this kind.
+FIRST_PHASE = {"launch.py": "its import", "exam.py": "its exam"}
+PHASES = {".* are checked$": "its checks", "log: ": "its warm-up", r"step:\d+/\d+ ": "a step"}
 FIRST_LINE = b"the first line of the steps\n"  # among the names of files that a run opened
 
 @dataclass
@@ -39,6 +47,11 @@ class Entry:
     standing: str = ""  # after the last pair, in words
     kept: str = ""  # the file with its text that a race runs, whatever happens to the script
     note: str = ""  # of one line, for the ledger
+    took: dict = field(default_factory=dict)  # {phase: the seconds of the longest one}
+    allowed: dict = field(default_factory=dict)  # what the baseline's took, for a candidate
+    phase: str = ""  # of its last program
+    since: float = 0.0  # when that phase began
+    late: str = ""  # where it took too long
 
     @property
     def sha256(self) -> str:
@@ -74,6 +87,16 @@ def patched(path: str, vs: str) -> tuple[str, dict]:
     require(not done.returncode, f"{path}: is no patch of {vs}: {last_line(done.stderr)}")
     return done.stdout, head
 
+def end_if_late(entry: Entry, process: subprocess.Popen):
+    """Kills a program of which a phase takes far longer than the baseline's did. By their leash,
+    what it has started ends with it."""
+    while process.poll() is None:
+        limit = max(LEAST, 3 * entry.allowed.get(entry.phase, inf))
+        if time.monotonic() - entry.since > limit:
+            entry.late = f", which took longer than {limit:.0f} s"
+            process.kill()
+        time.sleep(0.1)
+
 def start(program: Path, entry: Entry, *words: str, watch=lambda line: None, **variables: str):
     """A program of records/tools for a script, which may import what lies beside it; (its status,
     its output with stderr, which is UTF-8 whatever the console shows). Each line of the output goes
@@ -85,8 +108,15 @@ def start(program: Path, entry: Entry, *words: str, watch=lambda line: None, **v
     with child("-W", "ignore", str(program), entry.kept, *words, env=env,
                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                encoding="utf-8", errors="replace") as process:
-        for line in process.stdout:
+        entry.phase, entry.since, entry.late = FIRST_PHASE[program.name], time.monotonic(), ""
+        threading.Thread(target=end_if_late, args=(entry, process), daemon=True).start()
+        for line in chain(process.stdout, [""]):
             output += line
+            now = time.monotonic()
+            entry.took[entry.phase] = max(entry.took.get(entry.phase, 0.0), now - entry.since)
+            entry.phase = next((each for mark, each in PHASES.items() if re.match(mark, line)),
+                               entry.phase)
+            entry.since = now
             watch(line)
     return process.returncode, output
 
@@ -111,8 +141,9 @@ def run(entry: Entry, seed: str, records: Path, *more: str, watch=lambda line: N
                            watch=see, **{RACE: str(opened)}, **variables)
     if status:
         print(logs.printable(output[-20_000:]), file=sys.stderr)
-    require(not status, f"{entry.script} fails with seed {seed}, see its output above: mend it, "
-            "its flags (one that only a copy knows goes into one word with it) or this machine")
+    require(not status, f"{entry.script} fails with seed {seed}, in {entry.phase}{entry.late}, see "
+            "its output above: mend it, its flags (one that only a copy knows goes into one word "
+            "with it) or this machine")
     one = finished(entry, logs.read([records])[0], [seed]).get(seed)
     require(one, f"{records}: there is no log of a finished run of {entry.script} with seed "
             f"{seed}; a race needs the seed, and a validation after the last step")
@@ -164,8 +195,8 @@ def examine(entry: Entry, one, *words: str) -> dict:
     status, output = start(EXAM, entry, one.path, *words)
     rows = re.findall(r"(?m)^\{.*\}$", output)
     if status or not rows:
-        raise UserError(f"{entry.script}: its run cannot be examined ({last_line(output)}); the "
-                        "same command tries it again")
+        raise UserError(f"{entry.script}: its run cannot be examined{entry.late} "
+                        f"({last_line(output)}); the same command tries it again")
     found = json.loads(rows[-1])
     found["problem"] = found["problem"] or opened_wrongly(one)
     return found
