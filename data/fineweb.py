@@ -3,15 +3,14 @@
     ./run.sh fineweb                    # what `speedrun` needs: 7 chunks and validation, 1.6 GB
     ./run.sh fineweb --num_chunks 1     # what `short` needs: 1 chunk and validation, 0.4 GB
     ./run.sh fineweb --num_chunks 103   # all of FineWeb10B: chunks of 100M tokens, 20 GB
-    ./run.sh fineweb --verify           # check again what is there, without a network
 
-Safe to run again at any time: it keeps the sound files, fetches the missing and the damaged ones,
-and goes on with a download that was cut off. Every token of a new file is checked, and its SHA-256
-is compared with the hub's and goes into SHA256SUMS next to it (`sha256sum -c` reads it too). The
-hub's own variables hold: HF_ENDPOINT for a mirror, HF_TOKEN, HF_HUB_OFFLINE.
+Safe to run again at any time: it checks every token and the SHA-256 of the files that are there,
+fetches the missing and the damaged ones, and goes on with a download that was cut off. If all are
+sound, it needs no network. The SHA-256 of a new file is compared with the hub's and goes into
+SHA256SUMS next to it (`sha256sum -c` reads it too). The hub's own variables hold: HF_ENDPOINT for a
+mirror, HF_TOKEN, HF_HUB_OFFLINE.
 """
 
-import contextlib
 import os
 import re
 import sys
@@ -68,18 +67,14 @@ def main(argv=None):
     p.add_argument("--num_chunks", type=between(0, CHUNKS), default=7, metavar="N",
                    help="training chunks (7)")
     p.add_argument("--out", type=Path, metavar="DIR", help="destination (data/fineweb10B)")
-    p.add_argument("--verify", action="store_true", help="check what is there, fetch nothing")
     args = p.parse_args(argv)
     folder = args.out or Path(os.path.relpath(Path(__file__).resolve().parent / "fineweb10B"))
-    with contextlib.nullcontext() if args.verify else locked(folder / ".lock"):
+    with locked(folder / ".lock"):
         check_and_fetch(args, folder)
 
 def check_and_fetch(args, folder: Path):
     names = ["fineweb_val_000000.bin"]
     names += [f"fineweb_train_{i:06d}.bin" for i in range(1, args.num_chunks + 1)]
-    if args.verify:
-        names = sorted(path.name for path in folder.glob("fineweb_*.bin"))
-        require(names, f"{folder}: holds no fineweb_*.bin")
     sums = read_sums(folder)
     wanted = []
     for name in tqdm(names, desc="checking", disable=None):
@@ -92,8 +87,6 @@ def check_and_fetch(args, folder: Path):
         except UserError as e:
             wanted.append(name)
             tqdm.write(f"error: {e}", file=sys.stderr)
-    require(not (args.verify and wanted), f"{len(wanted)} of {len(names)} files are bad; run again "
-            "without --verify to fetch them again")
     for name in tqdm(wanted, desc="fetching", disable=None):
         (folder / name).unlink(missing_ok=True)
         fetch(name, folder)

@@ -2,7 +2,6 @@
 
     ./run.sh inspect data/fineweb10B/*.bin
     ./run.sh inspect data/mine/*.bin
-    ./run.sh inspect RUN.log --source > script.py    # the script that a log holds, byte for byte
 
 Reads every token. Prints for each file: tokens, range of ids, documents and their lengths, and how
 the first document begins. The tokenizer is the one named by NAME.json next to the shards, else
@@ -19,7 +18,6 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from data.common import ArgumentParser, UserError, check_shard, run
 from data.vocab import END_OF_TEXT, TOKENIZERS, load_tokenizer
-from records.tools import logs
 
 def tokenizer_of(path: Path) -> str:
     """By the sidecar that tokenize_text.py writes; the field's shards have none and are GPT-2's."""
@@ -56,16 +54,12 @@ def report(path: Path, tokens: np.ndarray, tokenizer_name: str, vocab_dir):
 def main(argv=None):
     p = ArgumentParser(description=__doc__, prog="./run.sh inspect")
     add = p.add_argument
-    add("files", nargs="+", type=Path, metavar="FILE", help="token shard, or log")
-    add("--source", action="store_true", help="print the script that a log holds, and no more")
+    add("files", nargs="+", type=Path, metavar="FILE", help="token shard")
     add("--vocab_dir", metavar="DIR", help="of GPT-2's encoder.json and vocab.bpe (downloaded)")
     args = p.parse_args(argv)
     status = 0
     for path in args.files:
         try:
-            if args.source:
-                sys.stdout.write(logs.source_of(path))
-                continue
             name = tokenizer_of(path)
             report(path, check_shard(path, TOKENIZERS[name].vocab_size), name, args.vocab_dir)
         except (UserError, OSError) as e:

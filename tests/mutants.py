@@ -225,8 +225,6 @@ IN_PROGRAMS = {
     ("records/tools/logs.py", "test_logs.py"): [
         ("seconds taken for milliseconds", 'if «unit == "ms"→True» else', "published_log"),
         ("a step where a run was resumed stands twice", ">= step« + validated→»]", "one_run")],
-    ("records/tools/logs.py", "test_compare.py"): [
-        ("the target is reached too early", "point.step - «share→(1 - share)» *", "table_of_runs")],
     ("records/tools/compare.py", "test_compare.py"): [
         ("a log that cannot be read is status 0", "else «1 if unread else →»0", "costs_one_line"),
         ("a share of the candidate's time", "max(«b→a».seconds", "words_of")],

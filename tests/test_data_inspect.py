@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 import pytest
 from conftest import write_shard
-from test_logs import LINE, log_text
 from data import inspect_shards
 from data.common import UserError, check_shard
 
@@ -50,17 +49,3 @@ def test_the_tokenizer_comes_from_the_sidecar_or_the_flag(tmp_path, capsys):
         (tmp_path / "t.json").write_text(text)
         status, _, err = inspected(capsys, path)
         assert status == 2 and "t.json: names no known tokenizer; make the sh" in err
-
-def test_the_script_of_a_log_is_printed_byte_for_byte(tmp_path, capsys):
-    for end in ("", "\n"):
-        source = f"import torch\n\nx = '\u00e9'{end}"
-        own = log_text(source=source)
-        published = f"{source}\n{LINE}\nRunning Python 3.12\n{LINE}\nstep:1/1 val_loss:3.2 " \
-                    "train_time:9ms step_avg:9.00ms\n"
-        for text in (own, published):
-            (tmp_path / "a.log").write_text(text)
-            assert inspect_shards.main([str(tmp_path / "a.log"), "--source"]) == 0
-            assert capsys.readouterr().out == source
-    (tmp_path / "a.log").write_text("step:1/1 val_loss:3.2 train_time:9ms step_avg:9.00ms\n")
-    assert inspect_shards.main([str(tmp_path / "a.log"), "--source"]) == 2
-    assert capsys.readouterr().err == f"error: {tmp_path}/a.log: holds no source\n"

@@ -266,9 +266,6 @@ def test_a_parent_is_found_where_folders_have_moved_to(tmp_path):
     assert len(run.logs) == 2 and run.mixed == []
     (older / "2026_x.v1.log").rename(new / "2026_x.v1.log")
     assert len(read(new)["b"].logs) == 2
-    (new / "2026_x.v1.log").write_text(log_text(CHAIN["a"][0], notes=["log: records/born.log"]))
-    child.write_text(log_text((4.0, 3.8), parent="gone/born", first=125, total=375))  # renamed
-    assert at_steps(read(new)["b"]) == {0: 10.8, 125: 4.0, 250: 3.8}
 
 HARMLESS = {"name": "'y'", "records": "'z'", "save_every": 9}
 @pytest.mark.parametrize("b, c, mixed, changed", [

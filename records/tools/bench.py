@@ -63,16 +63,16 @@ PUBLISHED = [  # (pattern, what runs here instead)
 # ---- In the process of a script ------------------------------------------------------------------
 
 class Meter:
-    """Notes when steps and micro-batches end. After each of `turns`, which are numbers of steps, it
-    reports all so far in a line of JSON, and waits for a line. The last turn is profiled."""
+    """Notes when steps end. After each of `turns`, which are numbers of steps, it reports all so
+    far in a line of JSON, and waits for a line. The last turn is profiled."""
 
     def __init__(self, turns: list[int]):
         self.turns = turns
         self.reports = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # what the script prints goes to stderr
         self.cuda = torch.cuda.is_available()
-        self.found = dict(step_ms=[], micro_ms=[], losses=[])
-        self.ends = self.micro_losses = None  # until the script has warmed up
+        self.found = dict(step_ms=[], losses=[])
+        self.micro_losses = None  # until the script has warmed up
 
     def begin(self, *_):
         """The first of self.turns."""
@@ -81,7 +81,7 @@ class Meter:
             kind = ProfilerActivity.CUDA if self.cuda else ProfilerActivity.CPU
             self.profiler = profile(activities=[kind])
             self.profiler.start()
-        self.ends = [[self.now()]]  # for each step, of the one before and of its micro-batches
+        self.ends = [self.now()]
         self.losses = []
         self.micro_losses = []
 
@@ -91,8 +91,7 @@ class Meter:
         return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
 
     def end_of_micro_batch(self, _, loss, *rest):
-        if self.ends:
-            self.ends[-1].append(self.now())
+        if self.micro_losses is not None:
             self.micro_losses.append(loss.detach())
 
     def end_of_step(self, loss, *_):
@@ -101,7 +100,7 @@ class Meter:
             return
         self.losses.append(torch.stack(self.micro_losses).mean() if loss is None else loss)
         self.micro_losses = []
-        self.ends.append([self.now()])
+        self.ends.append(self.now())
         if len(self.losses) == self.turns[0]:
             self.collect()
             print(json.dumps(self.found), file=self.reports, flush=True)
@@ -124,9 +123,7 @@ class Meter:
             self.found["peak_memory"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         self.found.setdefault("tokens", getattr(sys.modules["__main__"], "train_batch_size", None))
         self.found["losses"] += map(float, self.losses)
-        for ends, next_ends in pairwise(self.ends):
-            self.found["step_ms"].append(took(ends[0], next_ends[0]))
-            self.found["micro_ms"].append([took(*pair) for pair in pairwise(ends)])
+        self.found["step_ms"] += [took(*ends) for ends in pairwise(self.ends)]
         if self.profiler:
             self.profiler.stop()
             self.found["slowest"] = slowest_of(self.profiler.events(), len(self.losses), self.cuda)
@@ -265,15 +262,13 @@ def measure(group: list[Contestant], turns: int):
 def figures_of(one: Contestant, steps: int) -> dict:
     """What was measured of a script in the timed steps."""
     timed = slice(UNTIMED, UNTIMED + steps)
-    return one.report | dict(name=one.name, step_ms=one.report["step_ms"][timed],
-                             micro_ms=sum(one.report["micro_ms"][timed], []))
+    return one.report | dict(name=one.name, step_ms=one.report["step_ms"][timed])
 
 # ---- What is printed -----------------------------------------------------------------------------
 
 def cells_of(one: dict) -> dict[str, str]:
-    cells = {}
-    for name, key in (("a step, ms: median (range)", "step_ms"), ("a micro-batch, ms", "micro_ms")):
-        cells[name] = f"{median(one[key]):.1f} ({min(one[key]):.1f} to {max(one[key]):.1f})"
+    ms = one["step_ms"]
+    cells = {"a step, ms: median (range)": f"{median(ms):.1f} ({min(ms):.1f} to {max(ms):.1f})"}
     if one["tokens"]:
         cells["tokens a step"] = f"{one['tokens']:,}"
         cells["tokens/s"] = f"{1000 * one['tokens'] / median(one['step_ms']):,.0f}"

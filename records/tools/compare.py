@@ -282,9 +282,9 @@ def say_wrapped(text, indent="  "):
     together = printable(text).replace(" %", "\0%")  # no line begins with a percent sign
     say(textwrap.fill(together, WIDTH, subsequent_indent=indent).replace("\0", " "))
 
-def print_side(side, target):
+def print_side(side):
     say_wrapped(tables.title_of(side))
-    tables.print_table(tables.of_runs(side, target))
+    tables.print_table(tables.of_runs(side))
     say()
     tables.print_table(tables.of_spread(side))
     for line in [side.about_rule, *(f"warning: {text}" for text in side.warnings)]:
@@ -366,14 +366,14 @@ def judged(candidates, baseline, target, level=None, more=0):
     found = compare_all(candidates, *baseline, target, level, more) if baseline else []
     return candidates, baseline, found
 
-def report(candidates, baseline, comparisons, target):
+def report(candidates, baseline, comparisons):
     """Print everything about the sides."""
     print_verdicts(candidates, comparisons)
     if len(candidates) > 1 and comparisons:
         tables.print_table(tables.of_candidates(candidates, *baseline, comparisons))
         say()
     for side in candidates + baseline:
-        print_side(side, target)
+        print_side(side)
     for side, comparison in zip(candidates, comparisons):
         print_comparison(side, *baseline, comparison)
     print_verdicts(candidates, comparisons)  # again, where the eye is
@@ -407,11 +407,11 @@ def main(arguments=None):
         say(f"{path} is written", sys.stderr)
     apart = [side for side in candidates if baseline and not comparable_losses(side, *baseline)]
     if options.json:
-        found = {"version": 11, "target": target, "sides": sides, "comparisons": comparisons,
+        found = {"version": 12, "target": target, "sides": sides, "comparisons": comparisons,
                  "unread": unread}
         print(json.dumps(found, indent=1, default=as_json, allow_nan=False))
     elif len(apart) < len(candidates):
-        report(candidates, baseline, comparisons, target)
+        report(candidates, baseline, comparisons)
     for side in apart:
         say(f"error: {other_validation(side, *baseline)}", sys.stderr)
     return 2 if apart else 1 if unread else 0

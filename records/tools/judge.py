@@ -166,8 +166,6 @@ class Side:
     def __init__(self, label, runs, target):
         self.label = label
         self.runs = runs
-        for run in runs:
-            run.find_target(target)
         whole = [run for run in runs if run.finished and not run.diverged]
         self.used = [run for run in whole if not of_two_methods(run)] or whole
         losses = [run.loss for run in self.used]

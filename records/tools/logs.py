@@ -227,11 +227,7 @@ class Run:
         self.missing = None  # why the beginning of the chain is not among them
         self.changed = []  # settings, on resuming
         self.mixed = []  # in what else the logs of the chain differ
-        # What its log was called when it began, with the time; the file may be renamed later.
-        born = re.search(r"(?m)^log: (.+)\.log$", sections.steps) if settings else None
-        self.born = os.path.basename(born[1]) if born else Path(path).stem
         self.clock = clock_beside(path)
-        self.reached = None  # where it meets the target
         self.hyperparameters = settings
         self.environment = environment
         self.source = sections.source
@@ -296,17 +292,6 @@ class Run:
         timed = 1000 * self.seconds / self.ms_per_step if self.ms_per_step else self.steps
         return 10 if abs(self.steps - timed - 10) < 2 else 0
 
-    def find_target(self, target):
-        """Set reached to the (step, seconds) where the validation loss first meets the target, on
-        the straight line from the validation before."""
-        points = [line for line in self.validations if line.loss is not None]
-        for before, point in zip(points[:1] + points, points):
-            if target is not None and point.loss <= target:
-                share = (target - point.loss) / ((before.loss - point.loss) or 1)
-                self.reached = (point.step - share * (point.step - before.step),
-                                point.seconds - share * (point.seconds - before.seconds))
-                return
-
 # ---- Chains of logs ------------------------------------------------------------------------------
 
 class Reader:
@@ -330,16 +315,13 @@ class Reader:
         return self.found[file]
 
     def parent_of(self, piece):
-        """The log that a piece continues. Either the file or, if that was renamed, what it says of
-        itself has the name of the checkpoint's folder."""
+        """The log that a piece continues, which has the name of the checkpoint's folder."""
         checkpoint, _ = piece.resumed()
         named = Path(f"{os.path.dirname(checkpoint)}.log")
-        folder = Path(piece.path).parent
-        for path in (folder / named.name, named, *self.paths, *sorted(folder.glob("*.log"))):
+        for path in (Path(piece.path).parent / named.name, named, *self.paths):
             with contextlib.suppress(UserError):
-                parent = self.pieces(path)[0]
-                if named.stem in (Path(path).stem, parent.born):
-                    return parent
+                if Path(path).stem == named.stem:
+                    return self.pieces(path)[0]
         raise UserError(f"{named.name} is missing")
 
     def runs(self, path, name):
@@ -403,12 +385,6 @@ def runs_in(text, path):
         again = PYTHON_LINE.search(sections.steps, sections.steps.index("step:"))
         require(not again, "no log (several logs in one file: split it, one file for each)")
     return [Run(path, sections, group) for group in groups or [[]]]  # none before its first step
-
-def source_of(path):
-    """The script that a log holds."""
-    source = Reader(()).pieces(path)[0].source
-    require(source, f"{path}: holds no source")
-    return source
 
 def read_run(path, name):
     """The run in a file that holds one."""

@@ -26,7 +26,7 @@ def page(sides, comparisons, target, notes=(), alive=False) -> str:
     alive: runs are training and the page will be written again, so it reloads itself."""
     notes = ["Runs are training: this page reloads every 30 seconds."] * alive + [*notes]
     with contextlib.redirect_stdout(io.StringIO()) as report:
-        compare.report(sides[:-1], sides[-1:], comparisons, target)
+        compare.report(sides[:-1], sides[-1:], comparisons)
     picture = io.StringIO()
     plot.save(picture, sides, comparisons, target, format="svg")
     parts = [f'<p class="note">{text(note)}</p>' for note in notes]

@@ -123,13 +123,6 @@ def load_run(args) -> Trained:
         note(f"the newest of {len(runs)} runs: {newest}")
     return load_model(newest, "cuda" if torch.cuda.is_available() else "cpu", args.script)
 
-def tokenizer_of(hp, vocab_dir):
-    """The tokenizer of a run's vocabulary. Raises UserError if it is not available."""
-    names = {tokenizer.vocab_size: name for name, tokenizer in TOKENIZERS.items()}
-    require(hp.vocab_size in names,
-            f"no tokenizer is known for a vocabulary of {hp.vocab_size} tokens")
-    return load_tokenizer(names[hp.vocab_size], vocab_dir)
-
 def features(trained: Trained, tokens: list[int]) -> Tensor:
     """What the model hands to its head, x_TD, for tokens whose last block is filled up, with the
     windows of the last step. A sequence may be longer than those in training: attention depends on
@@ -173,9 +166,11 @@ def main():
     if "OMP_NUM_THREADS" not in os.environ:  # where others use the cores, threads are far slower
         torch.set_num_threads(1)
     trained = load_run(args)
-    hp = trained.hp
-    eot = hp.vocab_size - 1
-    tokenizer = tokenizer_of(hp, args.vocab_dir)
+    size = trained.hp.vocab_size
+    eot = size - 1
+    names = {tokenizer.vocab_size: name for name, tokenizer in TOKENIZERS.items()}
+    require(size in names, f"no tokenizer is known for a vocabulary of {size} tokens")
+    tokenizer = load_tokenizer(names[size], args.vocab_dir)
     tokens = tokenizer.encode(args.prompt)
     generator = torch.Generator().manual_seed(args.seed)
     endless = generate(trained, [eot, *tokens], args.temperature, args.top_k, generator)

@@ -47,15 +47,12 @@ def title_of(side):
             text += f", {what} {' | '.join(sorted(values))}"
     return text
 
-def of_runs(side, target):
-    to_target = "to target" if target is None else f"to {target:g}"
-    yield ["run", "val loss", "time", "ms/step", "steps", "tokens", "step", to_target]
+def of_runs(side):
+    yield ["run", "val loss", "time", "ms/step", "steps", "tokens"]
     for run in side.runs:
-        step, seconds = run.reached or (None, None)
         of = "" if run.finished else f"/{run.total}"
         yield [run.name, number(run.loss, ".4f"), number(run.seconds, ".2f", " s"),
-               number(run.ms_per_step, ".2f"), f"{run.steps}{of}", tokens_text(run.tokens),
-               number(step, ".0f"), number(seconds, ".2f", " s")]
+               number(run.ms_per_step, ".2f"), f"{run.steps}{of}", tokens_text(run.tokens)]
 
 def of_spread(side):
     yield ["over the runs", "n", "mean", "SD", "95 % interval of the mean"]

@@ -137,6 +137,6 @@ def texts_of(found: Outcome, candidates: list[Entry], baseline: Entry) -> dict[s
     texts |= {f"{one.name}.patch": patch_of(one, baseline) for one in candidates}
     if found.sides:
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            compare.report(found.sides[:-1], found.sides[-1:], found.comparisons, None)
+            compare.report(found.sides[:-1], found.sides[-1:], found.comparisons)
         texts["verdict.txt"] = "".join(f"{note}\n" for note in found.notes) + out.getvalue()
     return texts
