@@ -68,7 +68,7 @@ def test_compilers_share_the_cores(chosen, cores, gpus, workers, started, monkey
     monkeypatch.setattr(os, "environ", environment)
     launch.main(["speedrun", "--check"])
     assert environment["TORCHINDUCTOR_COMPILE_THREADS"] == workers and len(started) == 2
-    assert ("2 rank(s) on 2 of 3 GPUs (README" in capsys.readouterr().out) == (gpus == 3)
+    assert ("2 rank(s) on 2 of 3 GPUs (--mi" in capsys.readouterr().out) == (gpus == 3)
 
 def test_a_race_validates_where_its_verdict_reads_the_curve(started, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -83,12 +83,19 @@ def test_a_race_validates_where_its_verdict_reads_the_curve(started, monkeypatch
         later = judge.steps_later([(step, 9 - step / end) for step in steps], -0.9)
         assert later == pytest.approx(-0.9 * end) and len(steps) < 21
 
-def test_idle_gpus_are_said_unless_they_were_chosen(monkeypatch):
+@pytest.mark.parametrize("ranks, gpus, words", [
+    (8, 8, ""), (1, 0, ""),
+    (2, 3, " on 2 of 3 GPUs (--micro_batches=12 --train_seq_len=32768 would use all)"),
+    (4, 6, " on 4 of 6 GPUs (--micro_batches=12 --train_seq_len=32768 would use all)"),
+    (8, 16, " on 8 of 16 GPUs (--micro_batches=16 --train_seq_len=24576 would use all)"),
+    (4, 5, " on 4 of 5 GPUs")])
+def test_idle_gpus_are_said_with_the_flags_that_use_all(ranks, gpus, words, monkeypatch):
     monkeypatch.delenv("NPROC", raising=False)
-    assert launch.idle_gpus(8, 8) == launch.idle_gpus(1, 0) == ""
-    assert launch.idle_gpus(4, 6).startswith(" on 4 of 6 GPUs (README.md has flags")
-    monkeypatch.setenv("NPROC", "4")
-    assert launch.idle_gpus(4, 6) == ""
+    hp = train_gpt.PRESETS["speedrun"]
+    assert launch.number_of_ranks(hp.micro_batches, gpus) == ranks or not gpus
+    assert launch.idle_gpus(ranks, gpus, hp.tokens_per_step, hp.micro_batches) == words
+    monkeypatch.setenv("NPROC", str(ranks))  # the user has chosen
+    assert launch.idle_gpus(ranks, gpus, hp.tokens_per_step, hp.micro_batches) == ""
 
 def test_a_driver_in_vain_is_said(tmp_path, monkeypatch):
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "7")  # a user's own stays
@@ -259,6 +266,15 @@ def test_after_a_full_disk_the_sample_says_its_step(name, saved, words, started,
     out = capsys.readouterr().out
     assert out.startswith(words) and len(started) == ("no sample" not in words)
     assert ("next, a race of a copy that you change: ./run.sh race mine.py" in out) == len(started)
+
+def test_the_end_of_a_demo_stands_beside_the_committed_runs(tmp_path, capsys):
+    log = sorted(launch.DEMO_RUNS.glob("*.log"))[0]
+    (cut := tmp_path / "cut.log").write_text(log.read_text().partition("\nstep:")[0])
+    (short := tmp_path / "short.log").write_text(log.read_text().replace("/720 ", "/719 "))
+    for path, words in ((log, r"byte; the runs in \S+ ended between 1\.\d{4} and 1\.\d{4}\n"),
+                        (cut, "^$"), (short, "had another text or number of steps")):
+        launch.compare_with_committed(path)
+        assert re.search(words, capsys.readouterr().out)
 
 def test_a_copy_is_checked_trained_on_two_processes_and_sampled_from(tmp_path, shards):
     """With odd names, a tilde after `=`, and a console that cannot show them."""

@@ -26,6 +26,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from records.tools import logs
 from records.tools.load import (LEASH, TORCHRUN, ArgumentParser, UserError, child, locked, require,
                                 run)
 
@@ -44,6 +45,7 @@ DEMO_TEXT = ("--glob *.py --exclude *-packages --exclude test --exclude tests "
              "--exclude idle_test --exclude encodings --exclude entities.py")
 # In whole files, one after the other, copying from the window is learned late, by chance.
 PIECE = 2048  # tokens
+DEMO_RUNS = Path("records/demo/train_gpt")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
@@ -126,11 +128,18 @@ def number_of_ranks(micro_batches: int, gpus: int) -> int:
         return int(wanted)
     return max(n for n in range(1, (gpus or cores()) + 1) if micro_batches % n == 0)
 
-def idle_gpus(ranks: int, gpus: int) -> str:
-    """Says that GPUs are left over, unless the user has chosen so."""
+def idle_gpus(ranks: int, gpus: int, tokens: int, micro_batches: int) -> str:
+    """Says that GPUs are left over, and which flags would use all of them for a step of as many
+    tokens, in sequences of whole blocks of 128."""
     if ranks >= gpus or os.environ.get("NPROC"):
         return ""
-    return f" on {ranks} of {gpus} GPUs (README.md has flags that use 3 or 6)"
+    blocks = tokens // 128
+    for count in range(gpus, blocks + 1, gpus):
+        if count >= micro_batches and blocks % count == 0:
+            length = 128 * blocks // count
+            return (f" on {ranks} of {gpus} GPUs (--micro_batches={count} --train_seq_len={length} "
+                    "would use all)")
+    return f" on {ranks} of {gpus} GPUs"
 
 def prepare_cpu(ranks: int):
     """Sets what makes training on a CPU fast, and complains if there is a driver for a GPU."""
@@ -317,6 +326,19 @@ def how_to_go_on(path: str, log: Path | None) -> str:
 
 # ---- The whole -----------------------------------------------------------------------------------
 
+def compare_with_committed(log: Path):
+    """Says how the loss of a demo compares with those of the committed runs."""
+    runs, _ = logs.read([log])
+    if not (runs and runs[0].loss):  # the disk was full
+        return
+    run = runs[0]
+    losses = [each.loss for each in logs.read([DEMO_RUNS])[0]
+              if (each.validated_on, each.total) == (run.validated_on, run.total)]
+    others = "had another text or number of steps (each version of Python has its own library)"
+    if losses:
+        others = f"ended between {min(losses):.4f} and {max(losses):.4f}"
+    say(f"val_loss {run.loss:.4f} nats per byte; the runs in {DEMO_RUNS} {others}")
+
 def show_sample(path: str, log: Path, hp, prompt: list[str]):
     """A sample of a demo, and what to do next."""
     try:
@@ -393,7 +415,9 @@ def main(argv=None):
     elif not own_data:
         make_preset_data(script, hp)
     what = "the checkpoint's settings" if command.resume else f"preset {command.preset}"
-    idle = "" if command.resume else idle_gpus(ranks, gpus)  # a run keeps its micro-batches
+    idle = idle_gpus(ranks, gpus, script.tokens_seen(1, hp), hp.micro_batches)
+    if command.resume:  # it keeps its micro-batches
+        idle = ""
     say(f"{what}, {ranks} rank(s){idle}; settings and data are checked")
     start(path, "--check", *flags, WORLD_SIZE=str(ranks))
     if command.check:
@@ -404,7 +428,7 @@ def main(argv=None):
     elif command.preset == "demo" and hp.save_every and hp.num_iterations and not (
             command.resume or RACE in os.environ):
         if not (own.text or own_data):
-            say("README.md says what other runs of the demo ended with")
+            compare_with_committed(runs[0])
         show_sample(path, runs[0], hp, [] if own.text or own_data else ["--prompt=def "])
 
 if __name__ == "__main__":

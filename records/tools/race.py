@@ -408,13 +408,13 @@ def note_end(race: Race):
     """Adds to race.json what it takes to judge the race again."""
     path = race.folder / "race.json"
     options = {name: getattr(race.options, name) for name in JUDGED_BY}
-    told = json.loads(path.read_text()) | {"options": options, "logs": sums(race.folder)}
+    told = json.loads(path.read_text()) | {"options": options, "logs": sums(race.folder),
+                                           "notes": {one.name: one.note for one in race.racers}}
     write_whole(path, json.dumps(told, indent=1))
 
 def ended(folder: Path) -> tuple[Race, dict, dict, dict]:
     """The race that ended in this folder, judged by its logs anew; race.json; the rows of
-    verdict.json, of which the race takes who broke, and notes; what logs.read finds for each
-    side."""
+    verdict.json, of which the race only takes who broke; what logs.read finds for each side."""
     told, rows = (json.loads((folder / name).read_text(encoding="utf-8"))
                   for name in ("race.json", "verdict.json"))
     rows = {row["candidate"]: row for row, _ in zip(rows, told["candidates"], strict=True)}
@@ -425,7 +425,7 @@ def ended(folder: Path) -> tuple[Race, dict, dict, dict]:
     *candidates, baseline = [
         Entry(name, told.get(f"{name}.script", ""), told.get(f"{name}.flags", []),
               Counter([run.source for run in runs] or [""]).most_common(1)[0][0],
-              note=rows[name].get("note", ""))
+              note=told.get("notes", {}).get(name, ""))
         for name, (runs, _) in sides.items()]
     for one in candidates:
         if rows[one.name]["decision"] in ("broken", "dishonest"):
