@@ -117,7 +117,7 @@ def test_parts_by_flags_and_a_race_that_goes_on(place, run_ablate, capsys):  # n
     ("", [], "in no more than comments: there is no part"),
     ("", ["--part=a b: --x=1", "--part=a_b: --x=2"], "two parts are called without_a_b"),
     ("", ["--part=x"], "expected a name, a colon and flags"),
-    ("missing\n", ["--part=x: --x=1"], "record.py fails with seed 1, see its output above: ")])
+    ("missing\n", ["--part=x: --x=1"], "record.py fails with seed 1, in its warm-up, see its ")])
 def test_wrong_usage_starts_no_race(text, flags, words, place, run_ablate, capsys):  # noqa: F811
     assert run_ablate(f"{STAND_IN}# a comment\n{text}", *flags) == 2
     out, err = capsys.readouterr()
