@@ -5,6 +5,7 @@
 # ./run.sh --resume[=RUN]           continues the newest run, or that of a log, folder or checkpoint
 # ./run.sh race my_record.py [more.py ...] [--vs=train_gpt.py]    are copies better?
 # ./run.sh ablate my_record.py [--vs=train_gpt.py]                what is each part of a copy worth?
+# ./run.sh night ideas/ [--hours=8] [--vs=train_gpt.py]      which patches in a folder are better?
 # ./run.sh bench [my_record.py ...] [--vs=train_gpt.py|LOG]      what does a step cost here?
 # ./run.sh honest my_record.py      is a copy's validation loss honest?
 # ./run.sh same my_record.py        does a copy train the same, bar rounding?
@@ -47,7 +48,7 @@ case "${1-train}" in
   help | -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' run.sh; exit ;;
   demo | short | speedrun | -* | *.py) program=launch; set -- train "$@" ;;
   train) program=launch ;;
-  race | ablate | verify) program=$1; needed+=" scipy matplotlib" ;;
+  race | ablate | night | verify) program=$1; needed+=" scipy matplotlib" ;;
   honest) program=honesty ;;
   same | sample | bench) program=$1 ;;
   compare) program=compare; needed="numpy scipy matplotlib" ;;

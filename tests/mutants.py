@@ -230,6 +230,9 @@ IN_PROGRAMS = {
         ("a share of the candidate's time", "max(«b→a».seconds", "words_of")],
     ("records/tools/ablate.py", "test_ablate.py"): [
         ("many parts have the level of one", "--level={options.level« / len(parts)→»}", "pays")],
+    ("records/tools/night.py", "test_night.py"): [
+        ("a winner is raced on the same seeds again", "options.seed« + AGAIN→»}", "climbs"),
+        ("the first idea has all hours", "min(1, «len(self.places) / turns→1»)", "shared")],
     ("records/tools/kept.py", "test_race.py"): [
         ("a kept run is made again", "return «run_in(store, entry, seed) or →»make()", "runs_once")],
     ("records/tools/bench.py", "test_bench.py"): [

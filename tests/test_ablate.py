@@ -2,11 +2,9 @@
 
 import json
 import subprocess
-import sys
 import pytest
-from conftest import ROOT
 from test_data_common import status_of
-from test_race import STAND_IN, place, starts  # noqa: F401, place is a fixture
+from test_night import without_races
 from records.tools import ablate
 
 def changed(text, *changes):
@@ -42,85 +40,49 @@ def test_the_parts_of_a_change_and_the_copies_without_them(changes, expected, re
         name: changed(BASE, *left) for name, left in expected.items()}
     assert ablate.without(new, *parts.values()) == changed(BASE, *rest)
 
+OLD = "".join(f"line {i}\n" for i in range(60))
 @pytest.fixture
-def run_ablate(place, monkeypatch):  # noqa: F811
-    def run(record, *flags, base=STAND_IN):
-        (place / "record.py").write_text(record)
-        (place / "base.py").write_text(base)
-        monkeypatch.chdir(ROOT)
-        monkeypatch.setattr(sys, "argv", [
-            "ablate.py", str(place / "record.py"), f"--vs={place / 'base.py'}",
-            f"--records={place / 'records'}", *flags])
-        return status_of(ablate.main)
+def run_ablate(tmp_path, monkeypatch):
+    """A night of races that take no time."""
+    without_races(monkeypatch)
+
+    def run(record, *flags):
+        (tmp_path / "record.py").write_text(record)
+        (tmp_path / "base.py").write_text(OLD)
+        words = [str(tmp_path / "record.py"), f"--vs={tmp_path / 'base.py'}", *flags]
+        return status_of(lambda: ablate.main([*words, f"--records={tmp_path / 'records'}"]))
     return run
 
-def test_what_pays_what_harms_and_what_does_nothing(place, run_ablate, capsys):  # noqa: F811
+def test_what_pays_what_harms_and_what_does_nothing(tmp_path, run_ablate, capsys):
     """The shortest change is the one that pays, as a script and as a patch."""
-    pays = ("OFFSET = 0.0", "OFFSET = -0.1")
-    harms = ("loss = 5 - step", "bonus = 0.05\n    loss = 5 + bonus - step")
-    record = changed(STAND_IN, pays, harms, ("argparse, hashlib", "hashlib, argparse"))
-    flags = ["--muon_lr=2", "--level=0.1"]
-    assert run_ablate(record, *flags) == 0
+    pays = ("line 10\n", "GAIN -1\n")
+    record = changed(OLD, pays, ("line 20\n", "x = 1  # part: x y\n"), ("line 30\n", "GAIN 1\n"))
+    assert run_ablate(record, "--level=0.1", "--part=rate: --muon_lr=2 --x='a b'") == 0
     out = capsys.readouterr().out
-    folder = place / "records" / "ablate_record"
+    folder = tmp_path / "records" / "night_ablate_record"
     rows = [line.split(" | ") for line in (folder / "table.md").read_text().splitlines()[2:]]
-    assert [(row[0], row[-1]) for row in rows] == [
-        ("| line 2", "makes no difference |"), ("| line 5", "pays |"), ("| line 37", "harms |")]
+    assert [(row[0], row[1], row[-1]) for row in rows] == [
+        ("| line 11", "+1.0000", "pays |"), ("| x y", "+0.0000", "makes no difference |"),
+        ("| line 31", "-1.0000", "harms |"),
+        ("| rate --muon_lr=2 --x='a b'", "+0.0000", "makes no difference |")]
     assert (folder / "table.md").read_text() in out
-    verdict = json.loads((folder / "race_parts" / "verdict.json").read_text())
-    worse = next(row for row in verdict if row["decision"] == "worse")
-    lost, half = map(float, rows[1][1].split(" ± "))
-    assert lost == pytest.approx(0.1, 0.1) and worse["E"] >= 30
-    assert [lost - half, lost + half] == pytest.approx(worse["interval"], abs=1e-4)
     shortest = (folder / "record.py").read_text()
-    assert shortest == changed(STAND_IN, pays)
-    (place / "patched.py").write_text(STAND_IN)
-    subprocess.run(["patch", "-s", place / "patched.py", folder / "record.patch"], check=True)
-    assert (place / "patched.py").read_text() == shortest
-    assert "it leaves out: line 2, line 37\n" in out
-    assert all("--muon_lr=2" in line for line in (place / "starts").read_text().splitlines())
-    before = starts(place)  # the same command starts nothing more
-    assert run_ablate(record, *flags) == 0 and starts(place) == before
-    assert run_ablate(f"{record}# more\n", *flags) == 2
-    assert "race_parts was begun with other scripts" in capsys.readouterr().err
+    assert shortest == changed(OLD, pays)
+    (tmp_path / "patched.py").write_text(OLD)
+    subprocess.run(["patch", "-s", tmp_path / "patched.py", folder / "record.patch"], check=True)
+    assert (tmp_path / "patched.py").read_text() == shortest
+    assert "it leaves out: x y, line 31, rate --muon_lr=2 --x='a b'\n" in out
+    told = {row["file"].rpartition("/")[2]: row["words"] for row in json.loads(
+        (folder / "night.json").read_text())["ideas"]}
+    words = told["without_104_rate.patch"]
+    assert "--level=0.025" in words and told["without_101_line_11.patch"] != words
+    assert run_ablate(record, "--level=0.1", "--part=rate: --muon_lr=2 --x='a b'") == 0
+    assert " left; a race" not in capsys.readouterr().out  # nothing is raced again
 
-def test_a_part_without_which_it_does_not_train(place, run_ablate, capsys):  # noqa: F811
-    """A list became a number, so its two places can be left out together only, when marked so."""
-    old = changed(STAND_IN, ("OFFSET = 0.0\n", "OFFSET = 0.0\nSCALE = [1]\n"),
-                  ("loss = 5 - step", "loss = 5 * SCALE[0] - step"))
-    record = changed(old, ("SCALE = [1]\n", "SCALE = 1\n"), ("SCALE[0]", "SCALE"),
-                     ("import argparse, hashlib", "assert 'kept'\nimport argparse, hashlib"))
-    assert run_ablate(record, "--most=2", base=old) == 0
-    assert "without_line_7 drops out: " in capsys.readouterr().out
-    table = (place / "records" / "ablate_record" / "table.md").read_text()
-    assert "| line 2 | +0.0000 | 2 |" in table and table.count("does not train without it |") == 2
-    marked = changed(record, ("SCALE = 1\n", "SCALE = 1  # part: scale\n"),
-                     ("* SCALE - step / N + seeds", "* SCALE - step / N + seeds  # part: scale #"))
-    assert run_ablate(marked, "--most=2", f"--records={place / 'more'}", base=old) == 0
-    assert "| scale | +0.0000 | 2 |" in (place / "more" / "ablate_record" / "table.md").read_text()
-    assert run_ablate(changed(old, ("[1]", "(1,)")), base=old) == 2
-    assert "all of the change is one part, and " in capsys.readouterr().err
-
-def test_parts_by_flags_and_a_race_that_goes_on(place, run_ablate, capsys):  # noqa: F811
-    """The other script may be the same one. Killed after its first pair, it makes the others."""
-    flags = ["--part=rate: --muon_lr=9", "--part=steps: --num_iterations=4"]
-    for pairs in (1, 2):
-        assert run_ablate(STAND_IN, *flags, f"--most={pairs}") == 0
-    made = [(name, seed) for name, seed, steps in starts(place) if steps in (None, "4")]
-    assert made == [("without_rate", 1), ("without_steps", 1), ("record", 1), ("record", 2),
-                    ("without_steps", 2), ("without_rate", 2)]
-    table = (place / "records" / "ablate_record" / "table.md").read_text()
-    assert "| rate --muon_lr=9 | +0.0000 | 2 |" in table
-    assert "it leaves out: rate --muon_lr=9\n" in capsys.readouterr().out
-
-@pytest.mark.parametrize("text, flags, words", [
-    ("", [], "in no more than comments: there is no part"),
-    ("", ["--part=a b: --x=1", "--part=a_b: --x=2"], "two parts are called without_a_b"),
-    ("", ["--part=x"], "expected a name, a colon and flags"),
-    ("missing\n", ["--part=x: --x=1"], "record.py fails with seed 1, in its warm-up, see its ")])
-def test_wrong_usage_starts_no_race(text, flags, words, place, run_ablate, capsys):  # noqa: F811
-    assert run_ablate(f"{STAND_IN}# a comment\n{text}", *flags) == 2
+@pytest.mark.parametrize("flags, words", [
+    ([], "in no more than comments: there is no part"),
+    (["--part=x"], "expected a name, a colon and flags")])
+def test_wrong_usage_starts_no_race(flags, words, tmp_path, run_ablate, capsys):
+    assert run_ablate(f"{OLD}# a comment\n", *flags) == 2
     out, err = capsys.readouterr()
-    assert words in err.splitlines()[-1] and (text or len(err.splitlines()) == 1)
-    assert ("NameError: name 'missing' is not defined" in err) == bool(text)
-    assert not list((place / "records").rglob("race.json"))
+    assert words in err and len(err.splitlines()) == 1 and not (tmp_path / "records").exists()

@@ -111,7 +111,7 @@ def test_the_table(tmp_path, monkeypatch, capsys):
 def test_git_takes_a_race_that_was_moved_and_ignores_one_that_was_not():
     kept = ["verdict.txt", "verdict.json", "race.json", "race.png", "a.patch", "README.md",
             "a/1.log", "train_gpt/2.log"]
-    names = [f"records/{folder}/{name}" for folder in ("gelu", "race_gelu", "ablate_a", "baselines")
+    names = [f"records/{folder}/{name}" for folder in ("gelu", "race_gelu", "night_a", "baselines")
              for name in [*kept, "a/1/step00000010.pt", "race.html"]]
     names += ["records/ideas.csv", "records/2026-11-25_x/ideas.csv"]
     done = subprocess.run(["git", "check-ignore", "--no-index", *names], cwd=ROOT, text=True,

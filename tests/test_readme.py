@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT, RUN_SH, byte_documents, edited, write_shard
 import train_gpt
 from data.common import sha256
-from records.tools import ablate, honesty, launch, logs, race
+from records.tools import honesty, launch, logs, race
 
 PAGES = [ROOT / "README.md", *sorted(path for pattern in ("[!.]*/*.md", "records/*/README.md")
                                      for path in ROOT.glob(pattern))]
@@ -138,7 +138,7 @@ def training(words: list[str]) -> tuple[str | None, list[str]] | None:
     program, *words = words
     if program == "torchrun":
         return "train_gpt.py", words[words.index("train_gpt.py") + 1:]
-    others = {*TOOLS, "test", "ideas", "help", "--help"}
+    others = {*TOOLS, "test", "ideas", "night", "help", "--help"}
     if program != "./run.sh" or others & {*words[:1], *words[-1:]}:
         return None
     if words[:1] and words[0] in ("race", "ablate"):
@@ -146,7 +146,7 @@ def training(words: list[str]) -> tuple[str | None, list[str]] | None:
         scripts = [word for word in words if word.endswith(".py") and not word.startswith("--")]
         options = words[2:]
         if words[0] == "ablate":
-            options = ablate.parse([__file__, *options])[2]
+            options = [word for word in options if not word.startswith("--part=")]
         flags = [word for word in options if word not in scripts and not word.startswith("--vs=")]
         ours = race.parse([__file__, *flags]).candidates[0]  # train_gpt.py would race itself
         words = [scripts[0], *ours.flags]

@@ -1,6 +1,6 @@
 """What is each part of a change worth? Races a copy without each part against the whole copy:
 
-    ./run.sh ablate my_record.py [--vs=train_gpt.py] [race's options] [preset] [flags]
+    ./run.sh ablate my_record.py [--vs=train_gpt.py] [night's options] [preset] [flags]
     ./run.sh ablate train_gpt.py --part="short windows: --windows=LL" [--part=...]
 
 Each place in which the copy differs from --vs is a part, unless it holds comments alone. Lines of
@@ -8,27 +8,29 @@ the copy that end with `# part: NAME`, wherever they stand, are the part NAME in
 that has other lines as well, the marked ones count as added. --part="NAME: FLAGS" adds a part that
 flags leave out. If --vs is the copy itself, its parts are the marked lines and those of --part.
 
-Copies without a part, in whose places stand the lines of --vs, race together against the whole one
-(see race.py), at a level that is divided by the number of parts. A part pays if the loss is surely
-higher without it, and harms if it is surely lower; the interval, ±, holds for all parts at once.
-Parts that cannot be left out one by one are to be marked as one. Interrupted, the same command goes
-on. All lies in records/ablate_NAME: the copies, the race, the table, and the shortest change that
-keeps what pays (NAME.py and NAME.patch).
+Patches that take out one part each, so that the lines of --vs stand in its places, are the ideas of
+a night against the whole copy (see night.py), at a level that is divided by the number of parts. A
+part pays if the loss is surely higher without it, and harms if it is surely lower. Parts that
+cannot be left out one by one are to be marked as one. All lies in records/night_ablate_NAME: the
+night, the table, and the shortest change that keeps what pays (NAME.py and NAME.patch).
 """
 
 import difflib
-import json
 import os
 import re
+import shlex
 import sys
+import tempfile
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from records.tools import logs, race
+from records.tools import logs, night, race, verdict
 from records.tools.load import ROOT, ArgumentParser, require, run
+from records.tools.trial import Entry, script_text
+
+from data.common import write_whole
 
 MARK = re.compile(r"# part: ([^#]*[^#\s])")
 WORDS = {"worse": "pays", "better": "harms", "no difference": "makes no difference",
@@ -40,15 +42,8 @@ class Part:
     places: list  # (start, new, old): lines of the copy from one on, and those of --vs for them
     flags: str = ""
 
-    @property
-    def words(self):
+    def __str__(self):
         return f"{self.name} {self.flags}".strip()
-
-    @property
-    def file(self):
-        return "without_" + re.sub(r"\W+", "_", self.name)
-
-say = partial(race.say, who="ablate")
 
 def mark_of(line: str) -> str:
     return "".join(MARK.findall(line)[:1])
@@ -80,85 +75,64 @@ def without(text: str, *parts: Part) -> str:
         lines[start:start + len(new)] = old
     return "".join(lines)
 
-def parse(arguments):
-    """race.py's options and those of --part, the script, and the words for a race."""
-    parser = ArgumentParser(description=__doc__, prog="./run.sh ablate",
-                            usage="%(prog)s my_record.py [race's options] [preset] [flags]")
-    parser.add_argument("--part", action="append", default=[], metavar="NAME: FLAGS",
-                        help="a part that these flags leave out")
-    own, words = parser.parse_known_args(arguments)
-    require(words and re.fullmatch(r"[^-].*\.py", words[0]),
-            "the first word names the copy: ./run.sh ablate my_record.py [preset] [flags]")
-    options = race.parse(words).options
-    options.part = own.part
-    return options, words[0], words[1:]
-
-def parts_to_race(options, script: str, folder: Path) -> tuple[str, list[Part]]:
-    """The copy's text and its parts, and writes a copy without each."""
-    text = race.script_text(script)
-    old = base = race.script_text(options.vs)
-    if base == text:
+def all_parts(script: str, vs: str, by_flags: list[str]) -> list[Part]:
+    """Those of the copy, and those that flags leave out."""
+    text, old = script_text(script), script_text(vs)
+    if old == text:
         old = "".join(line for line in text.splitlines(True) if not mark_of(line))
     parts = parts_of(old, text)
-    for one in options.part:
-        name, colon, flags = one.partition(":")
-        require(colon and flags.strip(), f"--part={one!r}: expected a name, a colon and flags")
+    for one in by_flags:
+        name, _, flags = one.partition(":")
+        require(flags.strip(), f"--part={one!r}: expected a name, a colon and flags")
         parts.append(Part(name.strip(), [], flags.strip()))
-    require(parts, f"{script} differs from {options.vs} in no more than comments: there is no part")
-    names = [part.file for part in parts]
-    require(len({*names}) == len(names), f"two parts are called {max(names, key=names.count)}: "
-            "give them other names")
-    require(len(parts) > 1 or parts[0].flags or without(text, *parts) != base,
-            f"all of the change is one part, and {script} without it is {options.vs}: there is "
-            f"nothing to run that ./run.sh race {script} --vs={options.vs} does not")
-    for part in parts:
-        (folder / f"{part.file}.py").write_text(without(text, part), encoding="utf-8")
-    return text, parts
+    require(parts, f"{script} differs from {vs} in no more than comments: there is no part")
+    return parts
 
-def write_table(parts: list[Part], rows: dict, folder: Path):
+def write_patch(path: Path, text: str, vs: str, flags: str = ""):
+    """A patch that makes this text of `vs`, as a night takes it."""
+    new, old = Entry("", path.stem, shlex.split(flags), text), Entry("", vs, [], script_text(vs))
+    write_whole(path, verdict.patch_of(new, old))
+
+def table_of(rows: list[tuple[Part, dict]]) -> str:
     """In Markdown. What is lost without a part is its difference from the whole copy."""
-    text = ("| part | lost without it | pairs | p or 1 / E, adjusted | verdict |\n"
-            "|---|---|---|---|---|\n")
-    for part in parts:
-        row = rows[part.file]
+    text = ("| part | lost without it | interval | pairs | 1 / E, adjusted | verdict |\n"
+            "|---|---|---|---|---|---|\n")
+    for part, row in rows:
         lost = logs.number(row["difference"], "+.4f")
-        if row["interval"]:
-            low, high = row["interval"]
-            lost += f" ± {(high - low) / 2:.4f}"
-        sure = logs.number(row["adjusted"], ".2g")
+        between = logs.interval(row["interval"], "+.4f")
+        sure = logs.number(row["E"] and min(1, len(rows) / row["E"]), ".2g")
         word = WORDS.get(row["decision"], row["decision"])
-        text += f"| {part.words} | {lost} | {row['pairs']} | {sure} | {word} |\n"
-    (folder / "table.md").write_text(text, encoding="utf-8")
-    print(f"\n{text}")
-
-def write_shortest(options, script: str, text: str, parts, rows, folder: Path):
-    """The copy without what harms or makes no difference."""
-    out = [part for part in parts if rows[part.file]["decision"] in ("better", "no difference")]
-    path = folder / Path(script).name
-    path.write_text(without(text, *out), encoding="utf-8")
-    new, old = (race.Entry(name, name, [], race.script_text(file))
-                for name, file in ((script, path), (options.vs, options.vs)))
-    path = path.with_suffix(".patch")
-    path.write_text(race.verdict.patch_of(new, old), encoding="utf-8")
-    left_out = ", ".join(part.words for part in out) or "nothing"
-    say(f"{path} keeps what pays; it leaves out: {left_out}")
+        text += f"| {part} | {lost} | {between} | {row['pairs']} | {sure} | {word} |\n"
+    return text
 
 def main(arguments=None):
-    options, script, words = parse(sys.argv[1:] if arguments is None else arguments)
     os.chdir(ROOT)
-    folder = Path(options.records).expanduser() / f"ablate_{Path(script).stem}"
-    folder.mkdir(parents=True, exist_ok=True)
-    text, parts = parts_to_race(options, script, folder)
-    copies = [f"{folder / part.file}.py {part.flags}".strip() for part in parts]
-    race.main([*copies, *words, f"--vs={script}", f"--records={folder}", "--name=parts",
-               f"--level={options.level / len(parts)}"])
-    verdict = (folder / "race_parts" / "verdict.json").read_text(encoding="utf-8")
-    rows = {row["candidate"]: row for row in json.loads(verdict)}
-    for row in rows.values():  # Holm's adjustment may show more than the race decided
-        if row["adjusted"] is not None and row["adjusted"] <= options.level:
-            row["decision"] = "worse" if row["difference"] > 0 else "better"
-    write_table(parts, rows, folder)
-    write_shortest(options, script, text, parts, rows, folder)
+    parser = ArgumentParser(description=__doc__, prog="./run.sh ablate",
+                            usage="%(prog)s my_record.py [night's options] [preset] [flags]")
+    parser.add_argument("script")
+    parser.add_argument("--vs", default="train_gpt.py", help="(default: train_gpt.py)")
+    parser.add_argument("--level", type=float, default=0.01, help="(default: 0.01)")
+    parser.add_argument("--part", action="append", default=[], metavar="NAME: FLAGS",
+                        help="a part that these flags leave out")
+    options, words = parser.parse_known_args(arguments)
+    script, text = options.script, script_text(options.script)
+    parts = all_parts(script, options.vs, options.part)
+    with tempfile.TemporaryDirectory() as ideas:
+        for number, part in enumerate(parts, 101):  # so that their names keep the order
+            path = Path(ideas, f"without_{number}_{race.name_of(part.name)}.patch")
+            write_patch(path, without(text, part), script, part.flags)
+        one = night.Night([ideas, *words, f"--vs={script}",
+                           f"--name=ablate_{race.name_of(script)}",
+                           f"--level={options.level / len(parts)}"])
+        rows = [*zip(parts, one.spend())]
+    write_whole(one.folder / "table.md", table_of(rows))
+    print(f"\n{table_of(rows)}")
+    out = [part for part, row in rows if row["decision"] in ("better", "no difference")]
+    path = one.folder / f"{Path(script).stem}.patch"
+    write_whole(path.with_suffix(".py"), without(text, *out))
+    write_patch(path, without(text, *out), options.vs)
+    race.say(f"{path} keeps what pays; it leaves out: {', '.join(map(str, out)) or 'nothing'}",
+             who="ablate")
 
 if __name__ == "__main__":
     sys.exit(run(main))

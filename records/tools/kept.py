@@ -2,12 +2,13 @@
 is made once. Another race of the same baseline, settings, data, machine and torch examines and
 reads them there, and copies their logs into its own folder."""
 
+import json
 import os
 import shutil
 from pathlib import Path
 from statistics import fmean
 
-from data.common import locked
+from data.common import locked, write_whole
 from records.tools import logs, trial
 
 MOST_BYTES = 100e9  # of all that is kept
@@ -51,6 +52,18 @@ def limited(baselines: Path) -> str:
         log.unlink()
         shutil.rmtree(log.with_suffix(""), ignore_errors=True)
     return f"{sum(sizes) / 1e9:.2g} GB of runs are kept in {baselines}"
+
+def introduce(folder: Path, baseline: dict):
+    """Tells a new race what one beside it has found out about a baseline of this name, sha256 and
+    flags."""
+    name = baseline.pop("name")
+    known = {f"{name}.{key}": value for key, value in baseline.items()}
+    for path in folder.parent.glob("race_*/race.json"):
+        told = json.loads(path.read_text())
+        if known.items() <= told.items() and not (folder / "race.json").exists():
+            facts = {key: value for key, value in told.items()
+                     if key in ("text", "key", "took") or key.startswith(f"{name}.")}
+            write_whole(folder / "race.json", json.dumps(facts))
 
 def maker(one) -> str:
     """The folder of the race that made a run."""

@@ -141,6 +141,14 @@ def idle_gpus(ranks: int, gpus: int, tokens: int, micro_batches: int) -> str:
                     "would use all)")
     return f" on {ranks} of {gpus} GPUs"
 
+def places(at_once: int | None) -> list[dict]:
+    """The environment of each run that may go on at a time: one on a GPU, or `at_once`."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+    if gpus:
+        return [{"CUDA_VISIBLE_DEVICES": names[i % gpus]} for i in range(at_once or gpus)]
+    return [{"NPROC": str(max(1, cores() // at_once))}] * at_once if at_once else [{}]
+
 def prepare_cpu(ranks: int):
     """Sets what makes training on a CPU fast, and complains if there is a driver for a GPU."""
     if NVIDIA_DRIVER.exists() and "CUDA_VISIBLE_DEVICES" not in os.environ:

@@ -83,7 +83,8 @@ class Race:
     options: Namespace
     text: dict | None = None  # on which runs are examined, as trial.text_for has it
     places: dict = field(default_factory=dict)  # {seed: where the exam of its runs begins in it}
-    key: str = ""  # of the kept runs of its baseline
+    baselines: Path = Path()  # where runs of baselines are kept
+    key: str = ""  # of those of this baseline
     end: float = math.inf  # of the hours for it, by time.monotonic()
     longest: float = 0.0  # seconds of a pair
 
@@ -123,6 +124,7 @@ def parse(arguments) -> Race:
     add("--name", help="of the race (the first copy's)")
     add("--why", default="", help="a note of one line, for ./run.sh ideas")
     add("--records", default="records", help="where the race's folder lies (records)")
+    add("--baselines", help="where their runs are kept (beside the race)")
     add("--seed", type=between(0), default=1, help="the first one (1)")
     add("--dishonest", action="store_true",
         help="race a script all the same in which an exam sees what must not be")
@@ -156,8 +158,9 @@ def parse(arguments) -> Race:
         require(flag.partition("=")[0] not in ("--resume", "--check"),
                 f"{flag}: a race starts runs of its own; leave it out")
     baseline, *candidates = racers
-    folder = Path(options.records).expanduser() / f"race_{options.name or candidates[0].name}"
-    return Race(folder, candidates, baseline, options,
+    records = Path(options.records).expanduser()
+    return Race(records / f"race_{options.name or candidates[0].name}", candidates, baseline,
+                options, baselines=Path(options.baselines or records / "baselines"),
                 end=time.monotonic() + 3600 * options.hours)
 
 def name_of(script: str) -> str:
@@ -240,7 +243,7 @@ def announce(race: Race):
             same = [row["copy"], row["baseline"]] == [one.digest, race.baseline.digest]
             if same and row["race"] != race.folder.name:
                 say(f"{one.name} was raced before: {row['decision']} in {row['race']}")
-    say(kept.limited(race.folder.parent / "baselines"))
+    say(kept.limited(race.baselines))
     highest = judge.e_of_pairs([1.0] * most)
     if highest < needed_E(race, -1):
         say(f"--most={most} cannot show that a copy is better: E is {plain(highest, 2)} at most by "
@@ -257,7 +260,7 @@ def try_out(race: Race, racer: Entry):
     try:
         one = trial.run(racer, race.seeds[0], folder, "--num_iterations=1", "--val_loss_every=0",
                         NPROC="1")
-        race.text = race.text or trial.text_for(one, race.folder.parent / "baselines")
+        race.text = race.text or trial.text_for(one, race.baselines)
         if racer is race.baseline:
             race.key = kept.key_of(racer, one)
         judge_exam(race, racer, trial.examine(racer, one)["problem"])
@@ -314,7 +317,7 @@ def take_runs(race: Race, seed: str):
 def train(race: Race, racer: Entry, seed: str, pair: int):
     what = f"pair {pair} of at most {race.options.most}, {racer.name}, seed {seed}"
     say(what)
-    store = race.folder.parent / "baselines" / race.key
+    store = race.baselines / race.key
     folder = race.folder if racer in race.candidates else store / race.folder.name
     try:
         with tqdm(desc=racer.name, unit="step", disable=None, leave=False) as bar:
