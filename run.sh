@@ -3,7 +3,7 @@
 #     trains, with a log in records/: the speedrun where there is a CUDA GPU, else the demo.
 #     --repeat=N compares runs of N seeds, and --text trains the demo on a text of your own.
 # ./run.sh --resume[=RUN]           continues the newest run, or that of a log, folder or checkpoint
-# ./run.sh race my_record.py [more.py ...] [--vs=train_gpt.py]    are copies better?
+# ./run.sh race my_record.py [--vs=train_gpt.py]                  is a copy better?
 # ./run.sh ablate my_record.py [--vs=train_gpt.py]                what is each part of a copy worth?
 # ./run.sh night ideas/ [--hours=8] [--vs=train_gpt.py]      which patches in a folder are better?
 # ./run.sh bench [my_record.py ...] [--vs=train_gpt.py|LOG]      what does a step cost here?

@@ -197,7 +197,7 @@ IN_PROGRAMS = {
         ("the first seed is not the one asked for", "first = «self.options.seed→1»\n",
          "two_settings"),
         ("the copy always begins", "missing if «pair % 2→True» else", "in_turn"),
-        ("a race that is lost is status 0", "return «3→0» if decisions", "status_and"),
+        ("a race that is lost is status 0", '["decision"], «3→0»)', "status_and"),
         ("a race goes on with other flags", '"sha256", «"flags", →»"dis', "refuses_what"),
         ("losses on other texts are raced", "any(«ours.validated_on != theirs→ours.validated_on "
          "!= ours».validated_on", "status_and")],
@@ -205,9 +205,7 @@ IN_PROGRAMS = {
         ("runs of another script count", "if «same and →»whole", "which_runs"),
         ("an exam that failed is passed", "if «status or not rows→False»:", "a_mistake_shows")],
     ("records/tools/verdict.py", "test_race.py"): [
-        ("a copy that trains on more is kept", "not one.dishonest« and equal→» and", "status_and"),
-        ("candidates without runs do not count", "absent = «len(candidates) - len(raced)→0»",
-         "many_candidates")],
+        ("a copy that trains on more is kept", "not one.dishonest« and equal→» and", "status_and")],
     ("records/tools/verify.py", "test_verify.py"): [
         ("a value that most runs have is expected", "«expected or →»max(", "what_is_changed"),
         ("a run on another machine is no matter", "keys.union(«*[MACHINE & run.environment.keys() "

@@ -18,9 +18,10 @@ def ideas_in(folder):
             for r in ledger.read(folder / "ideas.csv")]
 
 def test_an_idea_that_goes_on_is_still_one_idea(tmp_path):
-    ledger.add(tmp_path, "race_x", [row("a"), row("b, \"c\"\n", interval=[-1.0, 2.5])])
-    ledger.add(tmp_path, "race_y", [row("a", pairs=0, E=None, decision="broken", difference=None)])
-    ledger.add(tmp_path, "race_x", [row("a", pairs=7), row("a", "2")])
+    for race, one in (("x", row("a")), ("x", row("b, \"c\"\n", interval=[-1.0, 2.5])),
+                      ("y", row("a", pairs=0, E=None, decision="broken", difference=None)),
+                      ("x", row("a", pairs=7)), ("x", row("a", "2"))):
+        ledger.add(tmp_path, f"race_{race}", one)
     assert ideas_in(tmp_path) == [("race_x", "b, \"c\"", "1", "3"), ("race_y", "a", "1", "0"),
                                   ("race_x", "a", "1", "7"), ("race_x", "a", "2", "3")]
     second = ledger.read(tmp_path / "ideas.csv")[0]
@@ -34,10 +35,10 @@ def test_an_idea_that_goes_on_is_still_one_idea(tmp_path):
       for wrong in ("x", "nan", "-1"))])
 def test_what_others_did_to_a_ledger(change, warned, tmp_path, capsys):
     """It is read all the same, a line that is none is named, what comes after it stays whole."""
-    ledger.add(tmp_path, "race_x", [row("a", E=2.5)])
+    ledger.add(tmp_path, "race_x", row("a", E=2.5))
     path = tmp_path / "ideas.csv"
     path.write_bytes(change(path.read_text()).encode())
-    ledger.add(tmp_path, "race_z", [row("c")])
+    ledger.add(tmp_path, "race_z", row("c"))
     assert ideas_in(tmp_path) == [("race_x", "a", "1", "3"), ("race_z", "c", "1", "3")]
     assert [one["E"] for one in ledger.read(path)] == [2.5, 2.0]
     err = capsys.readouterr().err
@@ -47,7 +48,7 @@ def enter(folders, name, barrier):
     for folder in folders:
         barrier.wait()
         for i in range(3):
-            ledger.add(folder, f"race_{name}", [row(f"{name}{i}")])
+            ledger.add(folder, f"race_{name}", row(f"{name}{i}"))
 
 def test_races_that_end_together_lose_nothing(tmp_path):
     """Also not where each finds no ledger: 40 times, each time three races at once."""
@@ -85,10 +86,10 @@ def test_the_table(tmp_path, monkeypatch, capsys):
     (tmp_path / "records" / "2026-11-25_x").mkdir(parents=True)
     ledger.main([])
     assert "no such idea yet" in capsys.readouterr().out
-    ledger.add(tmp_path / "records" / "2026-11-25_x", "race_y", [row("old", "3", E=None, p=0.5)])
-    ledger.add(tmp_path / "records", "race_x", [
-        row("good", keep=True, decision="better", E=5000.0), row("bad\x1b", E=0.25),
-        row("of_many_candidates", E=150.0), row("broken", E=None, difference=None)])
+    ledger.add(tmp_path / "records" / "2026-11-25_x", "race_y", row("old", "3", E=None, p=0.5))
+    for one in (row("good", keep=True, decision="better", E=5000.0), row("bad\x1b", E=0.25),
+                row("part_of_many", E=150.0), row("broken", E=None, difference=None)):
+        ledger.add(tmp_path / "records", "race_x", one)
     ledger.main([])
     out = capsys.readouterr().out
     assert all(len(line) <= 80 for line in out.splitlines())
@@ -97,7 +98,7 @@ def test_the_table(tmp_path, monkeypatch, capsys):
     assert [[*line.split()[1:3], *line.split()[4:]] for line in rows] == [
         ["good", "1", "better", "+0.0100", "E", "5,000", "3", "yes"],
         [r"bad\x1b", "1", "undecided", "+0.0100", "E", "0.25", "3", "-"],
-        ["of_many_candidates", "1", "worse?", "+0.0100", "E", "150", "3", "-"],
+        ["part_of_many", "1", "worse?", "+0.0100", "E", "150", "3", "-"],
         ["broken", "1", "undecided", "-", "-", "3", "-"],
         ["old", "3", "undecided", "+0.0100", "p", "0.5", "3", "-"]]
     assert count == "5 ideas, 1 of them kept at a false discovery rate of 5%"

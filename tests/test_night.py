@@ -31,7 +31,7 @@ def without_races(patch):
             print(f"error: {error}", file=stdout)
             yield Mock(poll=lambda: 2, returncode=2)
             return
-        one, base = plan.candidates[0], plan.baseline
+        one, base = plan.candidate, plan.baseline
         gain = sum(sign * int(x) for sign, side in ((1, one), (-1, base))
                    for x in re.findall("GAIN (.*)", side.text))
         end = now[0] + (1 if gain else 3600 * plan.options.hours)
@@ -95,7 +95,7 @@ def test_a_winner_is_raced_again_and_climbs(ideas):
     assert [(row["decision"], row["confirmed"]) for row in rows.values()] == [
         ("worse", None), *[("better", True)] * 3, ("broken", None)]
     assert "e.patch: is no patch of " in rows["e.patch"]["why"]
-    one, = race.parse(rows["b.patch"]["words"]).candidates
+    one = race.parse(rows["b.patch"]["words"]).candidate
     assert one.flags == ["demo", "--muon_lr=2"] and rows["b.patch"]["why"] == "faster"
     assert "--seed=1001" in rows["b.patch"]["words"] and "--muon_lr=2" in rows["d.patch"]["words"]
     ideas.add("a.patch", "line 10\n", "GAIN 2\n")

@@ -136,7 +136,7 @@ def test_its_page_is_fresh_after_every_run(place, monkeypatch):
     monkeypatch.setattr(race.verdict.page, "save", lambda path, sides, comparisons, target, notes,
                         alive: pages.append((len(sides[-1].runs), len(comparisons), notes, alive)))
     run_race(place, "--most=2")
-    assert pages == [(1, 1, [], True), (2, 1, [], True), (2, 1, [], True), (2, 1, [], False)]
+    assert pages == [(1, 1, [], True), (1, 1, [], True), (2, 1, [], True), (2, 1, [], False)]
 
 def test_a_race_in_turn_with_the_same_seeds(place, capsys, monkeypatch):
     assert run_race(place, "--most=3", "--level=0.5", "--muon_lr=2") == 0
@@ -205,41 +205,23 @@ def test_pairs_are_added_until_it_is_decided(place, capsys):
     before = starts(place)
     assert run_race(place, "--most=20") == 0 and starts(place) == before
 
-def test_many_candidates_share_the_baseline_and_drop_out(place, capsys):
-    offsets = {"worse": 0.3, "same": 0.0, "broken": 0.0, "liar": -2.0}
-    for name, offset in offsets.items():
-        text = STAND_IN.replace("OFFSET = 0.0", f"OFFSET = {offset}")
-        text = text.replace("loss = 5", "loss = missing") if name == "broken" else text
-        (place / f"{name}.py").write_text(text + "# DISHONEST\n" * (name == "liar"))
-    copies = [str(place / f"{name}.py") for name in offsets]
-    settings = f"{place / 'base.py'} --muon_lr=3"
-    assert run_race(place, *copies, settings) == 0
-    rows = verdicts(place)
-    assert {name: (row["decision"], row["keep"], row["honest"]) for name, row in rows.items()} == {
-        "record": ("better", True, True), "worse": ("worse", False, True),
-        "same": ("no difference", False, True), "broken": ("broken", False, True),
-        "liar": ("dishonest", False, False), "base_muon_lr_3": ("no difference", False, True)}
-    assert rows["same"]["pairs"] == 2 and rows["broken"]["pairs"] == rows["liar"]["pairs"] == 0
-    assert rows["liar"]["why"].endswith("it is not raced, unless you add --dishonest")
-    best = rows["record"]
-    assert best["adjusted"] == pytest.approx(6 / best["E"]) and best["E"] > 600
-    assert rows["worse"]["E"] >= 100
+@pytest.mark.parametrize("script, new, expected", [
+    ("record.py", "OFFSET = 0.3", (3, "worse", LEAST)),
+    ("base.py --muon_lr=3", "OFFSET = 0.0", (3, "no difference", 2)),
+    ("record.py", "OFFSET = -0.1\n1 / ('--seed=2' not in sys.argv)", (2, "broken", 1))])
+def test_how_a_candidate_may_fare(place, script, new, expected, capsys):
+    """From the logs, verify finds the same."""
+    changed(place, "OFFSET = 0.0", new)
+    status = run_race(place, "--name=x", script=script)
+    ((name, row),) = verdicts(place, "x").items()
+    assert (status, row["decision"], row["pairs"]) == expected and not row["keep"]
+    folder = place / "records" / "race_x"
+    assert verify.main([str(folder)]) == 0
+    assert (folder / f"{name}.patch").read_text().startswith(
+        "flags: --muon_lr=3\n" if "--" in script else "---")
     made = Counter(name for name, _, steps in starts(place) if steps is None)
-    assert made == {**{name: row["pairs"] for name, row in rows.items() if row["pairs"]},
-                    "base": max(best["pairs"], rows["worse"]["pairs"])}
-    assert len({row["patch"] for row in rows.values()} - {rows["same"]["patch"]}) == 5
-    assert verify.main([str(place / "records" / "race_record")]) == 0
-    out, err = capsys.readouterr()
-    assert "NameError: name 'missing' is not defined" in err and " of 600\n" in out
-    patch = place / "records" / "race_record" / "base_muon_lr_3.patch"
-    assert patch.read_text() == "flags: --muon_lr=3\n"
-    before = starts(place)  # the same command tries only what could not be raced
-    changed(place, "OFFSET = 0.0", "OFFSET = 0.2", "broken")
-    assert run_race(place, *copies, settings) == 0
-    more = starts(place)[len(before):]
-    assert more[:2] == [("broken", 1, "1"), ("liar", 1, "1")]
-    assert {name for name, _, steps in more if steps is None} == {"broken"}
-    assert verdicts(place)["broken"]["decision"] == "worse"
+    assert made == {name: row["pairs"], "base": row["pairs"] + (status == 2)}
+    assert ("ZeroDivisionError" in capsys.readouterr().err) == (status == 2)
 
 @pytest.mark.parametrize("old, new, flags, expected, why", [
     ("tokens:{step}", "tokens:{2 * step}", [], (3, "no difference", False), "Unequal: record has "
@@ -315,13 +297,14 @@ def test_a_patch_is_raced(place, capsys):
         f"{head}--- base.py\n+++ x\n@@ -5 +5 @@\n-OFFSET = 0.0\n+OFFSET = -0.1\n")
     (place / "two.patch").write_text(head)
     (place / "three.patch").write_text("@@ -1 +1 @@\n-x\n+y\n")
-    assert run_race(place, f"{place}/two.patch --x=1", "--most=1", script="one.patch") == 4
-    rows = verdicts(place, "one")
-    assert rows["one"]["difference"] == pytest.approx(-0.1, 0.1) and rows["one"]["note"] == "a word"
+    assert run_race(place, "--most=1", script="one.patch") == 4
+    row = verdicts(place, "one")["one"]
+    assert row["difference"] == pytest.approx(-0.1, 0.1) and row["note"] == "a word"
     told = json.loads((place / "records" / "race_one" / "race.json").read_text())
     assert [told[f"{name}.flags"] for name in ("one", "base")] == [["--muon_lr=2"], []]
-    assert rows["two"]["decision"] == "broken"  # for it has no flag --x
     assert verify.main([str(place / "records" / "race_one")]) == 0
+    assert run_race(place, script="two.patch --x=1") == 2  # for it has no flag --x
+    assert verdicts(place, "two")["two"]["decision"] == "broken"
     assert run_race(place, script="three.patch") == 2
     assert "three.patch: is no patch of " in capsys.readouterr().err
 
@@ -403,16 +386,18 @@ def test_a_race_that_goes_on_refuses_what_has_changed(place, capsys, monkeypatch
 @pytest.mark.parametrize("flags, words", [
     (["--most=0"], "argument --most: 0: expected a whole number from 1 on"),
     (["--resume=x.log"], "--resume=x.log: a race starts runs of its own"),
-    (["train_gpt.py --x='"], "cannot be split into flags (No closing quotation); close its quotes"),
+    (["base.py --x='"], "cannot be split into flags (No closing quotation); close its quotes"),
     (["--level=2"], "argument --level: 2: expected a number from 1e-09 to 0.5"),
     (["gone.py"], "gone.py: cannot be read"),
-    (["train_gpt.py --val_files=x.bin"], "--val_files=x.bin: losses compare only on one validation "
-     "text, so this flag takes effect on all sides or on none"),
-    (["train_gpt.py --muon_lr=1 --val_tokens 9"], "--val_tokens: losses compare only on one"),
+    (["base.py --val_files=x.bin"], "--val_files=x.bin: losses compare only on one validation text, "
+     "so this flag takes effect on both sides or on none"),
+    (["base.py --muon_lr=1 --val_tokens 9"], "--val_tokens: losses compare only on one"),
+    (["record.py", "b.py --x=1"], "error: b.py --x=1: a race has one copy; put several into a "
+     "folder, and ./run.sh night FOLDER races them"),
     (["base.py"], "would race itself, with the same settings: name a copy"),
     (["demo"], "no word names a copy: ./run.sh race my_record.py")])
 def test_wrong_usage_starts_nothing(flags, words, place, capsys):
-    script = flags.pop() if flags in (["demo"], ["base.py"]) else "record.py"
+    script, *flags = flags if not flags[0].startswith("--") else ["record.py", *flags]
     assert run_race(place, *flags, script=script) == 2
     out = capsys.readouterr()
     assert words in out.err and not (place / "starts").exists() and len(out.err.splitlines()) == 1
@@ -497,7 +482,7 @@ def test_a_word_may_hold_a_script_with_its_flags(word, script, own, tmp_path, mo
     for path in (script, "my base.py"):
         Path(path).write_text(path)
     found = race.parse([word, "--vs=my base.py", "--z=3"])
-    (one,) = found.candidates
+    one = found.candidate
     assert (one.script, one.text, one.flags) == (script, script, ["--z=3", *own])
     assert found.baseline.name == "my_base" and found.folder.name == f"race_{one.name}"
 

@@ -148,7 +148,7 @@ def training(words: list[str]) -> tuple[str | None, list[str]] | None:
         if words[0] == "ablate":
             options = [word for word in options if not word.startswith("--part=")]
         flags = [word for word in options if word not in scripts and not word.startswith("--vs=")]
-        ours = race.parse([__file__, *flags]).candidates[0]  # train_gpt.py would race itself
+        ours = race.parse([__file__, *flags]).candidate  # train_gpt.py would race itself
         words = [scripts[0], *ours.flags]
     own = ("train", "--repeat=", "--text=", "--resume")  # what the launcher takes for itself
     return launch.split_words([word for word in words

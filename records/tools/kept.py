@@ -69,16 +69,16 @@ def maker(one) -> str:
     """The folder of the race that made a run."""
     return Path(one.hyperparameters.get("records", "").strip("'\"")).parent.name
 
-def of_others(runs: dict, candidates: list[trial.Entry]) -> list:
-    """The runs of a baseline that another race made than those of the candidates."""
-    own = {maker(one) for each in candidates for one in each.done.values()}
+def of_others(runs: dict, candidate: trial.Entry) -> list:
+    """The runs of a baseline that another race made than those of the candidate."""
+    own = {*map(maker, candidate.done.values())}
     return [one for one in runs.values() if own and maker(one) not in own]
 
-def rescale(runs: dict, again: dict, candidates: list[trial.Entry]) -> float:
+def rescale(runs: dict, again: dict, candidate: trial.Entry) -> float:
     """Gives kept runs the times that they would have today, by those that were made again; how
     much longer they are."""
     factor = fmean(one.seconds / runs[seed].lines[-1].seconds for seed, one in again.items())
-    for one in of_others(runs, candidates):
+    for one in of_others(runs, candidate):
         one.seconds = one.lines[-1].seconds * factor
         one.clock = tuple(x * factor for x in logs.clock_beside(one.path) or ()) or None
     return factor

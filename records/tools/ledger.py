@@ -2,11 +2,11 @@
 
     ./run.sh ideas [WORD ...]      with --json, all columns for programs
 
-Every race appends its candidates to records/ideas.csv, failed and broken ones too, since the more
-is tried, the more looks good by chance. Yours are shown first, then those of the dated folders.
+Every race appends its candidate to records/ideas.csv, a failed or broken one too, since the more is
+tried, the more looks good by chance. Yours are shown first, then those of the dated folders.
 `kept` marks ideas that are to be kept, and that a false discovery rate of 5 % leaves by e-BH (Wang
 and Ramdas, arXiv:2009.02824). It takes an E, which older races by p-values lack. `better?` and
-`worse?` have an E above 100, but their race asked for more, since it had several candidates.
+`worse?` have an E above 100, but their race asked for more.
 """
 
 import contextlib
@@ -59,22 +59,21 @@ def read(path: Path) -> list[dict]:
                   file=sys.stderr)
     return list(found.values())
 
-def add(records: Path, race: str, verdict: list[dict]):
-    """Append a race's candidates, each line by one write, so that races that end together lose
-    nothing. Two that find no ledger both write a header, which is read as often as it stands."""
+def add(records: Path, race: str, verdict: dict):
+    """Append a race's candidate by one write, so that races that end together lose nothing. Two
+    that find no ledger both write a header, which is read as often as it stands."""
+    low, high = verdict["interval"] or (None, None)
+    row = verdict | {"date": f"{datetime.now(timezone.utc):%Y-%m-%d}", "race": race,
+                     "low": low, "high": high}
+    cells = ["" if row.get(key) is None else str(row[key]) for key in COLUMNS]
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(" ".join(cell.split()) for cell in cells)
     with open(Path(records, "ideas.csv"), "ab+", buffering=0) as file:
-        for one in verdict:
-            low, high = one["interval"] or (None, None)
-            row = one | {"date": f"{datetime.now(timezone.utc):%Y-%m-%d}", "race": race,
-                         "low": low, "high": high}
-            cells = ["" if row.get(key) is None else str(row[key]) for key in COLUMNS]
-            text = io.StringIO()
-            csv.writer(text, lineterminator="\n").writerow(" ".join(cell.split()) for cell in cells)
-            size = file.seek(0, io.SEEK_END)
-            before = "" if size else ",".join(COLUMNS) + "\n"
-            if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
-                before = "\n"  # a full disk has cut a line, which must not spoil this one
-            file.write(f"{before}{text.getvalue()}".encode("utf-8", "backslashreplace"))
+        size = file.seek(0, io.SEEK_END)
+        before = "" if size else ",".join(COLUMNS) + "\n"
+        if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+            before = "\n"  # a full disk has cut a line, which must not spoil this one
+        file.write(f"{before}{text.getvalue()}".encode("utf-8", "backslashreplace"))
 
 def read_all(*more: Path) -> list[dict]:
     """The ideas of all ledgers here, and of those in more folders."""

@@ -1,23 +1,22 @@
-"""Race copies of the script against the script, by runs with the same seeds:
+"""Race a copy of the script, the candidate, against the script, by runs with the same seeds:
 
     ./run.sh race my_record.py [--vs=train_gpt.py] [preset] [flags]
-    ./run.sh race a.py b.patch "train_gpt.py --muon_lr=0.04"     several candidates, one baseline
-    ./run.sh race my_record.py --text=FILE                       on a text of your own
+    ./run.sh race my_record.patch                  or "train_gpt.py --muon_lr=0.04"
+    ./run.sh race my_record.py --text=FILE         on a text of your own
 
-All scripts train in turn with the same seed, then with the next one. What a change leaves alone
+Both scripts train in turn with the same seed, then with the next one. What a change leaves alone
 begins with the same weights then, and the data come in the same order, so the differences of such
-pairs spread far less than the runs do.
+pairs spread far less than the runs do. Several ideas are a night (./run.sh night --help).
 
-Pairs are added until it is decided whether a candidate is better or worse than the baseline, or
---most of them are done. The e-value that decides, at 1 / --level, may be looked at after every pair
-(judge.py says why), so with a higher --most, the same command goes on. Among several candidates it
-takes more to be better, since the best of many looks good by chance. A candidate also drops out if
-its losses are the baseline's to the last digit in two pairs.
+Pairs are added until it is decided whether the candidate is better or worse than the baseline, its
+losses are the baseline's to the last digit in two pairs, or --most pairs are done. The e-value that
+decides, at 1 / --level, may be looked at after every pair (judge.py says why), so with a higher
+--most, the same command goes on.
 
 The race runs copies of the scripts, which may be edited meanwhile. Before its first run each trains
 one step, whose exam shows mistakes at once. After each pair, exam.py examines both final
 checkpoints: their losses on a part of the text that no run was given are what the verdict judges. A
-copy that fails drops out, unless --dishonest lets it race on, and so does one of which a phase (its
+copy that fails is out, unless --dishonest lets it race on, and so is one of which a phase (its
 import, its checks, its warm-up, a step, its exam) takes three times as long as the baseline's, and
 two minutes. A baseline's runs serve later races too (see kept.py). In front of a patch may stand
 `flags: --muon_lr=0.04`, its own, and `why: NOTE`.
@@ -27,24 +26,24 @@ written after every run, and in the end a verdict (verdict.txt, verdict.json), a
 and what was changed (NAME.patch). records/ideas.csv gets a line. Interrupted, the same command goes
 on, unless a script or a flag has changed.
 
-The flags of run.sh go to all sides: a preset (speedrun, short or demo), --text=FILE_OR_FOLDER, and
-all settings of ./run.sh train --help. Those in one word with a script go to that one. A candidate's
+The flags of run.sh go to both sides: a preset (speedrun, short or demo), --text=FILE_OR_FOLDER, and
+all settings of ./run.sh train --help. Those in one word with a copy go to it alone. A candidate's
 checkpoints stay only if --save_every asks for it. Unless --val_loss_every is given, runs validate
 on the way and near the end, where the slope tells how many steps and seconds a nat is worth.
 
---json prints verdict.json alone, a list with an object for each candidate:
+--json prints verdict.json alone, a list with one object:
   candidate, script, patch (its SHA-256), honest, pairs, why (in words), note (by --why)
   decision: better, worse, no difference, undecided, broken (it does not run) or dishonest
   keep: whether it is better, honest, has the baseline's number of tokens, and is not shown to
     take more seconds to the baseline's final loss or to have a wrong clock
-  difference (candidate - baseline, in nats a token), its interval, E, adjusted (1 / E, by Holm's
-    method for the number of candidates); p is null, since no p-value may be looked at so often
+  difference (candidate - baseline, in nats a token), its interval, E, adjusted (1 / E); p is null,
+    since no p-value may be looked at so often
   steps_later (than the baseline to its loss, by its own curve; below 0 if earlier), steps_interval;
     seconds_later, seconds_interval: the same in training time; slower: whether these show it
   hours: of its runs and exams; copy, baseline: hashes of the scripts with their flags
   seconds, tokens, parameters, baseline_seconds and so on
 What is not known is null.
-Exit status: 0 if one is to be kept, else 4 if one is undecided, else 3; 2 if none could be raced.
+Exit status: 0 if it is to be kept, 4 if it is undecided, else 3; 2 if it could not be raced.
 """
 
 import contextlib
@@ -78,7 +77,7 @@ VALIDATION = {"--val_files", "--val_tokens", "--val_seq_len", "--vocab_size", "-
 @dataclass
 class Race:
     folder: Path
-    candidates: list[Entry]
+    candidate: Entry
     baseline: Entry
     options: Namespace
     text: dict | None = None  # on which runs are examined, as trial.text_for has it
@@ -90,7 +89,7 @@ class Race:
 
     @property
     def racers(self):
-        return [*self.candidates, self.baseline]
+        return [self.candidate, self.baseline]
 
     @property
     def seeds(self):
@@ -99,8 +98,8 @@ class Race:
 
     @property
     def racing(self):
-        """The candidates that still race."""
-        return [one for one in self.candidates if not (one.problem or one.decided)]
+        """Whether it goes on."""
+        return not (self.candidate.problem or self.candidate.decided)
 
 def say(text: str, who: str = "race"):
     tqdm.write(f"{who}: {logs.printable(text)}", file=sys.stdout)
@@ -114,14 +113,14 @@ SCRIPT = re.compile(r"(?s)(['\"]?)([^-'\"].*?\.(?:py|patch|diff))\1(?:\s+(-.*))?
 def parse(arguments) -> Race:
     """The plan of a race."""
     parser = ArgumentParser(description=__doc__, prog="./run.sh race",
-                            usage="%(prog)s my_record.py [more.py ...] [options] [preset] [flags]")
+                            usage="%(prog)s my_record.py [options] [preset] [flags]")
     add = parser.add_argument
     add("--vs", default="train_gpt.py", help="the baseline (train_gpt.py)")
     add("--most", type=between(1), default=12, help="pairs, unless it is decided before (12)")
     add("--level", type=between(1e-9, 0.5, float), default=0.01,
         help="the chance of a wrong decision (0.01)")
     add("--hours", type=between(0, kind=float), default=math.inf, help="in which it is to end")
-    add("--name", help="of the race (the first copy's)")
+    add("--name", help="of the race (the copy's)")
     add("--why", default="", help="a note of one line, for ./run.sh ideas")
     add("--records", default="records", help="where the race's folder lies (records)")
     add("--baselines", help="where their runs are kept (beside the race)")
@@ -131,36 +130,31 @@ def parse(arguments) -> Race:
     add("--json", action="store_true", help="print verdict.json alone")
     options, words = parser.parse_known_args(arguments)
     require("/" not in (options.name or ""), f"--name={options.name}: a name has no /")
-    scripts = {word: found for word in words if (found := SCRIPT.fullmatch(word))}
+    scripts = [found for word in words if (found := SCRIPT.fullmatch(word))]
     require(scripts, "no word names a copy: ./run.sh race my_record.py [preset] [flags]")
-    flags = [word for word in words if word not in scripts]
-    racers = [Entry(name_of(options.vs), options.vs, flags, script_text(options.vs))]
-    for found in scripts.values():
-        script = found[2]
-        text, head = trial.patched(script, options.vs)
-        try:
-            own = shlex.split(f"{head.get('flags', '')} {found[3] or ''}")
-        except ValueError as error:
-            raise UserError(f"{found[0]}: cannot be split into flags ({error}); close its "
-                            "quotes") from None
-        for flag in own:
-            require(flag.partition("=")[0] not in VALIDATION, f"{flag}: losses compare only on one "
-                    "validation text, so this flag takes effect on all sides or on none: give it "
-                    "as a word of its own")
-        name = name_of(script)
-        if name in [racer.name for racer in racers]:
-            name += re.sub(r"[^\w.]+", "_", f" {' '.join(own)}" if len(scripts) > 1 else "_ours")
-        require(name not in [racer.name for racer in racers],
-                f"two candidates are called {name}: give their files other names")
-        racers.append(Entry(name, script, [*flags, *own], text,
-                            note=options.why or head.get("why", "")))
-    for flag in [flag for racer in racers for flag in racer.flags]:
+    require(len(scripts) == 1, f"{scripts[-1][0]}: a race has one copy; put several into a folder, "
+            "and ./run.sh night FOLDER races them")
+    word, script, own = scripts[0].group(0, 2, 3)
+    flags = [each for each in words if each != word]
+    text, head = trial.patched(script, options.vs)
+    try:
+        own = shlex.split(f"{head.get('flags', '')} {own or ''}")
+    except ValueError as error:
+        raise UserError(f"{word}: cannot be split into flags ({error}); close its quotes") from None
+    for flag in own:
+        require(flag.partition("=")[0] not in VALIDATION, f"{flag}: losses compare only on one "
+                "validation text, so this flag takes effect on both sides or on none: give it as a "
+                "word of its own")
+    for flag in flags + own:
         require(flag.partition("=")[0] not in ("--resume", "--check"),
                 f"{flag}: a race starts runs of its own; leave it out")
-    baseline, *candidates = racers
+    baseline = Entry(name_of(options.vs), options.vs, flags, script_text(options.vs))
+    name = name_of(script)
+    name += "_ours" * (name == baseline.name)
+    candidate = Entry(name, script, flags + own, text, note=options.why or head.get("why", ""))
     records = Path(options.records).expanduser()
-    return Race(records / f"race_{options.name or candidates[0].name}", candidates, baseline,
-                options, baselines=Path(options.baselines or records / "baselines"),
+    return Race(records / f"race_{options.name or name}", candidate, baseline, options,
+                baselines=Path(options.baselines or records / "baselines"),
                 end=time.monotonic() + 3600 * options.hours)
 
 def name_of(script: str) -> str:
@@ -172,8 +166,7 @@ def definition(race: Race) -> dict:
     """What must not change while a race goes on. Scripts that cannot be raced are left out, so that
     they may be mended."""
     found = {"version": 4, "text": race.text, "key": race.key, "first_seed": race.options.seed,
-             "NPROC": os.environ.get("NPROC"),
-             "candidates": [one.name for one in race.candidates]}
+             "NPROC": os.environ.get("NPROC"), "candidates": [race.candidate.name]}
     for racer in race.racers:
         if not racer.problem:
             found |= {f"{racer.name}.{key}": getattr(racer, key)
@@ -234,24 +227,18 @@ def write_definition(race: Race):
     write_whole(race.folder / "race.json", json.dumps(told, indent=1))
 
 def announce(race: Race):
-    names = ", ".join(one.name for one in race.candidates)
-    most = race.options.most
-    say(f"{names} against {race.baseline.name}: at most {runs_of(most, 'pair')} of runs, from seed "
-        f"{race.options.seed} on, in {race.folder}, where race.html shows it as it goes")
+    one, most = race.candidate, race.options.most
+    say(f"{one.name} against {race.baseline.name}: at most {runs_of(most, 'pair')} of runs, from "
+        f"seed {race.options.seed} on, in {race.folder}, where race.html shows it as it goes")
     for row in ledger.read_all(race.folder.parent):
-        for one in race.candidates:
-            same = [row["copy"], row["baseline"]] == [one.digest, race.baseline.digest]
-            if same and row["race"] != race.folder.name:
-                say(f"{one.name} was raced before: {row['decision']} in {row['race']}")
+        same = [row["copy"], row["baseline"]] == [one.digest, race.baseline.digest]
+        if same and row["race"] != race.folder.name:
+            say(f"{one.name} was raced before: {row['decision']} in {row['race']}")
     say(kept.limited(race.baselines))
     highest = judge.e_of_pairs([1.0] * most)
-    if highest < needed_E(race, -1):
+    if highest < 1 / race.options.level:
         say(f"--most={most} cannot show that a copy is better: E is {plain(highest, 2)} at most by "
-            f"then, of {plain(needed_E(race, -1), 2)}")
-
-def needed_E(race: Race, difference: float) -> float:
-    """The E that decides. A gain is the best of several by chance more often."""
-    return (len(race.candidates) if difference < 0 else 1) / race.options.level
+            f"then, of {plain(1 / race.options.level, 2)}")
 
 def try_out(race: Race, racer: Entry):
     """One step on one process, so that a mistake has one traceback, and its exam."""
@@ -272,13 +259,13 @@ def try_out(race: Race, racer: Entry):
         shutil.rmtree(folder, ignore_errors=True)
 
 def drop(race: Race, racer: Entry, problem: str):
-    """A candidate with a problem leaves the race, which without the baseline is none."""
+    """With a problem of the candidate, its race ends. One of the baseline is an error."""
     require(racer is not race.baseline, problem)
     racer.problem = problem
-    say(f"{racer.name} drops out: {problem}")
+    say(f"{racer.name} is out: {problem}")
 
 def judge_exam(race: Race, racer: Entry, problem: str | None, where: str = ""):
-    """A candidate whose exam saw a problem leaves the race too, unless the user says otherwise."""
+    """A candidate whose exam saw a problem is out too, unless the user says otherwise."""
     if problem:
         racer.dishonest = racer.dishonest or f"{racer.script}{where}: {problem}"
         if not race.options.dishonest:
@@ -288,29 +275,28 @@ def judge_exam(race: Race, racer: Entry, problem: str | None, where: str = ""):
 
 def run_pair(race: Race, pair: int):
     """Train and examine what a pair still lacks. Who begins alternates, so that a machine that
-    grows slower favours no side. A candidate whose run fails drops out."""
+    grows slower favours no side."""
     seed = race.seeds[pair - 1]
     began = time.monotonic()
     take_runs(race, seed)
-    order = [*race.racing, race.baseline]
-    missing = [racer for racer in order if seed not in racer.runs]
+    missing = [racer for racer in race.racers if seed not in racer.runs]
     for racer in missing if pair % 2 else missing[::-1]:
         if race.racing:
             train(race, racer, seed, pair)
             verdict.write_page(outcome_of(race), race.folder, alive=True)
-    for racer in order[::-1] if race.racing else ():  # the baseline shows how long an exam takes
-        if seed in racer.runs and seed not in racer.exams:
+    for racer in race.racers[::-1]:  # the baseline shows how long an exam takes
+        if race.racing and seed not in racer.exams:
             examine(race, racer, seed)
     left = race.options.most - pair
     race.longest = max(race.longest, (time.monotonic() - began) * bool(missing))
-    if len(missing) == len(order) and race.racing and left:
+    if len(missing) == 2 and race.racing and left:
         times = [tqdm.format_interval(n * (time.monotonic() - began)) for n in (1, left)]
         say(f"a pair takes {times[0]}; at most {left} more take {times[1]}")
 
 def take_runs(race: Race, seed: str):
     """Takes the runs of a pair that are done, and what their exams found."""
     for racer in race.racers:
-        if seed in racer.done and not racer.decided:
+        if seed in racer.done:
             racer.runs[seed] = racer.done[seed]
             take_exam(race, racer, seed)
 
@@ -318,12 +304,13 @@ def train(race: Race, racer: Entry, seed: str, pair: int):
     what = f"pair {pair} of at most {race.options.most}, {racer.name}, seed {seed}"
     say(what)
     store = race.baselines / race.key
-    folder = race.folder if racer in race.candidates else store / race.folder.name
+    kept_run = racer is race.baseline
+    folder = store / race.folder.name if kept_run else race.folder
     try:
         with tqdm(desc=racer.name, unit="step", disable=None, leave=False) as bar:
             make = partial(trial.run, racer, seed, folder / racer.name, *race.text["flags"],
                            watch=partial(move, bar))
-            one = make() if racer in race.candidates else kept.once(store, racer, seed, make)
+            one = kept.once(store, racer, seed, make) if kept_run else make()
         if time.time() - os.path.getmtime(one.path) > kept.HOUR and pair % kept.EVERY == 1:
             say(f"{what}: trains again, to see whether this machine is as fast as then")
             trial.run(racer, seed, race.folder / "again", *race.text["flags"], "--save_every=0")
@@ -337,7 +324,7 @@ def set_times(race: Race):
     again = trial.finished(race.baseline, logs.read([race.folder / "again"])[0],
                            race.baseline.done)
     if again:
-        factor = kept.rescale(race.baseline.done, again, race.candidates)
+        factor = kept.rescale(race.baseline.done, again, race.candidate)
         say(f"kept runs of {race.baseline.name} took 1 s where they take {factor:.3f} s now")
 
 def examine(race: Race, racer: Entry, seed: str):
@@ -360,7 +347,7 @@ def examine(race: Race, racer: Entry, seed: str):
     set_times(race)
     write_whole(race.folder / "exams.json", json.dumps(
         {"places": race.places, "exams": {one.name: one.exams for one in race.racers}}, indent=1))
-    if racer in race.candidates and "--save_every" not in " ".join(racer.flags):
+    if racer is race.candidate and "--save_every" not in " ".join(racer.flags):
         shutil.rmtree(os.path.splitext(run.path)[0], ignore_errors=True)
     take_exam(race, racer, seed)
 
@@ -381,22 +368,22 @@ def move(bar: tqdm, line: str):
 
 def outcome_of(race: Race) -> verdict.Outcome:
     """What the pairs show, by the losses of their exams."""
-    return verdict.outcome_of(race.candidates, race.baseline, race.options.level)
+    return verdict.outcome_of(race.candidate, race.baseline, race.options.level)
 
 def look(race: Race):
-    """After a pair: who is decided, and how the others stand."""
-    for one in race.racing:
-        pairs = verdict.pairs_of(one, race.baseline)
-        if any(ours.validated_on != theirs.validated_on for ours, theirs in pairs):
-            one.problem = (f"{one.script}: no loss compares, for the validation data or the "
-                           "vocabulary are not the baseline's")
-    rows = {row["candidate"]: row for row in outcome_of(race).rows}
-    for one in race.racing:
-        row = rows[one.name]
-        one.standing = verdict.in_words(verdict.pairs_of(one, race.baseline), row,
-                                        needed_E(race, row["difference"]), race.options.most)
-        one.decided = row["decision"] != "undecided"
-        say(f"{one.name}: {one.standing}")
+    """After a pair: whether it is decided, and how the candidate stands."""
+    if not race.racing:
+        return
+    one = race.candidate
+    pairs = verdict.pairs_of(one, race.baseline)
+    if any(ours.validated_on != theirs.validated_on for ours, theirs in pairs):
+        one.problem = (f"{one.script}: no loss compares, for the validation data or the vocabulary "
+                       "are not the baseline's")
+        return
+    row = outcome_of(race).row
+    one.standing = verdict.in_words(pairs, row, 1 / race.options.level, race.options.most)
+    one.decided = row["decision"] != "undecided"
+    say(f"{one.name}: {one.standing}")
 
 # ---- Judge again ---------------------------------------------------------------------------------
 
@@ -416,37 +403,36 @@ def note_end(race: Race):
     write_whole(path, json.dumps(told, indent=1))
 
 def ended(folder: Path) -> tuple[Race, dict, dict, dict]:
-    """The race that ended in this folder, judged by its logs anew; race.json; the rows of
-    verdict.json, of which the race only takes who broke; what logs.read finds for each side."""
-    told, rows = (json.loads((folder / name).read_text(encoding="utf-8"))
-                  for name in ("race.json", "verdict.json"))
-    rows = {row["candidate"]: row for row, _ in zip(rows, told["candidates"], strict=True)}
-    base, = {key[:-7] for key in told if key.endswith(".sha256")} - {*told["candidates"]}
-    sides = {name: logs.read([folder / name]) for name in (*rows, base)}
-    rows[base] = {"pairs": max(row["pairs"] for row in rows.values())}
+    """The race that ended in this folder, judged by its logs anew; race.json; what stands in
+    verdict.json, of which the race only takes what broke; what logs.read finds for each side."""
+    told, (row,) = (json.loads((folder / name).read_text(encoding="utf-8"))
+                    for name in ("race.json", "verdict.json"))
+    ours, = told["candidates"]
+    theirs, = {key[:-7] for key in told if key.endswith(".sha256")} - {ours}
+    sides = {name: logs.read([folder / name]) for name in (ours, theirs)}
     options = Namespace(seed=told["first_seed"], **told["options"])
-    *candidates, baseline = [
+    candidate, baseline = [
         Entry(name, told.get(f"{name}.script", ""), told.get(f"{name}.flags", []),
               Counter([run.source for run in runs] or [""]).most_common(1)[0][0],
               note=told.get("notes", {}).get(name, ""))
         for name, (runs, _) in sides.items()]
-    for one in candidates:
-        if rows[one.name]["decision"] in ("broken", "dishonest"):
-            one.problem = rows[one.name]["why"]
-    race = Race(folder, candidates, baseline, options)
+    if row["decision"] in ("broken", "dishonest"):
+        candidate.problem = row["why"]
+    race = Race(folder, candidate, baseline, options)
     restore(race, told)
     for seed in race.seeds:
-        take_runs(race, seed)
-        if race.racing and all(seed in one.runs for one in (*race.racing, baseline)):
-            look(race)
-    return race, told, rows, sides
+        if not candidate.decided:
+            take_runs(race, seed)
+            if all(seed in one.runs for one in race.racers):
+                look(race)
+    return race, told, row, sides
 
 # ---- Conclude ------------------------------------------------------------------------------------
 
 def conclude(race: Race) -> int:
-    """Write the verdict, the pictures and the changes; returns the exit status."""
+    """Write the verdict, the pictures and the change; returns the exit status."""
     found = outcome_of(race)
-    texts = verdict.texts_of(found, race.candidates, race.baseline)
+    texts = verdict.texts_of(found, race.candidate, race.baseline)
     for name, text in texts.items():
         write_whole(race.folder / name, text)
     verdict.write_page(found, race.folder, alive=False)
@@ -455,29 +441,25 @@ def conclude(race: Race) -> int:
         print(f"\n{texts['verdict.txt']}", end="", flush=True)
         plot.save(race.folder / "race.png", found.sides, found.comparisons, None)
         say(f"the logs, verdict.txt, race.html and race.png are in {race.folder}")
-        for one in race.racing:
-            say(f"{one.name}: {one.standing}")
+        if race.racing:
+            say(f"{race.candidate.name}: {race.candidate.standing}")
     try:
-        ledger.add(race.folder.parent, race.folder.name, found.rows)
+        ledger.add(race.folder.parent, race.folder.name, found.row)
     except OSError as error:
         say(f"warning: {race.folder.parent / 'ideas.csv'} cannot be written ({error.strerror}), so "
             "./run.sh ideas does not know of this race")
-    decisions = {row["decision"] for row in found.rows}
-    if any(row["keep"] for row in found.rows):
+    if found.row["keep"]:
         return 0
-    if "undecided" in decisions:
-        return 4
-    return 3 if decisions - {"broken", "dishonest"} else 2
+    return {"undecided": 4, "broken": 2, "dishonest": 2}.get(found.row["decision"], 3)
 
 def main(arguments=None) -> int:
     os.chdir(ROOT)
     race = parse(sys.argv[1:] if arguments is None else arguments)
-    for one in race.candidates:
-        require(one.flags != race.baseline.flags
-                or not os.path.samefile(one.script, race.baseline.script),
-                f"{one.script} would race itself, with the same settings: name a copy, or give it "
-                "flags in one word with it (a second file with equal text shows how far runs "
-                "spread)")
+    one = race.candidate
+    require(one.flags != race.baseline.flags
+            or not os.path.samefile(one.script, race.baseline.script),
+            f"{one.script} would race itself, with the same settings: name a copy, or give it "
+            "flags in one word with it (a second file with equal text shows how far runs spread)")
     console = sys.stderr if race.options.json else sys.stdout
     alone = locked(race.folder / ".lock", "this race is running already; wait for it, or give "
                    "this one a --name of its own")
@@ -495,7 +477,7 @@ def main(arguments=None) -> int:
         status = conclude(race)
     if race.options.json:
         print((race.folder / "verdict.json").read_text(encoding="utf-8"))
-    require(status != 2, "; ".join(one.problem for one in race.candidates))
+    require(status != 2, one.problem)
     return status
 
 if __name__ == "__main__":

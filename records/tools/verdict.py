@@ -37,8 +37,8 @@ def in_words(pairs, row: dict, asked: float, most: int) -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    rows: list[dict]  # of verdict.json
-    sides: list  # of the candidates that have pairs, and the baseline's, as compare.py has them
+    row: dict  # of verdict.json
+    sides: list  # the candidate's and the baseline's, as compare.py has them, if there is a pair
     comparisons: list
     notes: list[str]  # what is wrong with scripts
 
@@ -46,29 +46,27 @@ def pairs_of(one: Entry, baseline: Entry) -> list[tuple]:
     """The pairs (its run, the baseline's) of a candidate."""
     return [(run, baseline.runs[seed]) for seed, run in one.runs.items() if seed in baseline.runs]
 
-def outcome_of(candidates: list[Entry], baseline: Entry, level: float) -> Outcome:
-    """By the pairs of each candidate, and by all runs of the baseline, which may have begun a pair
-    that no candidate has yet."""
-    raced = [one for one in candidates if pairs_of(one, baseline)]
-    runs = [[run for run, _ in pairs_of(one, baseline)] for one in raced]
-    of_baseline = [sorted(baseline.runs.values(), key=attrgetter("path"))] * bool(raced)
-    absent = len(candidates) - len(raced)
-    sides, base, found = compare.judged(runs, of_baseline, None, level, absent)
-    known = {one.name: (each, side.used, base[0].used)
-             for one, each, side in zip(raced, found, sides)}
-    rows = [row_of(one, baseline, *known.get(one.name, (NO_PAIR, [], []))) for one in candidates]
-    others = kept.of_others(baseline.runs, candidates)
+def outcome_of(one: Entry, baseline: Entry, level: float) -> Outcome:
+    """By the pairs."""
+    sides, found, known = [], [], (NO_PAIR, [], [])
+    if pairs := pairs_of(one, baseline):
+        runs = [[*side] for side in zip(*pairs)]
+        runs[1].sort(key=attrgetter("path"))
+        sides, base, found = compare.judged(runs[:1], runs[1:], None, level)
+        sides += base
+        known = (*found, *[side.used for side in sides])
+    others = kept.of_others(baseline.runs, one)
     notes = [f"kept runs of {baseline.name}: {len(others)} of {len(baseline.runs)}, made by "
              f"{', '.join(sorted({*map(kept.maker, others)}))}"] * bool(others)
-    notes += [one.problem or one.dishonest for one in [*candidates, baseline]]
-    for one in raced:
-        ours, theirs = (untimed_share(each.runs.values()) for each in (one, baseline))
-        if ours > 1.5 * theirs + 0.02:
-            notes.append(f"while its clock stands, {one.name} runs for {ours:.0%} of the time that "
-                         f"it counts, {baseline.name} for {theirs:.0%}: see what it does then")
-        if names := touched(one.text, baseline.text):
-            notes.append(f"{one.name} changes {', '.join(names)}: look there first")
-    return Outcome(rows, sides + base, found, [logs.printable(one) for one in notes if one])
+    notes += [each.problem or each.dishonest for each in (one, baseline)]
+    ours, theirs = (untimed_share(each.runs.values()) for each in (one, baseline))
+    if ours > 1.5 * theirs + 0.02:
+        notes.append(f"while its clock stands, {one.name} runs for {ours:.0%} of the time that it "
+                     f"counts, {baseline.name} for {theirs:.0%}: see what it does then")
+    if sides and (names := touched(one.text, baseline.text)):
+        notes.append(f"{one.name} changes {', '.join(names)}: look there first")
+    return Outcome(row_of(one, baseline, *known), sides, found,
+                   [logs.printable(note) for note in notes if note])
 
 # What is found of a candidate without a pair.
 NO_PAIR = {"decision": "undecided", "verdict": "no pair", "slower": False, "loss": {},
@@ -131,12 +129,12 @@ def write_page(found: Outcome, folder: Path, alive: bool):
         page.save(folder / "race.html", found.sides, found.comparisons, None, notes=found.notes,
                   alive=alive)
 
-def texts_of(found: Outcome, candidates: list[Entry], baseline: Entry) -> dict[str, str]:
+def texts_of(found: Outcome, one: Entry, baseline: Entry) -> dict[str, str]:
     """The files of the verdict, {name: text}."""
-    texts = {"verdict.json": json.dumps(found.rows, indent=1)}
-    texts |= {f"{one.name}.patch": patch_of(one, baseline) for one in candidates}
+    texts = {"verdict.json": json.dumps([found.row], indent=1),
+             f"{one.name}.patch": patch_of(one, baseline)}
     if found.sides:
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            compare.report(found.sides[:-1], found.sides[-1:], found.comparisons)
+            compare.report(found.sides[:1], found.sides[1:], found.comparisons)
         texts["verdict.txt"] = "".join(f"{note}\n" for note in found.notes) + out.getvalue()
     return texts

@@ -69,7 +69,7 @@ def of_side(told: dict, name: str, runs: list, pairs: int):
             yield f"{run.path}: its run has not finished in one go"
 
 def of_pairs(one: trial.Entry, baseline: trial.Entry):
-    """What differs within the pairs of a candidate, apart from what its patch names."""
+    """What differs within the pairs, apart from what the patch names."""
     changed = re.findall(r"(?m)^(?:[+-]|flags:)(.*)", verdict.patch_of(one, baseline))
     named = CHOSEN.union(re.findall(r"\w+", " ".join(changed)))
     for pair in [(run, baseline.runs.get(seed, run)) for seed, run in one.runs.items()]:
@@ -78,24 +78,24 @@ def of_pairs(one: trial.Entry, baseline: trial.Entry):
             yield from unlike(pair, f"unlike its pair's, {key} is",
                               lambda run: (run.environment | run.hyperparameters).get(key))
 
-def of_files(plan: race.Race, raced: list):
-    """Which files are not what the race would write. It cannot judge what was never raced."""
-    texts = verdict.texts_of(race.outcome_of(plan), raced[:-1], plan.baseline)
-    kept = {plan.folder / f"{one.name}.py": one.text for one in raced}
+def of_files(plan: race.Race):
+    """Which files are not what the race would write."""
+    texts = verdict.texts_of(race.outcome_of(plan), plan.candidate, plan.baseline)
+    kept = {plan.folder / f"{one.name}.py": one.text for one in plan.racers}
     texts |= {path.name: text for path, text in kept.items() if path.exists()}
     written = {name: (plan.folder / name).read_text(encoding="utf-8") for name in texts}
-    rows = [json.loads(each.pop("verdict.json"), parse_float=lambda x: f"{float(x):.9g}")
-            for each in (written, texts)]
-    for told, found in zip(*rows):
-        keys = told | (found if "copy" in told else {})  # older ones have fewer
-        for key in keys if f"{told['candidate']}.patch" in texts else ("pairs", "keep"):
-            if told.get(key) != found.get(key):
-                yield f"verdict.json: {key} is {told.get(key)}, recomputed {found.get(key)}"
+    (told,), (found,) = (json.loads(
+        each.pop("verdict.json"), parse_float=lambda x: f"{float(x):.9g}")
+        for each in (written, texts))
+    keys = told | (found if "copy" in told else {})  # older ones have fewer
+    for key in keys:
+        if told.get(key) != found.get(key):
+            yield f"verdict.json: {key} is {told.get(key)}, recomputed {found.get(key)}"
     for name in texts:
         if written[name] != texts[name]:
             yield f"{name}: is not what the race makes of the logs"
 
-def problems(plan: race.Race, told: dict, rows: dict, sides: dict):
+def problems(plan: race.Race, told: dict, row: dict, sides: dict):
     """A line for each thing that does not hold."""
     for path in sorted({path for path, _ in race.sums(plan.folder).items() ^ told["logs"].items()}):
         yield f"{path}: this file is missing, or has not the SHA-256 that race.json notes"
@@ -103,15 +103,14 @@ def problems(plan: race.Race, told: dict, rows: dict, sides: dict):
     yield from unlike(every, "its training shards are", lambda run: str(run.trained_on()))
     yield from unlike(every, "its validation data are", lambda run: run.validated_on)
     yield from unlike(every, "its ranks are", lambda run: run.ranks, told["NPROC"])
-    raced = [one for one in plan.racers if one.runs or not one.problem]
-    for one in raced:
+    for one in plan.racers:
         runs, unread = sides[one.name]
-        yield from [*unread, *of_side(told, one.name, runs, rows[one.name]["pairs"])]
-        yield from of_pairs(one, plan.baseline)
+        yield from [*unread, *of_side(told, one.name, runs, row["pairs"])]
         if told["version"] > 3:
             for seed in one.runs.keys() - one.exams.keys():
                 yield f"exams.json: has no exam of {one.name}, seed {seed}"
-    yield from of_files(plan, raced)
+    yield from of_pairs(plan.candidate, plan.baseline)
+    yield from of_files(plan)
 
 def main(arguments=None) -> int:
     parser = load.ArgumentParser(description=__doc__, prog="./run.sh verify")
@@ -122,8 +121,8 @@ def main(arguments=None) -> int:
         load.require((folder / name).exists(), f"{folder} {why}")
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # what the race says on its way
-            plan, told, rows, sides = race.ended(folder)
-        found = [*problems(plan, told, rows, sides)]
+            plan, told, row, sides = race.ended(folder)
+        found = [*problems(plan, told, row, sides)]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise load.UserError(f"{folder}: race.json or verdict.json is not as a race leaves it ("
                              f"{type(error).__name__}: {error}); its command writes both anew"
