@@ -215,9 +215,6 @@ IN_PROGRAMS = {
         ("the larger E decides", "np.«minimum→maximum»(e_value"),
         ("half of a rule's p", "p = «float(→0.5 * float(»stats.ttest_1samp")],
     ("records/tools/judge.py", "test_compare.py"): [
-        ("the number of candidates does not count",
-         'p = «test["adjusted"] if (test["difference"] or 0) < 0 else →»p_value(test)\n    return',
-         "several_candidates"),
         ("one equal pair is no effect", "or «any→all»(one != other", "words_of"),
         ("a seed that ran twice is a pair", "« and seeds[run.seed] == 1→»}", "p_value_of")],
     ("records/tools/logs.py", "test_logs.py"): [

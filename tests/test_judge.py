@@ -95,11 +95,6 @@ def test_a_confidence_sequence_has_the_means_that_are_not_excluded(n):
         assert bound == pytest.approx(root)
     assert judge.confidence_sequence(found[:7], 0.01) is None
 
-def test_p_values_adjusted_for_their_number_against_an_example():
-    """Of three, the smallest counts three times, the next twice, and none less than the next."""
-    assert judge.adjusted([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
-    assert judge.adjusted([0.9, 0.8]) == [1, 1] and judge.adjusted([]) == []
-
 @pytest.mark.parametrize("rule, names", [
     ("E", ["normal", "Cauchy"]), ("and bets on signs", [name for name in simulate.DISTRIBUTIONS
                            if "effect" not in name and "skewed" not in name])])

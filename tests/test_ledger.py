@@ -98,7 +98,7 @@ def test_the_table(tmp_path, monkeypatch, capsys):
     assert [[*line.split()[1:3], *line.split()[4:]] for line in rows] == [
         ["good", "1", "better", "+0.0100", "E", "5,000", "3", "yes"],
         [r"bad\x1b", "1", "undecided", "+0.0100", "E", "0.25", "3", "-"],
-        ["part_of_many", "1", "worse?", "+0.0100", "E", "150", "3", "-"],
+        ["part_of_many", "1", "undecided", "+0.0100", "E", "150", "3", "-"],
         ["broken", "1", "undecided", "-", "-", "3", "-"],
         ["old", "3", "undecided", "+0.0100", "p", "0.5", "3", "-"]]
     assert count == "5 ideas, 1 of them kept at a false discovery rate of 5%"

@@ -11,7 +11,7 @@ EVIL = ("</script><script>window.hacked = 1</script><img src=x onerror=window.ha
 
 def page_of(folders, **more) -> str:
     sides = [side_of(label, folder, None) for label, folder in zip("AB", folders)]
-    return page.page(sides, compare.compare_all(sides[:1], sides[1], None), None, **more)
+    return page.page(sides, compare.compare(*sides, None), **more)
 
 def test_it_has_all_that_is_printed(tmp_path, capsys):
     """And the picture, and above it what race.py wants to have said first."""

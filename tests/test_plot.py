@@ -16,8 +16,8 @@ def long_side(label, folder, finals, **more):
 
 def drawn(*sides, target=None):
     """The panels: seconds, tokens, and with pairs the difference."""
-    comparisons = compare.compare_all(sides[:1], sides[1], target) if len(sides) > 1 else ()
-    return plot.draw(sides, comparisons, target).axes
+    comparison = compare.compare(*sides, target) if len(sides) > 1 else None
+    return plot.draw(sides, comparison, target).axes
 
 def bold_lines(panel):
     return [line for line in panel.get_lines() if line.get_linewidth() > 2]
@@ -27,7 +27,7 @@ def test_the_files(tmp_path):
     b = long_side("B", tmp_path / "b", SAME[:1], first_seed=9, hyper={"name": "'b\x1b'"})
     with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text
         for name in ("x.png", "x.svg"):
-            plot.save(tmp_path / name, [a, b], (), 3.28)
+            plot.save(tmp_path / name, [a, b], None, 3.28)
     image = (tmp_path / "x.png").read_bytes()
     assert image.startswith(b"\x89PNG") and int.from_bytes(image[16:20]) == 9 * 144
     text = (tmp_path / "x.svg").read_text()

@@ -133,10 +133,10 @@ def finished_logs(place, side):
 
 def test_its_page_is_fresh_after_every_run(place, monkeypatch):
     pages = []
-    monkeypatch.setattr(race.verdict.page, "save", lambda path, sides, comparisons, target, notes,
-                        alive: pages.append((len(sides[-1].runs), len(comparisons), notes, alive)))
+    monkeypatch.setattr(race.verdict.page, "page", lambda sides, comparison, notes, alive:
+                        pages.append((len(sides[-1].runs), notes, alive)) or "")
     run_race(place, "--most=2")
-    assert pages == [(1, 1, [], True), (1, 1, [], True), (2, 1, [], True), (2, 1, [], False)]
+    assert pages == [(1, [], True), (1, [], True), (2, [], True), (2, [], False)]
 
 def test_a_race_in_turn_with_the_same_seeds(place, capsys, monkeypatch):
     assert run_race(place, "--most=3", "--level=0.5", "--muon_lr=2") == 0
@@ -167,9 +167,10 @@ def test_a_race_in_turn_with_the_same_seeds(place, capsys, monkeypatch):
     assert "-OFFSET = 0.0\n+OFFSET = -0.1\n" in (folder / "record.patch").read_text()
     assert all("--muon_lr=2" in line for line in (place / "starts").read_text().splitlines())
     monkeypatch.setattr(race.plot, "save", SAVE)  # the page and the picture themselves
-    again = race.outcome_of(race.ended(folder)[0])
-    race.verdict.write_page(again, folder, alive=False)
-    race.plot.save(folder / "race.png", again.sides, again.comparisons, None)
+    plan, *_ = race.ended(folder)
+    again = race.verdict.outcome_of(plan)
+    race.verdict.write_page(plan, again, alive=False)
+    race.plot.save(folder / "race.png", again.sides, again.comparison, None)
     assert (folder / "race.png").stat().st_size > 10_000
     assert re.search(r"(?s)record is better than base .*<svg .*</svg>\s+<pre", (
         folder / "race.html").read_text())
@@ -389,8 +390,8 @@ def test_a_race_that_goes_on_refuses_what_has_changed(place, capsys, monkeypatch
     (["base.py --x='"], "cannot be split into flags (No closing quotation); close its quotes"),
     (["--level=2"], "argument --level: 2: expected a number from 1e-09 to 0.5"),
     (["gone.py"], "gone.py: cannot be read"),
-    (["base.py --val_files=x.bin"], "--val_files=x.bin: losses compare only on one validation text, "
-     "so this flag takes effect on both sides or on none"),
+    (["base.py --val_files=x.bin"], "--val_files=x.bin: losses compare only on one validation "
+     "text, so this flag takes effect on both sides or on none"),
     (["base.py --muon_lr=1 --val_tokens 9"], "--val_tokens: losses compare only on one"),
     (["record.py", "b.py --x=1"], "error: b.py --x=1: a race has one copy; put several into a "
      "folder, and ./run.sh night FOLDER races them"),

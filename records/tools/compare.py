@@ -4,13 +4,10 @@
     ./run.sh compare NEW.log NEW2.log --vs records/base  two settings and a verdict
     ./run.sh compare new/ --vs base/ --plot new.png      the same, drawn
     ./run.sh compare new/ --vs base/ --statistics        new/statistics.md, for a submission
-    ./run.sh compare idea1/ idea2/ --vs base/            several candidates, a table
 
 A log is this project's, or published by the speedrun since October 2024, or a captured console; it
 may hold several runs. A folder stands for every .log and .txt below it. A resumed run is read with
-the logs that it continues. The runs named first are A, those after --vs are B, the baseline. With
---vs, each folder named first is a candidate of its own, and p-values of "better" are adjusted for
-their number.
+the logs that it continues. The runs named first are A, those after --vs are B, the baseline.
 
 Only finished runs with finite losses count, and none that was resumed with another script or other
 settings, or whose first log is missing, as long as there are others; what is left out is named.
@@ -23,13 +20,12 @@ decided.
 
 Exit status: 0 all read, 1 some log was none or missing (the rest is still reported), 2 wrong usage,
 or losses on different validation text. --json prints one object for programs, with the fields of
-judge.py's Side and compare_all and logs.py's Run.
+judge.py's Side and compare and logs.py's Run.
 """
 
 import difflib
 import hashlib
 import json
-import os
 import sys
 import textwrap
 from pathlib import Path
@@ -95,14 +91,13 @@ def name_of(runs):
 
 # ---- The verdict ---------------------------------------------------------------------------------
 
-def compare_all(candidates, baseline, target, level=None, more=0):
-    """What judge.compare_all finds, with a diff of the sources and the verdict in words."""
-    found = judge.compare_all(candidates, baseline, level, more)
-    for side, one in zip(candidates, found):
-        one["source"] = source_diff(*[(each.used or each.runs)[0] for each in (baseline, side)])
-        one["unequal"] = unequal(side, baseline)
-        one["sentences"] = sentences_about(side, baseline, one, target)
-        one["verdict"] = " ".join(one["sentences"])
+def compare(a, b, target, level=None):
+    """What judge.compare finds, with a diff of the sources and the verdict in words."""
+    found = judge.compare(a, b, level)
+    found["source"] = source_diff(*[(each.used or each.runs)[0] for each in (b, a)])
+    found["unequal"] = unequal(a, b)
+    found["sentences"] = sentences_about(a, b, found, target)
+    found["verdict"] = " ".join(found["sentences"])
     return found
 
 def source_diff(old, new):
@@ -237,7 +232,7 @@ def share_of_time(test, b):
 def about_later(a, b, comparison):
     """How much longer A takes to the final loss of B, and whether that is decided."""
     test = test_that_speaks(comparison, "later")
-    if comparison["decision"] == "no difference" or test["adjusted"] is None:
+    if comparison["decision"] == "no difference" or judge.p_value(test) is None:
         return ""
     ours, theirs = titles([a, b])
     longer = test["difference"] > 0
@@ -253,7 +248,7 @@ def about_later(a, b, comparison):
 
 def claim(what, names, test, size, words, level=ALPHA):
     """One sentence about a difference A - B, as strong as its p- or e-value and no stronger."""
-    if test["adjusted"] is None:
+    if judge.p_value(test) is None:
         return f"No difference in {what} can be tested, the runs do not spread"
     than = f"{words[test['difference'] > 0]} than {names[1]}"
     text = f"No difference in {what} is shown"
@@ -264,12 +259,8 @@ def claim(what, names, test, size, words, level=ALPHA):
     return f"{text} ({size}, {strength(test)})"
 
 def strength(test):
-    """The p- or e-value in words, what the number of candidates leaves of it, and the signs."""
-    by_p = test["E"] is None
-    text = f"p = {test['p']:.2g}" if by_p else f"E = {plain(test['E'])}"
-    if test["adjusted"] > 1.001 * judge.p_value(test):
-        left = f"{test['adjusted']:.2g}" if by_p else plain(1 / test["adjusted"], 2)
-        text += f", adjusted for the number of candidates {left}"
+    """The p- or e-value in words, and the signs."""
+    text = f"p = {test['p']:.2g}" if test["E"] is None else f"E = {plain(test['E'])}"
     return text + (f", lower in {test['lower']} of {runs_of(test['n'], 'pair')}"
                    if "lower" in test else "")
 
@@ -334,17 +325,10 @@ def parse(arguments):
     return options
 
 def read_sides(options):
-    """The candidates, the baseline in a list, the comparisons, the target, and a line for each
-    input that is no log. With a baseline, each folder is a candidate, and the files are one
-    together."""
-    inputs = [options.logs]
-    if options.vs:
-        files = [path for path in options.logs if not os.path.isdir(path)]
-        inputs = [[path] for path in options.logs if os.path.isdir(path)] + [files] * bool(files)
-        inputs.append(options.vs)
+    """The sides, their comparison, the target, and a line for each input that is no log."""
     sides = []
     unread = []
-    for paths in inputs:
+    for paths in filter(None, (options.logs, options.vs)):
         runs, lines = read(paths)
         if not runs:
             raise load.UserError(f"no run in {', '.join(map(str, paths))} ({'; '.join(lines)})")
@@ -354,66 +338,56 @@ def read_sides(options):
     vocabularies = {run.hyperparameters.get("vocab_size") for runs in sides for run in runs}
     if target is None and vocabularies <= {None, "50257", "50304"}:  # GPT-2's
         target = TARGET
-    count = len(sides) - bool(options.vs)
-    found = judged(sides[:count], sides[count:], target, options.until_decided)
-    return *found, target, unread
+    return *judged(sides, target, options.until_decided), target, unread
 
-def judged(candidates, baseline, target, level=None, more=0):
-    """The runs of each candidate, and those of a baseline in a list, as sides; the comparisons."""
-    labels = [f"A{i}" if len(candidates) > 1 else "A" for i, _ in enumerate(candidates, 1)]
-    candidates = [Side(label, runs, target) for label, runs in zip(labels, candidates)]
-    baseline = [Side("B", runs, target) for runs in baseline]
-    found = compare_all(candidates, *baseline, target, level, more) if baseline else []
-    return candidates, baseline, found
+def judged(sides, target, level=None):
+    """The runs of A, and those of B if there is one, as sides; their comparison or None."""
+    sides = [Side(label, runs, target) for label, runs in zip("AB", sides)]
+    return sides, compare(*sides, target, level) if len(sides) > 1 else None
 
-def report(candidates, baseline, comparisons):
+def report(sides, comparison):
     """Print everything about the sides."""
-    print_verdicts(candidates, comparisons)
-    if len(candidates) > 1 and comparisons:
-        tables.print_table(tables.of_candidates(candidates, *baseline, comparisons))
-        say()
-    for side in candidates + baseline:
+    print_verdict(comparison)
+    for side in sides:
         print_side(side)
-    for side, comparison in zip(candidates, comparisons):
-        print_comparison(side, *baseline, comparison)
-    print_verdicts(candidates, comparisons)  # again, where the eye is
+    if comparison:
+        print_comparison(*sides, comparison)
+    print_verdict(comparison)  # again, where the eye is
 
-def print_verdicts(candidates, comparisons):
-    for side, comparison in zip(candidates, comparisons):
-        name = f" on {side.name}" if len(candidates) > 1 else ""
+def print_verdict(comparison):
+    if comparison:
         first, *others = comparison["sentences"]
-        for text in (f"verdict{name}: {first}", *others):
+        for text in (f"verdict: {first}", *others):
             say_wrapped(text)
         say()
 
 def main(arguments=None):
     """Print what is asked for; returns the exit status."""
     options = parse(arguments)
-    candidates, baseline, comparisons, target, unread = read_sides(options)
+    sides, comparison, target, unread = read_sides(options)
     for line in unread:
         say(line, sys.stderr)
     for path in {Path(path).parent / "verdict.txt" for path in options.logs}:
         if path.exists():
             say(f"note: {path} is the race's own verdict", sys.stderr)
-    sides = candidates + baseline
     if options.plot:
         from records.tools import plot  # which takes a second to import
-        plot.save(options.plot, sides, comparisons, target)
+        plot.save(options.plot, sides, comparison, target)
     if options.statistics:
         from records.tools import submission
-        path = submission.write(candidates, baseline, comparisons, target)
+        path = submission.write(sides, comparison, target)
         if submission.until_decided(sides):
             say(f"warning: {submission.PEEKED}", sys.stderr)
         say(f"{path} is written", sys.stderr)
-    apart = [side for side in candidates if baseline and not comparable_losses(side, *baseline)]
+    apart = comparison and not comparable_losses(*sides)
     if options.json:
-        found = {"version": 12, "target": target, "sides": sides, "comparisons": comparisons,
-                 "unread": unread}
+        found = {"version": 13, "target": target, "sides": sides, "unread": unread,
+                 "comparisons": [comparison] if comparison else []}
         print(json.dumps(found, indent=1, default=as_json, allow_nan=False))
-    elif len(apart) < len(candidates):
-        report(candidates, baseline, comparisons)
-    for side in apart:
-        say(f"error: {other_validation(side, *baseline)}", sys.stderr)
+    elif not apart:
+        report(sides, comparison)
+    if apart:
+        say(f"error: {other_validation(*sides)}", sys.stderr)
     return 2 if apart else 1 if unread else 0
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def sd_of(values):
 def difference(a, b, level=ALPHA, test=None, **options):
     """The difference of the means of a and b. With one of SciPy's tests also its t, the two-sided
     p, and the interval of 1 - level: 0 lies outside where p is below the level."""
-    found = dict.fromkeys(("difference", "interval", "t", "p", "E", "adjusted")) | {"level": level}
+    found = dict.fromkeys(("difference", "interval", "t", "p", "E")) | {"level": level}
     if a and b:
         found["difference"] = float(np.mean(a) - np.mean(b))
     if test and min(len(a), len(b)) > 1:
@@ -46,8 +46,7 @@ def difference(a, b, level=ALPHA, test=None, **options):
             result = test(a, b, **options)
             low, high = result.confidence_interval(1 - level)
         if abs(result.statistic) < 1e9:  # nan, infinite or larger where nothing spreads
-            p = float(result.pvalue)
-            found |= {"interval": (float(low), float(high)), "p": p, "adjusted": p,
+            found |= {"interval": (float(low), float(high)), "p": float(result.pvalue),
                       "t": float(result.statistic)}
     return found
 
@@ -63,21 +62,13 @@ def of_pairs(a, b, level, test=None):
 def paired(a, b, level=ALPHA):
     return of_pairs(a, b, level, stats.ttest_rel)
 
-def adjusted(values):
-    """p-values of several comparisons, adjusted for their number (Holm, 1979): with a probability
-    of 1 - level, none of those that stay below the level is wrong."""
-    order = np.argsort(values)
-    steps = np.sort(values) * np.arange(len(values), 0, -1)
-    return np.minimum(1, np.maximum.accumulate(steps))[np.argsort(order)].tolist()
-
 def p_value(test):
-    """p, or 1 / E, which is a p-value too."""
+    """p, or 1 / E, which is a p-value too. None where nothing is tested."""
     return test["p"] if test["E"] is None else min(1, 1 / test["E"])
 
 def is_sure(test, level=ALPHA):
-    """Whether a test shows its difference: for a gain, which is a lower value, after the adjustment
-    for the number of candidates. To call one worse by chance costs no more than that idea."""
-    p = test["adjusted"] if (test["difference"] or 0) < 0 else p_value(test)
+    """Whether a test shows its difference."""
+    p = p_value(test)
     return p is not None and p <= level
 
 def decide(test, same, level):
@@ -137,8 +128,7 @@ def until_decided(a, b, level):
     found = of_pairs(a, b, level)
     if a:
         differences = np.subtract(a, b)
-        E = float(e_of_pairs(differences))
-        found |= {"E": E, "adjusted": min(1, 1 / E),
+        found |= {"E": float(e_of_pairs(differences)),
                   "interval": confidence_sequence(differences, level)}
     return found
 
@@ -267,8 +257,8 @@ def comparable_times(a, b):
     return len({run.timed_on for run in runs}) == 1 and not any(run.mixed for run in runs)
 
 def compare(a, b, level=None):
-    """What the tests say of two sides. A level means that pairs were added until a difference was
-    decided at it, so that e-values take the place of p-values."""
+    """What the tests say of two sides, and the decision. A level means that pairs were added until
+    a difference was decided at it, so that e-values take the place of p-values."""
     pairs = pairs_of(a, b)
     by_seed = len(pairs) > 1 and 2 * len(pairs) >= min(len(a.used), len(b.used))
     found = {
@@ -281,34 +271,13 @@ def compare(a, b, level=None):
     for kind, place in (("welch", found), ("paired", found["paired"])):
         for key in KEYS:
             place[key] = TESTS[bool(level)][kind](*tested(a, b, kind, key), found["level"])
-    return found
-
-def compare_all(candidates, baseline, level=None, more=0):
-    """A comparison of each candidate with the baseline, its p- or e-value adjusted for the number
-    of candidates and of `more` that have no runs, and the decision. A gain's interval has the level
-    that the adjustment leaves, so it holds 0 where the gain is not decided."""
-    found = [compare(side, baseline, level) for side in candidates]
-    for key in KEYS:
-        tests = [test_that_speaks(one, key) for one in found]
-        values = [1 if test["adjusted"] is None else test["adjusted"] for test in tests]
-        left = adjusted(values + [1] * more)
-        for side, one, test, value in zip(candidates, found, tests, left):
-            if test["adjusted"] is not None:
-                test["adjusted"] = value
-            if test["adjusted"] is not None and test["difference"] < 0 and value > p_value(test):
-                test["level"] *= p_value(test) / value
-                again = TESTS[bool(level)][one["speaks"]]
-                values = tested(side, baseline, one["speaks"], key)
-                test["interval"] = again(*values, test["level"])["interval"]
-    for side, one in zip(candidates, found):
-        one["paired"]["steps"] = steps_of(pairs_of(side, baseline), one["paired"]["loss"])
-        one["decision"] = "undecided"
-        if comparable_losses(side, baseline) and not side.shared_seeds + baseline.shared_seeds:
-            same = one["no_effect"] and len(one["paired"]["seeds"]) > 1
-            test = test_that_speaks(one, "loss")
-            one["decision"] = decide(test, same, one["level"])
-        later = test_that_speaks(one, "later")
-        one["slower"] = (later["difference"] or 0) > 0 and is_sure(later, one["level"])
+    found["paired"]["steps"] = steps_of(pairs, found["paired"]["loss"])
+    found["decision"] = "undecided"
+    if comparable_losses(a, b) and not a.shared_seeds + b.shared_seeds:
+        same = found["no_effect"] and len(pairs) > 1
+        found["decision"] = decide(test_that_speaks(found, "loss"), same, found["level"])
+    later = test_that_speaks(found, "later")
+    found["slower"] = (later["difference"] or 0) > 0 and is_sure(later, found["level"])
     return found
 
 def steps_of(pairs, test):

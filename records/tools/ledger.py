@@ -5,8 +5,7 @@
 Every race appends its candidate to records/ideas.csv, a failed or broken one too, since the more is
 tried, the more looks good by chance. Yours are shown first, then those of the dated folders.
 `kept` marks ideas that are to be kept, and that a false discovery rate of 5 % leaves by e-BH (Wang
-and Ramdas, arXiv:2009.02824). It takes an E, which older races by p-values lack. `better?` and
-`worse?` have an E above 100, but their race asked for more.
+and Ramdas, arXiv:2009.02824). It takes an E, which older races by p-values lack.
 """
 
 import contextlib
@@ -112,14 +111,11 @@ def main(arguments=None):
         return
     table = [["idea", "date", "decision", "loss", "E or p", "pairs", "kept"]]
     for row in rows:
-        decision = row["decision"]
-        if decision == "undecided" and (row["E"] or 0) >= 100:
-            decision = "better?" if row["difference"] < 0 else "worse?"
         evidence = "-" if row["E"] is None else f"E {plain(row['E'], 2)}"
         if row["p"] is not None:
             evidence = f"p {row['p']:.2g}"
-        cells = [name_of(row)[-26:], row["date"][5:], decision, number(row["difference"], "+.4f")]
-        table.append([*cells, evidence, row["pairs"], row["kept"] or "-"])
+        table.append([name_of(row)[-26:], row["date"][5:], row["decision"], number(
+            row["difference"], "+.4f"), evidence, row["pairs"], row["kept"] or "-"])
     if rows:
         print_table(table)
     kept = sum(row["kept"] == "yes" for row in rows)

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from string import Template
 
-from data.common import write_whole
 from records.tools import compare, logs, plot
 from records.tools.logs import short
 
@@ -21,18 +20,18 @@ def text(value, longest=1000):
     """As HTML, without what would steer a terminal or the browser, and cut where it is long."""
     return html.escape(short(str(value), longest))
 
-def page(sides, comparisons, target, notes=(), alive=False) -> str:
-    """The HTML. sides: the candidates, and the baseline last; comparisons: what compare.py's
-    compare_all says of the candidates; target: a loss or None; notes: lines that stand above all;
-    alive: runs are training and the page will be written again, so it reloads itself."""
+def page(sides, comparison, notes=(), alive=False) -> str:
+    """The HTML. sides: the candidate and the baseline; comparison: what compare.py says of them;
+    notes: lines that stand above all; alive: runs are training and the page will be written again,
+    so it reloads itself."""
     notes = ["Runs are training: this page reloads every 30 seconds."] * alive + [*notes]
     with contextlib.redirect_stdout(io.StringIO()) as report:
-        compare.report(sides[:-1], sides[-1:], comparisons)
+        compare.report(sides, comparison)
     picture = io.StringIO()
-    plot.save(picture, sides, comparisons, target, format="svg")
+    plot.save(picture, sides, comparison, None, format="svg")
     parts = [f'<p class="note">{text(note)}</p>' for note in notes]
-    parts += [f'<p class="verdict {found["decision"]}">{text(found["verdict"], 3000)}</p>'
-              for found in comparisons]
+    parts.append(f'<p class="verdict {comparison["decision"]}">'
+                 f'{text(comparison["verdict"], 3000)}</p>')
     _, _, svg = picture.getvalue().partition("<svg")  # without what a file of its own begins with
     return framed("race", alive, title=text(plot.names(sides)), top="\n".join(parts),
                   picture=f"<svg{svg}", report=text(report.getvalue(), 200_000))
@@ -60,6 +59,3 @@ def of_night(told: dict, folder: Path, alive: bool) -> str:
     hours = f"{told['spent']:.2f} hours spent, {max(0, told['left']):.2f} left"
     return framed("night", alive, title=f"Ideas against {text(told['baseline'])}", report="",
                   top=f'<p class="note">{hours}</p>', picture="\n".join([*lines, "</table>"]))
-
-def save(path, *content, **more):
-    write_whole(Path(path), page(*content, **more))

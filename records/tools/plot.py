@@ -2,7 +2,6 @@
 same seeds, their difference by step."""
 
 import textwrap
-from itertools import cycle
 
 import matplotlib
 import numpy as np
@@ -14,8 +13,8 @@ from records.tools.logs import short
 from records.tools.tables import runs_of
 
 # Told apart by the colour-blind, and in grey by the dashes.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
-DASHES = ("-", (0, (4, 1.5)), "-.", ":")
+COLOURS = ("#0072B2", "#D55E00")
+DASHES = ("-", (0, (4, 1.5)))
 FIRST = 0.1  # of the steps: losses before that are so high that they would set the scale
 AXES = {"seconds": "training time (seconds)", "tokens": "training tokens (millions)",
         "step": "training step"}
@@ -56,8 +55,7 @@ def loss_range(runs):
 
 def names(sides):
     """What is compared."""
-    *others, last = [short(side.name) for side in sides]
-    return f"{', '.join(others)} against {last}" if others else last
+    return " against ".join(short(side.name) for side in sides)
 
 # ---- The picture ---------------------------------------------------------------------------------
 
@@ -68,7 +66,7 @@ def draw_curves(place, thin, bold, name, colour, dash):
                marker="o" * (len(bold[0]) < 30), markersize=4)
 
 def draw_losses(place, sides, axis, target):
-    for side, *style in zip(sides, cycle(COLOURS), cycle(DASHES)):
+    for side, *style in zip(sides, COLOURS, DASHES):
         runs = side.used or side.runs
         name = short(side.name) + f": {len(runs)} runs" * (len(runs) > 1)
         draw_curves(place, [validation_curve(run, axis) for run in side.runs],
@@ -80,49 +78,39 @@ def draw_losses(place, sides, axis, target):
     place.set(xlabel=AXES[axis] + "\nbold: the run of median time" * several,
               ylabel="validation loss (nats a token)", ylim=bounds)
 
-def differences_of(sides, comparisons):
-    """(a candidate, its number of pairs, steps, rows, bands) where pairs compare, as
-    judge.differences_by_step has them."""
-    found = []
-    for side, comparison in zip(sides, comparisons):
-        pairs = pairs_of(side, sides[-1])
-        test = comparison["paired"]["loss"]
-        known = differences_by_step(pairs, test["level"], test["E"] is not None)
-        if known:
-            found.append((side, len(pairs), *known))
-    return found
-
-def draw_differences(place, differences):
-    """A - B by step, of each candidate."""
+def draw_differences(place, name, steps, rows, bands):
+    """A - B by step: rows and bands as judge.differences_by_step has them."""
     late = [0]  # what the second half of the steps has sets the scale
-    for difference, *style in zip(differences, cycle(COLOURS), cycle(DASHES)):
-        side, count, steps, rows, bands = difference
-        known = [(step, *band) for step, band in zip(steps, bands) if band]
-        if known:
-            place.fill_between(*zip(*known), color=style[0], alpha=0.18, linewidth=0)
-        means = rows.mean(axis=0).tolist()
-        name = f"{short(side.name)}, mean of {runs_of(count, 'pair')}: {means[-1]:+.4f}"
-        draw_curves(place, [(steps, row) for row in rows], (steps, means), name, *style)
-        for i, step in enumerate(steps):
-            if step >= steps[-1] / 2:
-                late += [*rows[:, i].tolist(), *(bands[i] or ())]
+    known = [(step, *band) for step, band in zip(steps, bands) if band]
+    if known:
+        place.fill_between(*zip(*known), color=COLOURS[0], alpha=0.18, linewidth=0)
+    means = rows.mean(axis=0).tolist()
+    draw_curves(place, [(steps, row) for row in rows], (steps, means),
+                f"{name}, mean of {runs_of(len(rows), 'pair')}: {means[-1]:+.4f}",
+                COLOURS[0], DASHES[0])
+    for i, step in enumerate(steps):
+        if step >= steps[-1] / 2:
+            late += [*rows[:, i].tolist(), *(bands[i] or ())]
     room = 0.1 * (max(late) - min(late)) or 0.01
     place.axhline(0, **LEVEL, label="below 0 the first is better")
     place.set(xlabel=AXES["step"], ylabel="difference (nats a token)",
               ylim=(min(late) - room, max(late) + room))
 
-def draw(sides, comparisons, target):
-    """The figure of some sides, the baseline last where there are comparisons with it."""
+def draw(sides, comparison, target):
+    """The figure of a side, or of two and their comparison."""
     if not any(validation_curve(run, "step")[0] for side in sides for run in side.runs):
         raise UserError("no picture, for the logs hold no validation")
     axes = axes_of(sides)[:2]
-    differences = differences_of(sides, comparisons)
+    differences = None
+    if comparison:
+        test = comparison["paired"]["loss"]
+        differences = differences_by_step(pairs_of(*sides), test["level"], test["E"] is not None)
     figure = Figure(figsize=(9, 7.6 if differences else 4.8), layout="constrained")
     places = figure.subplot_mosaic([axes] + [["below"] * len(axes)] * bool(differences))
     for axis in axes:
         draw_losses(places[axis], sides, axis, target)
     if differences:
-        draw_differences(places["below"], differences)
+        draw_differences(places["below"], short(sides[0].name), *differences)
     entries = {}
     for place in figure.axes:
         place.grid(color="0.88", linewidth=0.7)

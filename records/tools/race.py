@@ -163,14 +163,12 @@ def name_of(script: str) -> str:
 # ---- Check ---------------------------------------------------------------------------------------
 
 def definition(race: Race) -> dict:
-    """What must not change while a race goes on. Scripts that cannot be raced are left out, so that
-    they may be mended."""
+    """What must not change while a race goes on."""
     found = {"version": 4, "text": race.text, "key": race.key, "first_seed": race.options.seed,
              "NPROC": os.environ.get("NPROC"), "candidates": [race.candidate.name]}
     for racer in race.racers:
-        if not racer.problem:
-            found |= {f"{racer.name}.{key}": getattr(racer, key)
-                      for key in ("script", "sha256", "flags", "dishonest")}
+        found |= {f"{racer.name}.{key}": getattr(racer, key)
+                  for key in ("script", "sha256", "flags", "dishonest")}
     return found
 
 def check(race: Race):
@@ -283,7 +281,7 @@ def run_pair(race: Race, pair: int):
     for racer in missing if pair % 2 else missing[::-1]:
         if race.racing:
             train(race, racer, seed, pair)
-            verdict.write_page(outcome_of(race), race.folder, alive=True)
+            verdict.write_page(race, verdict.outcome_of(race), alive=True)
     for racer in race.racers[::-1]:  # the baseline shows how long an exam takes
         if race.racing and seed not in racer.exams:
             examine(race, racer, seed)
@@ -366,10 +364,6 @@ def move(bar: tqdm, line: str):
 
 # ---- Look ----------------------------------------------------------------------------------------
 
-def outcome_of(race: Race) -> verdict.Outcome:
-    """What the pairs show, by the losses of their exams."""
-    return verdict.outcome_of(race.candidate, race.baseline, race.options.level)
-
 def look(race: Race):
     """After a pair: whether it is decided, and how the candidate stands."""
     if not race.racing:
@@ -380,8 +374,8 @@ def look(race: Race):
         one.problem = (f"{one.script}: no loss compares, for the validation data or the vocabulary "
                        "are not the baseline's")
         return
-    row = outcome_of(race).row
-    one.standing = verdict.in_words(pairs, row, 1 / race.options.level, race.options.most)
+    row = verdict.outcome_of(race).row
+    one.standing = verdict.in_words(pairs, row, race.options)
     one.decided = row["decision"] != "undecided"
     say(f"{one.name}: {one.standing}")
 
@@ -412,8 +406,8 @@ def ended(folder: Path) -> tuple[Race, dict, dict, dict]:
     sides = {name: logs.read([folder / name]) for name in (ours, theirs)}
     options = Namespace(seed=told["first_seed"], **told["options"])
     candidate, baseline = [
-        Entry(name, told.get(f"{name}.script", ""), told.get(f"{name}.flags", []),
-              Counter([run.source for run in runs] or [""]).most_common(1)[0][0],
+        Entry(name, told[f"{name}.script"], told[f"{name}.flags"],
+              Counter(run.source for run in runs).most_common(1)[0][0],
               note=told.get("notes", {}).get(name, ""))
         for name, (runs, _) in sides.items()]
     if row["decision"] in ("broken", "dishonest"):
@@ -431,15 +425,15 @@ def ended(folder: Path) -> tuple[Race, dict, dict, dict]:
 
 def conclude(race: Race) -> int:
     """Write the verdict, the pictures and the change; returns the exit status."""
-    found = outcome_of(race)
-    texts = verdict.texts_of(found, race.candidate, race.baseline)
+    found = verdict.outcome_of(race)
+    texts = verdict.texts_of(race, found)
     for name, text in texts.items():
         write_whole(race.folder / name, text)
-    verdict.write_page(found, race.folder, alive=False)
+    verdict.write_page(race, found, alive=False)
     if found.sides:
         note_end(race)
         print(f"\n{texts['verdict.txt']}", end="", flush=True)
-        plot.save(race.folder / "race.png", found.sides, found.comparisons, None)
+        plot.save(race.folder / "race.png", found.sides, found.comparison, None)
         say(f"the logs, verdict.txt, race.html and race.png are in {race.folder}")
         if race.racing:
             say(f"{race.candidate.name}: {race.candidate.standing}")

@@ -53,9 +53,8 @@ def section_of_two(a, b, comparison):
     return [*lines, "", f"Relative train time: {100 * (ours / theirs - 1):+.6f} %, speedup "
             f"{theirs / ours:.8f}x.", "", comparison["verdict"], ""]
 
-def write(candidates, baseline, comparisons, target):
+def write(sides, comparison, target):
     """The file beside the logs of A; it replaces only one that stems from here."""
-    sides = candidates + baseline
     for side in sides:
         require(side.used, f"--statistics: {side.name} has no finished run")
     folders = [Path(one.path).resolve().parent for one in sides[0].runs]
@@ -63,8 +62,8 @@ def write(candidates, baseline, comparisons, target):
     require(not path.exists() or MARK in path.read_text(encoding="utf-8", errors="replace"),
             f"{path} was not written by --statistics: rename it")
     lines = ["# Statistics", "", *[PEEKED, ""] * until_decided(sides)]
-    for side, comparison in zip(candidates, comparisons):
-        lines += section_of_two(side, *baseline, comparison)
+    if comparison:
+        lines += section_of_two(*sides, comparison)
     for side in sides:
         lines += section(side, target)
     path.write_text("\n".join([*lines, MARK, ""]), encoding="utf-8")

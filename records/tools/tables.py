@@ -74,15 +74,3 @@ def of_tests(side, baseline, comparison):
             between += f" ({percent(test['level'])})" if test["interval"] else ""
             yield [f"{what}, {kind}", number(test["difference"], f"+{form}", unit), between,
                    number(judge.p_value(test), ".2g"), signs]
-
-def of_candidates(candidates, baseline, comparisons):
-    yield ["candidate", "decision", "pairs", f"loss - {baseline.name}'s", "interval", "p or 1 / E",
-           "adjusted", "time", "tokens", "parameters"]
-    for side, found in zip(candidates, comparisons):
-        test = judge.test_that_speaks(found, "loss")
-        run = (side.used or side.runs)[0]
-        seconds = judge.test_that_speaks(found, "seconds")["difference"]
-        yield [side.name, found["decision"], str(len(found["paired"]["seeds"])),
-               number(test["difference"], "+.4f"), interval(test["interval"], "+.4f"),
-               number(judge.p_value(test), ".2g"), number(test["adjusted"], ".2g"),
-               number(seconds, "+.1f", " s"), tokens_text(run.tokens), tokens_text(run.parameters)]

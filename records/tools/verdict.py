@@ -9,9 +9,9 @@ import json
 import shlex
 from dataclasses import dataclass
 from operator import attrgetter
-from pathlib import Path
 from statistics import mean
 
+from data.common import write_whole
 from records.tools import compare, judge, kept, logs, page
 from records.tools.tables import plain, runs_of
 from records.tools.trial import Entry
@@ -19,42 +19,40 @@ from records.tools.trial import Entry
 REPORTS = ["evaluate", "load_validation", "read_tokens", "train_batches", "StepClock", "RunLog",
            "main"]
 
-def in_words(pairs, row: dict, asked: float, most: int) -> str:
-    """How a candidate stands after these pairs, in one wording for the way and the end. `asked` is
-    the E that decides."""
+def in_words(pairs, row: dict, options) -> str:
+    """How a candidate stands after these pairs, in one wording for the way and the end."""
     gaps = [ours.loss - theirs.loss for ours, theirs in pairs]
     gap = mean(gaps)
     agree = sum(one * gap > 0 for one in gaps)
     share = "all" if agree == len(gaps) else f"{agree} of"
     text = (f"{row['decision']} after {runs_of(len(gaps), 'pair')}: "
             f"{'lower' if gap < 0 else 'higher'} by {abs(gap):.4f} in {share} {len(gaps)}, "
-            f"E = {plain(row['E'], 2)} of {plain(asked, 2)}")
+            f"E = {plain(row['E'], 2)} of {plain(1 / options.level, 2)}")
     if row["decision"] == "no difference":
         text += "; `./run.sh same` tells whether its mathematics is the same"
-    if row["decision"] == "undecided" and len(gaps) == most:
-        text += f"; the same command with `--most={2 * most}` goes on"
+    if row["decision"] == "undecided" and len(gaps) == options.most:
+        text += f"; the same command with `--most={2 * options.most}` goes on"
     return text
 
 @dataclass(frozen=True)
 class Outcome:
     row: dict  # of verdict.json
     sides: list  # the candidate's and the baseline's, as compare.py has them, if there is a pair
-    comparisons: list
+    comparison: dict  # of them
     notes: list[str]  # what is wrong with scripts
 
 def pairs_of(one: Entry, baseline: Entry) -> list[tuple]:
     """The pairs (its run, the baseline's) of a candidate."""
     return [(run, baseline.runs[seed]) for seed, run in one.runs.items() if seed in baseline.runs]
 
-def outcome_of(one: Entry, baseline: Entry, level: float) -> Outcome:
-    """By the pairs."""
-    sides, found, known = [], [], (NO_PAIR, [], [])
+def outcome_of(race) -> Outcome:
+    """What its pairs show, by the losses of their exams."""
+    one, baseline = race.candidate, race.baseline
+    sides, found = [], NO_PAIR
     if pairs := pairs_of(one, baseline):
         runs = [[*side] for side in zip(*pairs)]
         runs[1].sort(key=attrgetter("path"))
-        sides, base, found = compare.judged(runs[:1], runs[1:], None, level)
-        sides += base
-        known = (*found, *[side.used for side in sides])
+        sides, found = compare.judged(runs, None, race.options.level)
     others = kept.of_others(baseline.runs, one)
     notes = [f"kept runs of {baseline.name}: {len(others)} of {len(baseline.runs)}, made by "
              f"{', '.join(sorted({*map(kept.maker, others)}))}"] * bool(others)
@@ -65,17 +63,18 @@ def outcome_of(one: Entry, baseline: Entry, level: float) -> Outcome:
                      f"counts, {baseline.name} for {theirs:.0%}: see what it does then")
     if sides and (names := touched(one.text, baseline.text)):
         notes.append(f"{one.name} changes {', '.join(names)}: look there first")
-    return Outcome(row_of(one, baseline, *known), sides, found,
-                   [logs.printable(note) for note in notes if note])
+    row = row_of(one, baseline, found, *[side.used for side in sides] or ([], []))
+    return Outcome(row, sides, found, [logs.printable(note) for note in notes if note])
 
 # What is found of a candidate without a pair.
-NO_PAIR = {"decision": "undecided", "verdict": "no pair", "slower": False, "loss": {},
-           "speaks": "welch", "paired": {"steps": {}, "later": {}}}
+NO_PAIR = {"decision": "undecided", "verdict": "no pair", "slower": False,
+           "paired": {"loss": {}, "steps": {}, "later": {}}}
 
 def row_of(one: Entry, baseline: Entry, found: dict, ours: list, theirs: list) -> dict:
     """An object of verdict.json, of what was found by these runs of the candidate and others."""
-    test = judge.test_that_speaks(found, "loss")
-    values = {key: test.get(key) for key in ("difference", "interval", "E", "p", "adjusted")}
+    test = found["paired"]["loss"]
+    values = {key: test.get(key) for key in ("difference", "interval", "E", "p")}
+    values["adjusted"] = values["E"] and min(1, 1 / values["E"])
     for prefix, runs in (("", ours), ("baseline_", theirs)):
         for key in ("seconds", "tokens", "parameters"):
             known = [getattr(run, key) for run in runs]
@@ -123,18 +122,18 @@ def touched(text: str, other: str) -> list[str]:
                      if getattr(node, "name", "") in REPORTS} for script in (text, other))
     return [name for name in REPORTS if ours.get(name) != theirs.get(name)]
 
-def write_page(found: Outcome, folder: Path, alive: bool):
+def write_page(race, found: Outcome, alive: bool):
     """race.html, from the first pair on."""
     if found.sides:
-        page.save(folder / "race.html", found.sides, found.comparisons, None, notes=found.notes,
-                  alive=alive)
+        write_whole(race.folder / "race.html", page.page(
+            found.sides, found.comparison, found.notes, alive))
 
-def texts_of(found: Outcome, one: Entry, baseline: Entry) -> dict[str, str]:
+def texts_of(race, found: Outcome) -> dict[str, str]:
     """The files of the verdict, {name: text}."""
     texts = {"verdict.json": json.dumps([found.row], indent=1),
-             f"{one.name}.patch": patch_of(one, baseline)}
+             f"{race.candidate.name}.patch": patch_of(race.candidate, race.baseline)}
     if found.sides:
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            compare.report(found.sides[:1], found.sides[1:], found.comparisons)
+            compare.report(found.sides, found.comparison)
         texts["verdict.txt"] = "".join(f"{note}\n" for note in found.notes) + out.getvalue()
     return texts

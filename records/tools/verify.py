@@ -80,7 +80,7 @@ def of_pairs(one: trial.Entry, baseline: trial.Entry):
 
 def of_files(plan: race.Race):
     """Which files are not what the race would write."""
-    texts = verdict.texts_of(race.outcome_of(plan), plan.candidate, plan.baseline)
+    texts = verdict.texts_of(plan, verdict.outcome_of(plan))
     kept = {plan.folder / f"{one.name}.py": one.text for one in plan.racers}
     texts |= {path.name: text for path, text in kept.items() if path.exists()}
     written = {name: (plan.folder / name).read_text(encoding="utf-8") for name in texts}
