@@ -71,12 +71,6 @@ def is_sure(test, level=ALPHA):
     p = p_value(test)
     return p is not None and p <= level
 
-def decide(test, same, level):
-    """better, worse, no difference or undecided; `same`: all losses of two pairs or more agree."""
-    if is_sure(test, level):
-        return "better" if test["difference"] < 0 else "worse"
-    return "no difference" if same else "undecided"
-
 # ---- Until decided -------------------------------------------------------------------------------
 # Whoever looks at a p-value after each pair, and stops at the first small one, is wrong far more
 # often than it says. An e-value may be looked at any number of times: where there is no difference,
@@ -131,10 +125,6 @@ def until_decided(a, b, level):
         found |= {"E": float(e_of_pairs(differences)),
                   "interval": confidence_sequence(differences, level)}
     return found
-
-# by e-values or not -> the tests of pairs, and of the sides
-TESTS = {False: {"paired": paired, "welch": welch},
-         True: {"paired": until_decided, "welch": difference}}
 
 # ---- One side ------------------------------------------------------------------------------------
 
@@ -268,14 +258,18 @@ def compare(a, b, level=None):
         "no_effect": unchanged_losses(pairs),
         "speaks": "paired" if by_seed or level else "welch",  # by the seeds, never the outcome
         "level": level or ALPHA}
-    for kind, place in (("welch", found), ("paired", found["paired"])):
-        for key in KEYS:
-            place[key] = TESTS[bool(level)][kind](*tested(a, b, kind, key), found["level"])
+    of_sides, of_seeds = (difference, until_decided) if level else (welch, paired)
+    for key in KEYS:
+        found[key] = of_sides(*tested(a, b, "welch", key), found["level"])
+        found["paired"][key] = of_seeds(*tested(a, b, "paired", key), found["level"])
     found["paired"]["steps"] = steps_of(pairs, found["paired"]["loss"])
     found["decision"] = "undecided"
+    test = test_that_speaks(found, "loss")
     if comparable_losses(a, b) and not a.shared_seeds + b.shared_seeds:
-        same = found["no_effect"] and len(pairs) > 1
-        found["decision"] = decide(test_that_speaks(found, "loss"), same, found["level"])
+        if is_sure(test, found["level"]):
+            found["decision"] = "better" if test["difference"] < 0 else "worse"
+        elif found["no_effect"] and len(pairs) > 1:
+            found["decision"] = "no difference"
     later = test_that_speaks(found, "later")
     found["slower"] = (later["difference"] or 0) > 0 and is_sure(later, found["level"])
     return found
@@ -322,10 +316,11 @@ def unchanged_losses(pairs):
         return None
     return sum(map(len, common)) or None
 
-def differences_by_step(pairs, level=ALPHA, by_e=False):
+def differences_by_step(pairs, last):
     """Steps, rows [pairs, steps] of A - B in the validation loss, for pairs (run of A, run of B),
-    and for each step the interval of the mean, None where the pairs are too few. None where the
-    pairs have no two steps in common, other data, or another number of steps."""
+    and for each step the interval of the mean as the test of the last one has it, None where the
+    pairs are too few. None where the pairs have no two steps in common, other data, or another
+    number of steps."""
     runs = [run for pair in pairs for run in pair]
     if len({run.total for run in runs}) != 1 or not one_validation(runs):
         return None
@@ -334,6 +329,6 @@ def differences_by_step(pairs, level=ALPHA, by_e=False):
     if len(steps) < 2:
         return None
     a, b = (np.array([side[step] for step in steps]) for side in sides)
-    test = TESTS[by_e]["paired"]
-    bands = [test(list(row), [0.0] * len(row), level)["interval"] for row in a - b]
+    test = paired if last["E"] is None else until_decided
+    bands = [test([*row], [0.0] * len(row), last["level"])["interval"] for row in a - b]
     return steps, (a - b).T, bands

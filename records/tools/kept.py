@@ -53,16 +53,14 @@ def limited(baselines: Path) -> str:
         shutil.rmtree(log.with_suffix(""), ignore_errors=True)
     return f"{sum(sizes) / 1e9:.2g} GB of runs are kept in {baselines}"
 
-def introduce(folder: Path, baseline: dict):
-    """Tells a new race what one beside it has found out about a baseline of this name, sha256 and
-    flags."""
-    name = baseline.pop("name")
-    known = {f"{name}.{key}": value for key, value in baseline.items()}
+def introduce(folder: Path, baseline: trial.Entry):
+    """Tells a new race what one beside it has found out about its baseline."""
+    known = {f"{baseline.name}.{key}": getattr(baseline, key) for key in ("sha256", "flags")}
     for path in folder.parent.glob("race_*/race.json"):
         told = json.loads(path.read_text())
         if known.items() <= told.items() and not (folder / "race.json").exists():
             facts = {key: value for key, value in told.items()
-                     if key in ("text", "key", "took") or key.startswith(f"{name}.")}
+                     if key in ("text", "key", "took") or key.startswith(f"{baseline.name}.")}
             write_whole(folder / "race.json", json.dumps(facts))
 
 def maker(one) -> str:

@@ -10,9 +10,8 @@ The ideas are raced (see race.py) in the order of their names, each until it is 
 --most pairs (40), or its share of the hours is gone. What is undecided goes on when all have had
 their share. With --first=N, all train N steps first, and the half with the higher losses waits. A
 winner is raced again on fresh seeds; if it wins again, it is confirmed. With --climb, all ideas
-that begin later have it as their baseline. Runs of a baseline are made once (see kept.py). Each
-phase of a candidate may take three times as long as the baseline's, and at least two minutes. One
-idea is raced at a time on each GPU, or on a CPU --at_once of them, which share the cores.
+that begin later have it as their baseline. One idea is raced at a time on each GPU, or on a CPU
+--at_once of them, which share the cores. Runs of a baseline are made once (see kept.py).
 
 All lies in records/night_NAME, where NAME is the folder's, or --name: a folder and the output of
 each race, night.html and night.json. Whatever ends a night, the same command goes on, and loses
@@ -159,9 +158,8 @@ class Night:
         """In the place of this number."""
         one.folder.mkdir(parents=True, exist_ok=True)
         flags = one.flags + [f"--num_iterations={self.options.first}"] * (one.stage == "look")
-        kept.introduce(one.folder, {  # of the baseline
-            "name": race.name_of(one.vs), "sha256": hash_of(script_text(one.vs)),
-            "flags": [*self.plan.baseline.flags, *flags]})
+        kept.introduce(one.folder, race.Entry(
+            race.name_of(one.vs), one.vs, self.plan.baseline.flags + flags, script_text(one.vs)))
         own = {"look": ["--most=1"], "race": [],
                "again": [f"--seed={self.plan.options.seed + AGAIN}"]}[one.stage]
         command = [RACE, f"'{one.file}'", *self.words, *flags, f"--vs={one.vs}",

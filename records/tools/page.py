@@ -21,9 +21,8 @@ def text(value, longest=1000):
     return html.escape(short(str(value), longest))
 
 def page(sides, comparison, notes=(), alive=False) -> str:
-    """The HTML. sides: the candidate and the baseline; comparison: what compare.py says of them;
-    notes: lines that stand above all; alive: runs are training and the page will be written again,
-    so it reloads itself."""
+    """The HTML of two sides and their comparison, below some notes. While runs are alive, the page
+    will be written again, so it reloads itself."""
     notes = ["Runs are training: this page reloads every 30 seconds."] * alive + [*notes]
     with contextlib.redirect_stdout(io.StringIO()) as report:
         compare.report(sides, comparison)
@@ -37,10 +36,9 @@ def page(sides, comparison, notes=(), alive=False) -> str:
                   picture=f"<svg{svg}", report=text(report.getvalue(), 200_000))
 
 def framed(verb: str, alive: bool, **parts) -> str:
-    written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     return Template(FRAME.read_text(encoding="utf-8")).substitute(
         parts, verb=verb, reload='<meta http-equiv="refresh" content="30">' * alive,
-        written=written)
+        written=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()))
 
 def of_night(told: dict, folder: Path, alive: bool) -> str:
     """The HTML of night.json."""

@@ -101,10 +101,7 @@ def draw(sides, comparison, target):
     if not any(validation_curve(run, "step")[0] for side in sides for run in side.runs):
         raise UserError("no picture, for the logs hold no validation")
     axes = axes_of(sides)[:2]
-    differences = None
-    if comparison:
-        test = comparison["paired"]["loss"]
-        differences = differences_by_step(pairs_of(*sides), test["level"], test["E"] is not None)
+    differences = comparison and differences_by_step(pairs_of(*sides), comparison["paired"]["loss"])
     figure = Figure(figsize=(9, 7.6 if differences else 4.8), layout="constrained")
     places = figure.subplot_mosaic([axes] + [["below"] * len(axes)] * bool(differences))
     for axis in axes:

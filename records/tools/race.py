@@ -8,10 +8,9 @@ Both scripts train in turn with the same seed, then with the next one. What a ch
 begins with the same weights then, and the data come in the same order, so the differences of such
 pairs spread far less than the runs do. Several ideas are a night (./run.sh night --help).
 
-Pairs are added until it is decided whether the candidate is better or worse than the baseline, its
-losses are the baseline's to the last digit in two pairs, or --most pairs are done. The e-value that
-decides, at 1 / --level, may be looked at after every pair (judge.py says why), so with a higher
---most, the same command goes on.
+Pairs are added until it is decided whether the candidate is better or worse, its losses are the
+baseline's to the last digit in two pairs, or --most pairs are done. The e-value that decides, at
+1 / --level, may be looked at after every pair (judge.py says why), so more pairs may be added.
 
 The race runs copies of the scripts, which may be edited meanwhile. Before its first run each trains
 one step, whose exam shows mistakes at once. After each pair, exam.py examines both final
@@ -23,8 +22,8 @@ two minutes. A baseline's runs serve later races too (see kept.py). In front of 
 
 All lies in records/race_NAME: scripts, logs, exams.json, race.html, a page for a browser, which is
 written after every run, and in the end a verdict (verdict.txt, verdict.json), a picture (race.png)
-and what was changed (NAME.patch). records/ideas.csv gets a line. Interrupted, the same command goes
-on, unless a script or a flag has changed.
+and what was changed (NAME.patch). records/ideas.csv gets a line. Interrupted, or with a higher
+--most, the same command goes on, unless a script or a flag has changed.
 
 The flags of run.sh go to both sides: a preset (speedrun, short or demo), --text=FILE_OR_FOLDER, and
 all settings of ./run.sh train --help. Those in one word with a copy go to it alone. A candidate's
@@ -125,8 +124,7 @@ def parse(arguments) -> Race:
     add("--records", default="records", help="where the race's folder lies (records)")
     add("--baselines", help="where their runs are kept (beside the race)")
     add("--seed", type=between(0), default=1, help="the first one (1)")
-    add("--dishonest", action="store_true",
-        help="race a script all the same in which an exam sees what must not be")
+    add("--dishonest", action="store_true", help="race on though an exam sees what must not be")
     add("--json", action="store_true", help="print verdict.json alone")
     options, words = parser.parse_known_args(arguments)
     require("/" not in (options.name or ""), f"--name={options.name}: a name has no /")
@@ -166,10 +164,8 @@ def definition(race: Race) -> dict:
     """What must not change while a race goes on."""
     found = {"version": 4, "text": race.text, "key": race.key, "first_seed": race.options.seed,
              "NPROC": os.environ.get("NPROC"), "candidates": [race.candidate.name]}
-    for racer in race.racers:
-        found |= {f"{racer.name}.{key}": getattr(racer, key)
-                  for key in ("script", "sha256", "flags", "dishonest")}
-    return found
+    return found | {f"{racer.name}.{key}": getattr(racer, key) for racer in race.racers
+                    for key in ("script", "sha256", "flags", "dishonest")}
 
 def check(race: Race):
     """Refuses if the race in this folder is of something else. Scripts that are new to it are
@@ -272,8 +268,8 @@ def judge_exam(race: Race, racer: Entry, problem: str | None, where: str = ""):
 # ---- Run -----------------------------------------------------------------------------------------
 
 def run_pair(race: Race, pair: int):
-    """Train and examine what a pair still lacks. Who begins alternates, so that a machine that
-    grows slower favours no side."""
+    """Train, examine and judge what a pair still lacks. Who begins alternates, so that a machine
+    that grows slower favours no side."""
     seed = race.seeds[pair - 1]
     began = time.monotonic()
     take_runs(race, seed)
@@ -285,6 +281,8 @@ def run_pair(race: Race, pair: int):
     for racer in race.racers[::-1]:  # the baseline shows how long an exam takes
         if race.racing and seed not in racer.exams:
             examine(race, racer, seed)
+    if race.racing:
+        look(race)
     left = race.options.most - pair
     race.longest = max(race.longest, (time.monotonic() - began) * bool(missing))
     if len(missing) == 2 and race.racing and left:
@@ -294,7 +292,7 @@ def run_pair(race: Race, pair: int):
 def take_runs(race: Race, seed: str):
     """Takes the runs of a pair that are done, and what their exams found."""
     for racer in race.racers:
-        if seed in racer.done:
+        if seed in racer.done and not race.candidate.decided:
             racer.runs[seed] = racer.done[seed]
             take_exam(race, racer, seed)
 
@@ -302,13 +300,12 @@ def train(race: Race, racer: Entry, seed: str, pair: int):
     what = f"pair {pair} of at most {race.options.most}, {racer.name}, seed {seed}"
     say(what)
     store = race.baselines / race.key
-    kept_run = racer is race.baseline
-    folder = store / race.folder.name if kept_run else race.folder
+    folder = race.folder if racer is race.candidate else store / race.folder.name
     try:
         with tqdm(desc=racer.name, unit="step", disable=None, leave=False) as bar:
             make = partial(trial.run, racer, seed, folder / racer.name, *race.text["flags"],
                            watch=partial(move, bar))
-            one = kept.once(store, racer, seed, make) if kept_run else make()
+            one = make() if racer is race.candidate else kept.once(store, racer, seed, make)
         if time.time() - os.path.getmtime(one.path) > kept.HOUR and pair % kept.EVERY == 1:
             say(f"{what}: trains again, to see whether this machine is as fast as then")
             trial.run(racer, seed, race.folder / "again", *race.text["flags"], "--save_every=0")
@@ -366,8 +363,6 @@ def move(bar: tqdm, line: str):
 
 def look(race: Race):
     """After a pair: whether it is decided, and how the candidate stands."""
-    if not race.racing:
-        return
     one = race.candidate
     pairs = verdict.pairs_of(one, race.baseline)
     if any(ours.validated_on != theirs.validated_on for ours, theirs in pairs):
@@ -415,10 +410,9 @@ def ended(folder: Path) -> tuple[Race, dict, dict, dict]:
     race = Race(folder, candidate, baseline, options)
     restore(race, told)
     for seed in race.seeds:
-        if not candidate.decided:
-            take_runs(race, seed)
-            if all(seed in one.runs for one in race.racers):
-                look(race)
+        take_runs(race, seed)
+        if race.racing and all(seed in one.runs for one in race.racers):
+            look(race)
     return race, told, row, sides
 
 # ---- Conclude ------------------------------------------------------------------------------------
@@ -450,8 +444,7 @@ def main(arguments=None) -> int:
     os.chdir(ROOT)
     race = parse(sys.argv[1:] if arguments is None else arguments)
     one = race.candidate
-    require(one.flags != race.baseline.flags
-            or not os.path.samefile(one.script, race.baseline.script),
+    require(one.flags != race.baseline.flags or not os.path.samefile(one.script, race.options.vs),
             f"{one.script} would race itself, with the same settings: name a copy, or give it "
             "flags in one word with it (a second file with equal text shows how far runs spread)")
     console = sys.stderr if race.options.json else sys.stdout
@@ -463,7 +456,6 @@ def main(arguments=None) -> int:
             for pair in range(1, race.options.most + 1):
                 if race.racing and time.monotonic() + race.longest < race.end:
                     run_pair(race, pair)
-                    look(race)
         except KeyboardInterrupt:
             say("the same command goes on from the runs that are done")
             conclude(race)
