@@ -198,6 +198,7 @@ IN_PROGRAMS = {
          "two_settings"),
         ("the copy always begins", "missing if «pair % 2→True» else", "in_turn"),
         ("a race that is lost is status 0", '["decision"], «3→0»)', "status_and"),
+        ("a second copy is taken for a flag", "require(«len(scripts) == 1→True»", "wrong_usage"),
         ("a race goes on with other flags", '"sha256", «"flags", →»"dis', "refuses_what"),
         ("losses on other texts are raced", "any(«ours.validated_on != theirs→ours.validated_on "
          "!= ours».validated_on", "status_and")],
@@ -215,6 +216,7 @@ IN_PROGRAMS = {
         ("the larger E decides", "np.«minimum→maximum»(e_value"),
         ("half of a rule's p", "p = «float(→0.5 * float(»stats.ttest_1samp")],
     ("records/tools/judge.py", "test_compare.py"): [
+        ("any gain is better", 'if «is_sure(test, found["level"])→test["difference"]»:', "intervals_"),
         ("one equal pair is no effect", "or «any→all»(one != other", "words_of"),
         ("a seed that ran twice is a pair", "« and seeds[run.seed] == 1→»}", "p_value_of")],
     ("records/tools/logs.py", "test_logs.py"): [
