@@ -216,7 +216,8 @@ IN_PROGRAMS = {
         ("the larger E decides", "np.«minimum→maximum»(e_value"),
         ("half of a rule's p", "p = «float(→0.5 * float(»stats.ttest_1samp")],
     ("records/tools/judge.py", "test_compare.py"): [
-        ("any gain is better", 'if «is_sure(test, found["level"])→test["difference"]»:', "intervals_"),
+        ("any gain is better", 'if «is_sure(test, found["level"])→test["difference"]»:',
+         "intervals_"),
         ("one equal pair is no effect", "or «any→all»(one != other", "words_of"),
         ("a seed that ran twice is a pair", "« and seeds[run.seed] == 1→»}", "p_value_of")],
     ("records/tools/logs.py", "test_logs.py"): [

@@ -68,7 +68,7 @@ IN_FILES = [
     ("record.patch", "OFFSET = -0.1", "OFFSET = -0.2", "record.patch: is not what"),
     ("record.py", "OFFSET = -0.1", "OFFSET = -0.2", "record.py: is not what the race makes"),
     ("verdict.txt", "is better than", "is much better than", "verdict.txt: is not what"),
-    ("race.json", '"candidates": .*', "", "race.json or verdict.json is not as a race leaves it"),
+    ("race.json", '"candidates": .*', "", "race.json or verdict.json is not as a race of one copy"),
     ("race.json", '(record.sha256": ")...', r"\g<1>000", "the SHA-256 of its script is "),
     ("race.json", "--muon_lr=2", "--muon_lr=3", "its flags are --muon_lr=2 demo, expected --mu"),
     ("race.json", '"first_seed": 1', '"first_seed": 2', "0 logs have seed 9, expected 1"),

@@ -124,9 +124,9 @@ def main(arguments=None) -> int:
             plan, told, row, sides = race.ended(folder)
         found = [*problems(plan, told, row, sides)]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise load.UserError(f"{folder}: race.json or verdict.json is not as a race leaves it ("
-                             f"{type(error).__name__}: {error}); its command writes both anew"
-                             ) from None
+        raise load.UserError(f"{folder}: race.json or verdict.json is not as a race of one copy "
+                             f"leaves it ({type(error).__name__}: {error}); its command writes "
+                             "both anew") from None
     count = sum(len(runs) for runs, _ in sides.values())
     fine = (f"{folder}: the scripts, settings, data and machines of {count} logs fit, and give "
             f"this patch and this verdict (level {plan.options.level})")
