@@ -43,7 +43,7 @@ for word; do  # a shell leaves the tilde of --records=~/runs alone
   [[ $word != --*=\~/* ]] || word=${word%%=*}=${HOME-~}/${word#*=\~/}
   set -- "${@:2}" "$word"
 done
-needed="torch numpy tqdm huggingface_hub"
+needed="torch numpy tqdm huggingface_hub tiktoken"
 case "${1-train}" in
   help | -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' run.sh; exit ;;
   demo | short | speedrun | -* | *.py) program=launch; set -- train "$@" ;;

@@ -173,14 +173,14 @@ PRESETS = {
     "short": Hyperparameters(
         name="short", num_iterations=250, muon_momentum_steps=42, save_every=0,
         train_files="data/fineweb10B/fineweb_train_000001.bin"),
-    # A small byte-level model. Its optimizer settings were tuned for this size and length.
+    # A small model. Its optimizer settings were tuned for this size and length.
     "demo": Hyperparameters(
         name="demo", save_every=120, val_loss_every=120, train_files="data/demo/demo_train_*.bin",
-        val_files="data/demo/demo_val_*.bin", vocab_size=257, train_seq_len=1024, val_seq_len=16384,
-        val_tokens=262144, micro_batches=4, windows="SL", attention="xx", value_embeds=".0",
-        model_dim=128, num_heads=6, head_dim=32, attention_scale=0.2, window_start=256,
-        window_end=256, num_iterations=720, lr_floor=0.0, muon_lr=0.045, muon_momentum_end=0.75,
-        muon_momentum_steps=0, adam_beta1=0.3, embed_lr=0.3, adam_eps=1e-7)}
+        val_files="data/demo/demo_val_*.bin", vocab_size=1025, train_seq_len=1024,
+        val_seq_len=16384, val_tokens=131072, micro_batches=4, windows="SL", attention="xx",
+        value_embeds=".0", model_dim=128, num_heads=6, head_dim=32, attention_scale=0.2,
+        window_start=256, window_end=256, num_iterations=720, lr_floor=0.0, muon_lr=0.07,
+        muon_momentum_end=0.75, muon_momentum_steps=0, adam_beta1=0.3, adam_eps=1e-7)}
 
 def tokens_seen(done: int, hp: Hyperparameters) -> int:
     return done * hp.tokens_per_step

@@ -1,6 +1,7 @@
-"""Tokenizers: GPT-2's byte-pair encoding (through tiktoken) and plain bytes. Encoding a text adds no
-end-of-text token, whose number is always vocab_size - 1."""
+"""Tokenizers: byte-pair encodings (through tiktoken), GPT-2's and a small one for Python, and plain
+bytes. Encoding a text adds no end-of-text token, whose number is always vocab_size - 1."""
 
+import base64
 import functools
 import re
 import sys
@@ -69,7 +70,7 @@ class GPT2Tokenizer:
         import tiktoken
         from tiktoken_ext.openai_public import r50k_pat_str
         self.encoding = tiktoken.Encoding(
-            "gpt2", pat_str=r50k_pat_str, mergeable_ranks=merge_ranks,
+            self.name, pat_str=r50k_pat_str, mergeable_ranks=merge_ranks,
             special_tokens={END_OF_TEXT: self.eot}, explicit_n_vocab=self.vocab_size)
 
     def encode_utf8(self, data: bytes) -> np.ndarray:
@@ -89,15 +90,18 @@ class GPT2Tokenizer:
     def decode(self, ids) -> str:
         return self.encoding.decode(list(ids), errors="replace")
 
-TOKENIZERS = {tokenizer.name: tokenizer for tokenizer in (GPT2Tokenizer, BytesTokenizer)}
+class PythonTokenizer(GPT2Tokenizer):
+    """A byte-pair encoding of the demo's text. records/demo/vocabulary.py has learned it."""
+
+    name = "python"
+    vocab_size = 1025
+    eot = 1024
+
+TOKENIZERS = {each.name: each for each in (GPT2Tokenizer, PythonTokenizer, BytesTokenizer)}
 
 def gpt2_merge_ranks(vocab_dir) -> dict[bytes, int]:
-    try:
-        from tiktoken.load import data_gym_to_mergeable_bpe_ranks
-        from tiktoken_ext import openai_public
-    except ImportError:
-        raise UserError("the gpt2 tokenizer needs tiktoken: pip install tiktoken (or take the "
-                        "bytes tokenizer)") from None
+    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+    from tiktoken_ext import openai_public
     try:
         if vocab_dir is None:
             return openai_public.gpt2()["mergeable_ranks"]
@@ -114,4 +118,13 @@ def gpt2_merge_ranks(vocab_dir) -> dict[bytes, int]:
 @functools.lru_cache
 def load_tokenizer(name: str, vocab_dir=None):
     """The tokenizer of that name. Raises UserError where its vocabulary cannot be had."""
-    return BytesTokenizer() if name == "bytes" else GPT2Tokenizer(gpt2_merge_ranks(vocab_dir))
+    if name == "bytes":
+        return BytesTokenizer()
+    try:
+        if name == "gpt2":
+            return GPT2Tokenizer(gpt2_merge_ranks(vocab_dir))
+        words = Path(__file__).with_name("python.tiktoken").read_text().split()
+        return PythonTokenizer({base64.b64decode(word): rank for rank, word in enumerate(words)})
+    except ImportError:
+        raise UserError(f"the {name} tokenizer needs tiktoken: pip install tiktoken (or take the "
+                        "bytes tokenizer)") from None

@@ -34,9 +34,9 @@ from records.tools.load import TORCHRUN, load_script
 
 # The demo, made small, in settings that every script is expected to have. Layers, windows and
 # whatever else the script under test has of its own stay as its demo has them.
-TINY = ["--preset=demo", "--model_dim=32", "--num_heads=2", "--head_dim=16", "--train_seq_len=256",
-        "--val_seq_len=512", "--val_tokens=1000", "--num_iterations=6", "--val_loss_every=3",
-        "--seed=1", "--dtype=float32", "--epochs=100"]
+TINY = ["--preset=demo", "--vocab_size=257", "--model_dim=32", "--num_heads=2", "--head_dim=16",
+        "--train_seq_len=256", "--val_seq_len=512", "--val_tokens=1000", "--num_iterations=6",
+        "--val_loss_every=3", "--seed=1", "--dtype=float32", "--epochs=100"]
 ENVIRONMENT = {
     **{k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
     "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}

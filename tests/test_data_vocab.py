@@ -70,8 +70,8 @@ def test_a_run_that_overflows_the_regex_engine_does_not_reach_it(gpt2, unit):
     text = unit * 1_200_000 + "x"
     assert gpt2.decode(gpt2.encode(text)) == text
 
-@pytest.mark.parametrize("name", ["bytes", "gpt2"])
-def test_what_both_promise(name, gpt2):
+@pytest.mark.parametrize("name", ["bytes", "python", "gpt2"])
+def test_what_all_promise(name, gpt2):
     tokenizer = gpt2 if name == "gpt2" else load_tokenizer(name)
     assert tokenizer.eot == tokenizer.vocab_size - 1 and tokenizer.name == name
     text = "naïve <|endoftext|> 的\n"
@@ -99,8 +99,11 @@ def test_where_the_vocabulary_cannot_be_had(vocab_dir, tmp_path, monkeypatch, ca
         with refused("vocab.bpe: its checksum is not that of GPT-2's", UserError):
             load_tokenizer("gpt2", str(tmp_path))
     monkeypatch.setitem(sys.modules, "tiktoken.load", None)
-    with refused("needs tiktoken: pip install tiktoken", UserError):
-        load_tokenizer("gpt2", "elsewhere")
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    load_tokenizer.cache_clear()
+    for name in ("gpt2", "python"):
+        with refused(f"the {name} tokenizer needs tiktoken: pip install tiktoken", UserError):
+            load_tokenizer(name, "elsewhere")
 
 def test_shards_of_gpt2_tokens(vocab_dir, gpt2, tmp_path, capsys):
     load_tokenizer.cache_clear()

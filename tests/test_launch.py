@@ -190,7 +190,9 @@ def tokenizing(tmp_path, monkeypatch):
     lambda folder: train_gpt.np.memmap(folder / "s_train_000001.bin", mode="r+")[5000:].fill(0),
     lambda folder: shutil.copy(folder / "s.json", folder / "s_train_000002.bin"),
     lambda folder: (folder / "s.json").write_text(
-        (folder / "s.json").read_text().replace('"shuffle": 2048', '"shuffle": null'))])
+        (folder / "s.json").read_text().replace('"shuffle": 768', '"shuffle": null')),
+    lambda folder: (folder / "s.json").write_text(
+        (folder / "s.json").read_text().replace('"python"', '"bytes"'))])
 def test_what_was_made_here_and_is_damaged_is_made_again(damage, tokenizing, capsys):
     """Also a shard too many, on which a run would train as well."""
     Path("text.txt").write_text("to be or not to be " * 1000)
@@ -271,7 +273,7 @@ def test_the_end_of_a_demo_stands_beside_the_committed_runs(tmp_path, capsys):
     log = sorted(launch.DEMO_RUNS.glob("*.log"))[0]
     (cut := tmp_path / "cut.log").write_text(log.read_text().partition("\nstep:")[0])
     (short := tmp_path / "short.log").write_text(log.read_text().replace("/720 ", "/719 "))
-    for path, words in ((log, r"byte; the runs in \S+ ended between 1\.\d{4} and 1\.\d{4}\n"),
+    for path, words in ((log, r"token; the runs in \S+ ended between 2\.\d{4} and 2\.\d{4}\n"),
                         (cut, "^$"), (short, "had another text or number of steps")):
         launch.compare_with_committed(path)
         assert re.search(words, capsys.readouterr().out)
@@ -308,7 +310,7 @@ def test_repeats_with_fresh_seeds_and_ends_with_the_table(tmp_path, shards):
     assert "sample.py" not in done.stdout
 
 def test_what_the_check_finds_is_one_line_and_nothing_is_trained(tmp_path, shards):
-    flags = ["speedrun", "--vocab_size=257", *TINY[1:], *shards, f"--records={tmp_path}"]
+    flags = ["speedrun", *TINY[1:], *shards, f"--records={tmp_path}"]
     done = run_sh(*flags, "--num_iterations=99999", NPROC="2")
     assert done.returncode == 2 and "not 99999: add shards, raise --epochs" in done.stderr
     assert done.stderr.count("\n") == 2 and "preset speedrun, 2 rank(s)" in done.stdout

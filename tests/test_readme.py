@@ -9,9 +9,10 @@ import statistics
 import subprocess
 from pathlib import Path
 import pytest
-from conftest import ROOT, RUN_SH, byte_documents, edited, write_shard
+from conftest import ROOT, RUN_SH, edited, write_shard
 import train_gpt
 from data.common import sha256
+from data.vocab import load_tokenizer
 from records.tools import honesty, launch, logs, race
 
 PAGES = [ROOT / "README.md", *sorted(path for pattern in ("[!.]*/*.md", "records/*/README.md")
@@ -56,9 +57,10 @@ def copy(tmp_path, text) -> Path:
     before, mark, after = (ROOT / "train_gpt.py").read_text().partition("# ---- 2. ")
     (folder / "train_gpt.py").write_text(before + SMALL_DEMO + mark + after)
     (demo := folder / "data" / "demo").mkdir(exist_ok=True)
-    sidecar = {"tokenizer": "bytes"}
+    sidecar = {"tokenizer": "python", "shuffle": launch.PIECE}
+    tokens = [1024, *load_tokenizer("python").encode(text.decode())]
     for side, name, times in (("train", "train_000001", 20), ("val", "val_000000", 1)):
-        write_shard(path := demo / f"demo_{name}.bin", byte_documents(text) * times)
+        write_shard(path := demo / f"demo_{name}.bin", tokens * times)
         sidecar[side] = {"shards": {path.name: sha256(path)}}
     (demo / "demo.json").write_text(json.dumps(sidecar))
     return folder
@@ -97,7 +99,7 @@ def test_a_copy_alone_and_a_sample(copy):
     assert "\ndef " in bash(copy, f"{alone}\n{sample}")
     assert "F.silu(self.fc(x_TD))" in next(copy.glob("records/*_mine.log")).read_text()
 
-def test_your_own_text_in_bytes(copy):
+def test_your_own_text(copy):
     commands = indented(section(TEXTS["data/README.md"], "Your own text")).splitlines()
     output = bash(copy, "\n".join(commands[:2]))
     assert output.count("final_val_loss: ") == 1 and "\nThe " in output

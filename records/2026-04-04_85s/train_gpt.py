@@ -179,11 +179,11 @@ PRESETS = {
         name="short", num_iterations=250, muon_momentum_steps=50, muon_cooldown_steps=8,
         save_every=0, val_loss_every=125,
         train_files="data/fineweb10B/fineweb_train_000001.bin"),
-    # A small byte-level model with all parts. Its settings are not tuned.
+    # A small model with all parts. Its settings are not tuned.
     "demo": Hyperparameters(
         name="demo", save_every=120, val_loss_every=120, train_files="data/demo/demo_train_*.bin",
-        val_files="data/demo/demo_val_*.bin", vocab_size=257, train_seq_len=1024, val_seq_len=16384,
-        val_tokens=262144, micro_batches=4,
+        val_files="data/demo/demo_val_*.bin", vocab_size=1025, train_seq_len=1024,
+        val_seq_len=16384, val_tokens=131072, micro_batches=4,
         stages="1/3 896 128 128 1 0.5 0.25:0, 2/3 2048 128 256 1.52 0.5:0 0, "
                "1 2048 128 256 1.73 0 0, 1 2048 128 256 1 0 0",
         final_window=384, layers="PL.S", value_embeds="01.2", skip_from=1, back_from=2,

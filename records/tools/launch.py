@@ -19,7 +19,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import sysconfig
 import threading
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -40,11 +39,12 @@ from records.tools.leash import OPENED
 
 RACE = "RACE_OPENED"  # in the environment of a race's run: where its ranks note what they open
 
-# The standard library, without its tests and its tables of characters.
-DEMO_TEXT = ("--glob *.py --exclude *-packages --exclude test --exclude tests "
-             "--exclude idle_test --exclude encodings --exclude entities.py")
+# The source of torch, which is the same with every Python, on Linux and on a Mac, for a CPU and for
+# CUDA, but for its own version. Left out are tests and long tables.
+DEMO_TEXT = ("--glob *.py --exclude version.py --exclude testing --exclude serialized_patterns "
+             "--exclude hipify --exclude artifacts --exclude _triton_ops_meta.py")
 # In whole files, one after the other, copying from the window is learned late, by chance.
-PIECE = 2048  # tokens
+PIECE = 768  # tokens
 DEMO_RUNS = Path("records/demo/train_gpt")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -178,7 +178,7 @@ def save_spacing(steps: int) -> int:
 # ---- The data ------------------------------------------------------------------------------------
 
 def make_shards(prefix: str, *words: str) -> bool:
-    """Makes shards of shuffled bytes by these words for data/tokenize_text.py, unless there are
+    """Makes shards of shuffled pieces by these words for data/tokenize_text.py, unless there are
     some that are still as their sidecar says, which is written last. Says whether it made any."""
     sidecar = Path(f"{prefix}.json")
     with locked(sidecar.with_name(f".{sidecar.stem}.lock")):
@@ -187,14 +187,14 @@ def make_shards(prefix: str, *words: str) -> bool:
             sides = json.loads(sidecar.read_text())
             sums = sides["train"]["shards"] | sides["val"]["shards"]  # {file: SHA-256}
             found = {path.name: sha256(path) for path in old if path != sidecar}
-            if found == sums and sides["shuffle"] == PIECE:
+            if found == sums and (sides["tokenizer"], sides["shuffle"]) == ("python", PIECE):
                 return False
         if old:
             say(f"{prefix}*: files are missing, damaged or of an older kind; all are made again")
         for path in old:
             path.unlink()
         start("data/tokenize_text.py", *words, f"--out={sidecar.parent}", f"--name={sidecar.stem}",
-              "--tokenizer=bytes", f"--shuffle={PIECE}")
+              "--tokenizer=python", f"--shuffle={PIECE}")
         return True
 
 def make_preset_data(script, hp):
@@ -205,7 +205,7 @@ def make_preset_data(script, hp):
         chunks = math.ceil(tokens / max(1, usable * hp.epochs))
         start("data/fineweb.py", f"--num_chunks={chunks}")
     elif hp.train_files.startswith("data/demo/"):
-        make_shards("data/demo/demo", sysconfig.get_path("stdlib"), *DEMO_TEXT.split())
+        make_shards("data/demo/demo", str(Path(torch.__file__).parent), *DEMO_TEXT.split())
 
 def digest_of(text: str, field: str) -> str:
     """A hash of what shards of this text depend on: its files' names and content, and the field of
@@ -342,10 +342,10 @@ def compare_with_committed(log: Path):
     run = runs[0]
     losses = [each.loss for each in logs.read([DEMO_RUNS])[0]
               if (each.validated_on, each.total) == (run.validated_on, run.total)]
-    others = "had another text or number of steps (each version of Python has its own library)"
+    others = "had another text or number of steps (each version of torch has its own source)"
     if losses:
         others = f"ended between {min(losses):.4f} and {max(losses):.4f}"
-    say(f"val_loss {run.loss:.4f} nats per byte; the runs in {DEMO_RUNS} {others}")
+    say(f"val_loss {run.loss:.4f} nats per token; the runs in {DEMO_RUNS} {others}")
 
 def show_sample(path: str, log: Path, hp, prompt: list[str]):
     """A sample of a demo, and what to do next."""
