@@ -116,6 +116,15 @@ def test_what_bets_on_signs_win():
     assert judge.e_of_signs(-3 * np.ones(8)) == judge.e_of_signs(np.ones(8))
     assert judge.e_of_signs(np.zeros(8)) == pytest.approx(1)
 
+def test_the_smallest_effect_is_shown_by_half_of_the_races():
+    """Of other races than those that it was found by."""
+    noise = np.random.default_rng(7).normal(size=(2000, 12))
+    for most, level in ((8, 0.01), (12, 0.01), (12, 0.1)):
+        found = noise[:, :most] + judge.smallest_effect(most, level)
+        looks = [judge.e_of_pairs(found[:, :n]) >= 1 / level for n in range(1, most + 1)]
+        assert 0.42 < np.mean(np.any(looks, axis=0)) < 0.58
+    assert judge.smallest_effect(7, 0.01) is None
+
 def test_losses_are_unchanged_if_those_in_common_are():
     """A race draws when its runs save, and a save adds a validation."""
     def run(*losses):

@@ -131,6 +131,16 @@ def starts(place):
 def finished_logs(place, side):
     return sorted((place / "records" / "race_record" / side).glob("*.log"))
 
+def test_a_race_of_the_demo_says_how_many_nats_it_can_decide(place, capsys):
+    """From the spread of the committed runs."""
+    seeds = [one.loss for one in logs.read([race.DEMO_RUNS])[0]]
+    plan = race.parse([str(place / "record.py"), f"--records={place}", "demo"])
+    race.foretell(plan, logs.Line(10, 720, "train_loss", 3.0, 2.5, 250.0, 40960))
+    effect = 2**0.5 * np.std(seeds, ddof=1) * judge.smallest_effect(12, 0.01)
+    assert capsys.readouterr().out == (
+        "race: a run trains for 03:00, so 24 runs for 1:12:00, and exams come on top\n"
+        f"race: a difference of {effect:.4f} nats is decided by 12 pairs in half of all races\n")
+
 def test_its_page_is_fresh_after_every_run(place, monkeypatch):
     pages = []
     monkeypatch.setattr(race.verdict.page, "page", lambda sides, comparison, notes, alive:
@@ -164,6 +174,9 @@ def test_a_race_in_turn_with_the_same_seeds(place, capsys, monkeypatch):
     before = out.partition("verdict: ")[0]
     assert re.search(r"race: record: undecided after 1 pair: lower by 0\.1\d* in all 1, E", before)
     assert re.search(r"race: a pair takes 00:\d\d; at most 2 more take 00:\d\d\n", before)
+    assert re.search(r"race: a run trains for 00:00, so 6 runs for 00:03, and exams come on top\n"
+                     r"race: a difference 1\.\d+ times as large as the standard deviation of the "
+                     "pairs' differences is decided by 3 pairs in half of all races\n", before)
     assert "-OFFSET = 0.0\n+OFFSET = -0.1\n" in (folder / "record.patch").read_text()
     assert all("--muon_lr=2" in line for line in (place / "starts").read_text().splitlines())
     monkeypatch.setattr(race.plot, "save", SAVE)  # the page and the picture themselves

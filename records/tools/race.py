@@ -64,6 +64,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from records.tools import judge, kept, ledger, load, logs, plot, trial, verdict
 from records.tools.load import ROOT, ArgumentParser, UserError, between, locked, require
+from records.tools.launch import DEMO_RUNS
 from records.tools.tables import plain, runs_of
 from records.tools.trial import Entry, script_text
 
@@ -85,6 +86,7 @@ class Race:
     key: str = ""  # of those of this baseline
     end: float = math.inf  # of the hours for it, by time.monotonic()
     longest: float = 0.0  # seconds of a pair
+    foretold: bool = False
 
     @property
     def racers(self):
@@ -304,7 +306,7 @@ def train(race: Race, racer: Entry, seed: str, pair: int):
     try:
         with tqdm(desc=racer.name, unit="step", disable=None, leave=False) as bar:
             make = partial(trial.run, racer, seed, folder / racer.name, *race.text["flags"],
-                           watch=partial(move, bar))
+                           watch=partial(move, race, bar))
             one = make() if racer is race.candidate else kept.once(store, racer, seed, make)
         if time.time() - os.path.getmtime(one.path) > kept.HOUR and pair % kept.EVERY == 1:
             say(f"{what}: trains again, to see whether this machine is as fast as then")
@@ -353,11 +355,28 @@ def take_exam(race: Race, racer: Entry, seed: str):
     if found.get("text"):
         racer.runs[seed].loss = found["text"]
 
-def move(bar: tqdm, line: str):
+def move(race: Race, bar: tqdm, line: str):
     """The progress bar, by a line of a run's output."""
     if found := logs.line_of(line.strip()):
         bar.total = found.total
         bar.update(found.step - bar.n)
+        if not race.foretold and found.step >= min(10, found.total):
+            foretell(race, found)
+
+def foretell(race: Race, line: logs.Line):
+    """Says how long the race takes at most, by the pace of its first run, and what it can show."""
+    race.foretold = True
+    seconds = line.seconds / line.step * line.total
+    left = 2 * race.options.most - sum(len(one.done) for one in race.racers)
+    times = [tqdm.format_interval(n * seconds) for n in (1, left)]
+    say(f"a run trains for {times[0]}, so {left} runs for {times[1]}, and exams come on top")
+    places = [race.baselines / race.key] + [DEMO_RUNS] * (race.baseline.flags in ([], ["demo"]))
+    known = judge.sd_of([one.loss for one in logs.read(places)[0] if one.steps == line.total])
+    pairs = min(race.options.most, 100)
+    if effect := judge.smallest_effect(pairs, race.options.level):
+        size = (f"of {2**0.5 * known * effect:.4f} nats" if known else
+                f"{effect:.2g} times as large as the standard deviation of the pairs' differences")
+        say(f"a difference {size} is decided by {pairs} pairs in half of all races")
 
 # ---- Look ----------------------------------------------------------------------------------------
 
