@@ -2,7 +2,6 @@
 
     ./run.sh fineweb                    # what `speedrun` needs: 7 chunks and validation, 1.6 GB
     ./run.sh fineweb --num_chunks 1     # what `short` needs: 1 chunk and validation, 0.4 GB
-    ./run.sh fineweb --num_chunks 103   # all of FineWeb10B: chunks of 100M tokens, 20 GB
 
 Safe to run again at any time: it checks every token and the SHA-256 of the files that are there,
 fetches the missing and the damaged ones, and goes on with a download that was cut off. If all are

@@ -1,6 +1,5 @@
 """What token shards hold, and whether they are sound.
 
-    ./run.sh inspect data/fineweb10B/*.bin
     ./run.sh inspect data/mine/*.bin
 
 Reads every token. Prints for each file: tokens, range of ids, documents and their lengths, and how

@@ -1,8 +1,7 @@
 """Text in, token shards out.
 
     ./run.sh tokenize corpus.jsonl.xz --out data/mine --name mine --tokenizer gpt2
-    ./run.sh tokenize book.txt --out data/book --name book --tokenizer bytes
-    ./run.sh tokenize src/ --glob '*.py' --out data/code --name code --tokenizer bytes
+    ./run.sh tokenize src/ --glob '*.py' --out data/code --name code --tokenizer python
 
 Inputs are files and folders. A line of JSON Lines (.jsonl, .ndjson, .jsonlines, .jl, .json) and a
 row of .parquet is a document; any other text file is one document. Each may be compressed, by gzip,

@@ -173,7 +173,6 @@ def test_a_race_in_turn_with_the_same_seeds(place, capsys, monkeypatch):
     assert row["steps_later"] == pytest.approx(-0.5, abs=0.1) and row["baseline_steps"] == 5
     before = out.partition("verdict: ")[0]
     assert re.search(r"race: record: undecided after 1 pair: lower by 0\.1\d* in all 1, E", before)
-    assert re.search(r"race: a pair takes 00:\d\d; at most 2 more take 00:\d\d\n", before)
     assert re.search(r"race: a run trains for 00:00, so 6 runs for 00:03, and exams come on top\n"
                      r"race: a difference 1\.\d+ times as large as the standard deviation of the "
                      "pairs' differences is decided by 3 pairs in half of all races\n", before)
@@ -194,9 +193,7 @@ def test_pairs_are_added_until_it_is_decided(place, capsys):
     """By the same command; a decided race starts nothing more, also if it may."""
     assert run_race(place, "--most=2") == 4
     out = capsys.readouterr().out
-    highest = tables.plain(judge.e_of_pairs([1.0, 1.0]), 2)
-    words = f"--most=2 cannot show that a copy is better: E is {highest} at most by then, of 100\n"
-    assert words in out
+    assert "--most=2 cannot show that a copy is better: that takes more pairs\n" in out
     why = verdicts(place)["record"]["why"]
     assert out.endswith(f"race: {why}\n") and re.fullmatch(
         r"record: undecided after 2 pairs: lower by 0\.1\d* in all 2, E = \S+ of 100; the same "

@@ -264,8 +264,6 @@ def figures_of(one: Contestant, steps: int) -> dict:
     timed = slice(UNTIMED, UNTIMED + steps)
     return one.report | dict(name=one.name, step_ms=one.report["step_ms"][timed])
 
-# ---- What is printed -----------------------------------------------------------------------------
-
 def cells_of(one: dict) -> dict[str, str]:
     ms = one["step_ms"]
     cells = {"a step, ms: median (range)": f"{median(ms):.1f} ({min(ms):.1f} to {max(ms):.1f})"}

@@ -1,17 +1,14 @@
 """Judge the logs of NanoGPT speedruns: what was changed, is it better, is it faster, how surely.
 
     ./run.sh compare records/*.log                       one setting: runs, spread, p-value
-    ./run.sh compare NEW.log NEW2.log --vs records/base  two settings and a verdict
-    ./run.sh compare new/ --vs base/ --plot new.png      the same, drawn
+    ./run.sh compare new/ --vs base/ --plot new.png      two settings, a verdict, a picture
     ./run.sh compare new/ --vs base/ --statistics        new/statistics.md, for a submission
 
 A log is this project's, or published by the speedrun since October 2024, or a captured console; it
 may hold several runs. A folder stands for every .log and .txt below it. A resumed run is read with
-the logs that it continues. The runs named first are A, those after --vs are B, the baseline.
-
-Only finished runs with finite losses count, and none that was resumed with another script or other
-settings, or whose first log is missing, as long as there are others; what is left out is named.
-Losses on different validation text are not compared.
+the logs that it continues. Only finished runs with finite losses count, and none that was resumed
+with another script or other settings, or whose first log is missing, as long as there are others;
+what is left out is named. Losses on different validation text are not compared.
 
 Runs of the same seeds are tested in pairs, beside Welch's test. If pairs were added until a
 difference was decided, no p-value holds: --until_decided=0.01 judges by e-values, as ./run.sh race
@@ -367,9 +364,6 @@ def main(arguments=None):
     sides, comparison, target, unread = read_sides(options)
     for line in unread:
         say(line, sys.stderr)
-    for path in {Path(path).parent / "verdict.txt" for path in options.logs}:
-        if path.exists():
-            say(f"note: {path} is the race's own verdict", sys.stderr)
     if options.plot:
         from records.tools import plot  # which takes a second to import
         plot.save(options.plot, sides, comparison, target)

@@ -180,8 +180,6 @@ class Exam:
             dist.all_gather_object(values, value)
         return values
 
-    # ---- Training again
-
     def train_again(self, first: int, count: int):
         """Trains these steps from the present state, and compares losses with those of the log."""
         script, hp, world = self.script, self.hp, self.world
@@ -242,8 +240,6 @@ class Exam:
         return next((call[2] for call in seen.read),
                     self.script.window_tensor(step, self.hp, self.world.device))
 
-    # ---- The loss
-
     def tokens(self, paths, start: int, count: int):
         """Tokens of shards, one after the other, in int32."""
         shards = [check_shard(path, self.hp.vocab_size) for path in paths]
@@ -273,8 +269,6 @@ class Exam:
                 summed = cross_entropy_loss(logits_TV, target_T, None, 2, -100, 0.0)  # 2: the sum
                 total += float(summed)
         return sum(self.of_all_ranks(total)) / (len(stream) - 1)
-
-    # ---- The future
 
     def ask(self, stream) -> list[tuple]:
         """Draws this rank's places, and asks the other process about them; [(sequence, place in

@@ -122,10 +122,10 @@ def smallest_effect(most, level, races=500):
     this many pairs. None if no race can."""
     noise = np.random.default_rng(0).normal(size=(races, most))
 
-    def share(effect):  # that is decided, beyond one half
+    def beyond_half(effect):
         looks = [e_of_pairs(noise[:, :n] + effect) >= 1 / level for n in range(1, most + 1)]
         return np.mean(np.any(looks, axis=0)) - 0.5
-    return optimize.brentq(share, 0, 100, xtol=0.01) if share(100) > 0 else None
+    return optimize.brentq(beyond_half, 0, 100, xtol=0.01) if beyond_half(100) > 0 else None
 
 def until_decided(a, b, level):
     """The test of pairs whose number was not fixed beforehand."""

@@ -39,8 +39,7 @@ from records.tools.leash import OPENED
 
 RACE = "RACE_OPENED"  # in the environment of a race's run: where its ranks note what they open
 
-# The source of torch, which is the same with every Python, on Linux and on a Mac, for a CPU and for
-# CUDA, but for its own version. Left out are tests and long tables.
+# The source of torch without tests and tables is the same on every CPU and GPU, with every Python.
 DEMO_TEXT = ("--glob *.py --exclude version.py --exclude testing --exclude serialized_patterns "
              "--exclude hipify --exclude artifacts --exclude _triton_ops_meta.py")
 # In whole files, one after the other, copying from the window is learned late, by chance.

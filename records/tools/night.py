@@ -13,9 +13,9 @@ winner is raced again on fresh seeds; if it wins again, it is confirmed. With --
 that begin later have it as their baseline. One idea is raced at a time on each GPU, or on a CPU
 --at_once of them, which share the cores. Runs of a baseline are made once (see kept.py).
 
-All lies in records/night_NAME, where NAME is the folder's, or --name: a folder and the output of
-each race, night.html and night.json. Whatever ends a night, the same command goes on, and loses
-only the runs that were on their way. --hours are those of all nights with this command together.
+All lies in records/night_NAME, where NAME is the folder's, or --name. Whatever ends a night, the
+same command goes on, and loses only the runs that were on their way. --hours are those of all
+nights with this command together.
 
 --json prints night.json alone: hours, spent, left, and for each idea an object with file, change
 (its text), folder (of its race), stage (look, race or again), hours, confirmed (null if that is not
@@ -102,8 +102,6 @@ class Night:
         """Seconds."""
         return 3600 * self.options.hours - (time.monotonic() - self.began)
 
-    # ---- Ideas
-
     def tries(self) -> list[list[Try]]:
         """The races of each idea. It stays with the baseline that it has begun with."""
         files = sorted(file for file in self.options.ideas.iterdir()
@@ -151,8 +149,6 @@ class Night:
         last = [tries[-1] for tries in found if tries[-1].open and tries[-1].folder not in busy]
         return sorted(last, key=lambda one: (
             self.turns[one.folder], [*STAGES].index(one.stage), one.file in late))
-
-    # ---- Races
 
     def begin(self, one: Try, number: int, seconds: float, stack: contextlib.ExitStack):
         """In the place of this number."""
@@ -204,8 +200,6 @@ class Night:
                 if not self.running and not (tries and may_begin):
                     return
                 time.sleep(2)
-
-    # ---- What is written
 
     def write(self, alive: bool) -> list[dict]:
         """night.json and night.html; the ideas in them."""

@@ -22,8 +22,6 @@ LEVEL = {"color": "black", "linewidth": 1, "linestyle": "-."}
 STYLE = {"font.size": 11, "axes.titlesize": 11, "legend.fontsize": 10, "figure.titlesize": 13,
          "text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False}
 
-# ---- Curves --------------------------------------------------------------------------------------
-
 def axes_of(sides):
     """All that every validation has."""
     lines = [line for side in sides for run in side.runs for line in run.validations]
@@ -56,8 +54,6 @@ def loss_range(runs):
 def names(sides):
     """What is compared."""
     return " against ".join(short(side.name) for side in sides)
-
-# ---- The picture ---------------------------------------------------------------------------------
 
 def draw_curves(place, thin, bold, name, colour, dash):
     for x, y in thin:

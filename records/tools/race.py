@@ -4,26 +4,24 @@
     ./run.sh race my_record.patch                  or "train_gpt.py --muon_lr=0.04"
     ./run.sh race my_record.py --text=FILE         on a text of your own
 
-Both scripts train in turn with the same seed, then with the next one. What a change leaves alone
-begins with the same weights then, and the data come in the same order, so the differences of such
-pairs spread far less than the runs do. Several ideas are a night (./run.sh night --help).
+Both scripts train in turn with the same seed, that is from the same weights on the same data, then
+with the next one. Several ideas are a night (./run.sh night --help).
 
 Pairs are added until it is decided whether the candidate is better or worse, its losses are the
 baseline's to the last digit in two pairs, or --most pairs are done. The e-value that decides, at
 1 / --level, may be looked at after every pair (judge.py says why), so more pairs may be added.
 
-The race runs copies of the scripts, which may be edited meanwhile. Before its first run each trains
-one step, whose exam shows mistakes at once. After each pair, exam.py examines both final
-checkpoints: their losses on a part of the text that no run was given are what the verdict judges. A
-copy that fails is out, unless --dishonest lets it race on, and so is one of which a phase (its
-import, its checks, its warm-up, a step, its exam) takes three times as long as the baseline's, and
-two minutes. A baseline's runs serve later races too (see kept.py). In front of a patch may stand
-`flags: --muon_lr=0.04`, its own, and `why: NOTE`.
+The race runs copies of the scripts, which may be edited meanwhile. Each trains one step first, and
+its exam shows mistakes at once. After each pair, exam.py examines both final checkpoints: their
+losses on a part of the text that no run was given are what the verdict judges. A copy that fails is
+out, unless --dishonest lets it race on, and so is one of which a phase (its import, its checks, its
+warm-up, a step, its exam) takes three times as long as the baseline's, and two minutes. In front of
+a patch may stand `flags: --muon_lr=0.04`, its own, and `why: NOTE`.
 
-All lies in records/race_NAME: scripts, logs, exams.json, race.html, a page for a browser, which is
-written after every run, and in the end a verdict (verdict.txt, verdict.json), a picture (race.png)
-and what was changed (NAME.patch). records/ideas.csv gets a line. Interrupted, or with a higher
---most, the same command goes on, unless a script or a flag has changed.
+All lies in records/race_NAME: scripts, logs, exams.json, race.html, a page that is written after
+every run, and in the end a verdict (verdict.txt, verdict.json), a picture (race.png) and what was
+changed (NAME.patch). records/ideas.csv gets a line. Interrupted, or with a higher --most, the same
+command goes on.
 
 The flags of run.sh go to both sides: a preset (speedrun, short or demo), --text=FILE_OR_FOLDER, and
 all settings of ./run.sh train --help. Those in one word with a copy go to it alone. A candidate's
@@ -231,10 +229,8 @@ def announce(race: Race):
         if same and row["race"] != race.folder.name:
             say(f"{one.name} was raced before: {row['decision']} in {row['race']}")
     say(kept.limited(race.baselines))
-    highest = judge.e_of_pairs([1.0] * most)
-    if highest < 1 / race.options.level:
-        say(f"--most={most} cannot show that a copy is better: E is {plain(highest, 2)} at most by "
-            f"then, of {plain(1 / race.options.level, 2)}")
+    if judge.e_of_pairs([1.0] * most) < 1 / race.options.level:
+        say(f"--most={most} cannot show that a copy is better: that takes more pairs")
 
 def try_out(race: Race, racer: Entry):
     """One step on one process, so that a mistake has one traceback, and its exam."""
@@ -285,11 +281,7 @@ def run_pair(race: Race, pair: int):
             examine(race, racer, seed)
     if race.racing:
         look(race)
-    left = race.options.most - pair
     race.longest = max(race.longest, (time.monotonic() - began) * bool(missing))
-    if len(missing) == 2 and race.racing and left:
-        times = [tqdm.format_interval(n * (time.monotonic() - began)) for n in (1, left)]
-        say(f"a pair takes {times[0]}; at most {left} more take {times[1]}")
 
 def take_runs(race: Race, seed: str):
     """Takes the runs of a pair that are done, and what their exams found."""
@@ -366,9 +358,8 @@ def move(race: Race, bar: tqdm, line: str):
 def foretell(race: Race, line: logs.Line):
     """Says how long the race takes at most, by the pace of its first run, and what it can show."""
     race.foretold = True
-    seconds = line.seconds / line.step * line.total
     left = 2 * race.options.most - sum(len(one.done) for one in race.racers)
-    times = [tqdm.format_interval(n * seconds) for n in (1, left)]
+    times = [tqdm.format_interval(n * line.seconds / line.step * line.total) for n in (1, left)]
     say(f"a run trains for {times[0]}, so {left} runs for {times[1]}, and exams come on top")
     places = [race.baselines / race.key] + [DEMO_RUNS] * (race.baseline.flags in ([], ["demo"]))
     known = judge.sd_of([one.loss for one in logs.read(places)[0] if one.steps == line.total])
@@ -377,8 +368,6 @@ def foretell(race: Race, line: logs.Line):
         size = (f"of {2**0.5 * known * effect:.4f} nats" if known else
                 f"{effect:.2g} times as large as the standard deviation of the pairs' differences")
         say(f"a difference {size} is decided by {pairs} pairs in half of all races")
-
-# ---- Look ----------------------------------------------------------------------------------------
 
 def look(race: Race):
     """After a pair: whether it is decided, and how the candidate stands."""

@@ -2,7 +2,6 @@
 
     ./run.sh sample records/2026-01-31T12-00-00Z_demo.log --prompt "def main("
     ./run.sh sample records/*_mine.log --script my_record.py    # the newest run of a copy
-    ./run.sh sample RUN --tokens 500 --temperature 1 --top_k 0 --seed 7
 
 The text goes to stdout token by token, until there are --tokens of them or the model ends its text.
 Characters that do not print are shown in the form \\x1b. One seed gives one text on the same

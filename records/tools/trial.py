@@ -164,8 +164,6 @@ def finished(entry: Entry, runs: list, seeds) -> dict:
 def last_line(output: str) -> str:
     return logs.printable(output.strip().rpartition("\n")[2])
 
-# ---- The exam ------------------------------------------------------------------------------------
-
 def text_for(one, baselines: Path) -> dict:
     """Divides the validation text of a run into what the runs of a race are given, and what their
     exams use, beside the kept runs, which have read the same. `flags` are those of the runs, `exam`
