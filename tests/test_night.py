@@ -16,7 +16,7 @@ import pytest
 from conftest import ROOT
 from test_data_common import status_of
 from test_race import PROGRAM, STAND_IN, place, starts, wait_until  # noqa: F401
-from records.tools import judge, load, logs, night, race, verify
+from records.tools import judge, load, logs, night, race, trial, verify
 
 def without_races(patch):
     """In place of each race, what its script says of itself: `GAIN 2`, say, in a second. If it says
@@ -131,6 +131,16 @@ def test_no_night_confirms_what_does_nothing():
         draw.standard_normal((1000, 30, 24)) - draw.standard_normal((1000, 1, 24))))
     again = winners(draw.standard_normal((len(nights), 24)) - draw.standard_normal((1, 24)))
     assert 10 < len({*nights}) < 200 and len({*nights[again]}) <= 10
+
+def test_the_patches_that_leave_out_parts_of_the_method_apply():
+    """Each changes the script or has flags, and says what it does."""
+    text = (ROOT / "train_gpt.py").read_text()
+    paths = sorted((ROOT / "records" / "method" / "without").iterdir())
+    for path in paths:
+        changed, head = trial.patched(str(path), "train_gpt.py")
+        assert head["why"] and (changed != text or head["flags"]), path
+        compile(changed, path, "exec")
+    assert len(paths) == 12
 
 BASE = STAND_IN.replace("MS = 100", "MS = 1000")  # so that no load makes its clock wrong
 IDEAS = {  # what each changes, the decision, what it says

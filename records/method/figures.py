@@ -175,19 +175,19 @@ def loss() -> tuple[Figure, list[str]]:
     losses = {line.step: line.loss for line in run.lines if line.kind == "train"}
     means = np.convolve([*losses.values()], np.ones(31) / 31, mode="valid")
     figure, (start, rest) = canvas(8.2, 3.6, columns=2, width_ratios=(1, 2))
-    start.plot(range(1, 61), [losses[step] for step in range(1, 61)], color=BLUE)
+    start.plot(range(1, 101), [losses[step] for step in range(1, 101)], color=BLUE)
     rest.plot(losses.keys(), losses.values(), color=SKY, lw=0.5, label="one step")
     rest.plot(range(16, run.total - 14, 5), means[::5], color=BLUE, lw=2, label="mean of 31 steps")
     steps, values = zip(*[(line.step, line.loss) for line in run.validations])
     rest.plot(steps, values, "o", color=ORANGE, label="validation")
     falls = [train_gpt.lr_factor(step, DEMO) for step in range(run.total)].count(1) - 1
     rest.axvspan(falls, run.total, color=PALE)
-    rest.text(falls + 8, 0.94, "the learning rates fall")
-    for place, number, x, y in ((start, 1, 3, 5.7), (start, 2, 7, 3.2), (start, 3, 40, 2.9),
-                                (rest, 4, 250, 1.85), (rest, 5, 620, 1.5)):
+    rest.text(falls + 8, 1.84, "the learning rates fall")
+    for place, number, x, y in ((start, 1, 5, 6.9), (start, 2, 11, 5.6), (start, 3, 70, 4.4),
+                                (rest, 4, 250, 3.15), (rest, 5, 620, 2.6)):
         place.text(x, y, number, bbox=dict(boxstyle="circle,pad=0.2", color="black"), color="white")
-    start.set(xlabel="step", ylabel="loss (nats a byte)", ylim=(2, 6))
-    rest.set(xlabel="step", xlim=(60, run.total + 10), ylim=(0.9, 2.6))
+    start.set(xlabel="step", ylabel="loss (nats a token)", ylim=(3, 7.2))
+    rest.set(xlabel="step", xlim=(100, run.total + 10), ylim=(1.8, 3.8))
     rest.legend()
     return figure, [str(falls), *(f"{value:.2f}" for value in values[::3])]
 
