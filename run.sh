@@ -53,10 +53,10 @@ case "${1-train}" in
   same | sample | bench) program=$1 ;;
   compare) program=compare; needed="numpy scipy matplotlib" ;;
   ideas) program=ledger; needed="numpy scipy" ;;
-  tokenize) program=tokenize_text; needed="numpy tqdm" ;;
+  tokenize) program=tokenize_text; needed="numpy tqdm tiktoken" ;;
   inspect) program=inspect_shards; needed="numpy" ;;
   fineweb) program=fineweb; needed="numpy tqdm huggingface_hub" ;;
-  test) needed+=" tiktoken scipy matplotlib pyarrow pytest xdist hypothesis" ;;
+  test) needed+=" scipy matplotlib pyarrow pytest xdist hypothesis" ;;
   *) die "$1 is no verb; ./run.sh help lists them" ;;
 esac
 for python in "${PYTHON:-.venv/bin/python}" python3 python ""; do

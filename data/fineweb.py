@@ -6,8 +6,7 @@
 Safe to run again at any time: it checks every token and the SHA-256 of the files that are there,
 fetches the missing and the damaged ones, and goes on with a download that was cut off. If all are
 sound, it needs no network. The SHA-256 of a new file is compared with the hub's and goes into
-SHA256SUMS next to it (`sha256sum -c` reads it too). The hub's own variables hold: HF_ENDPOINT for a
-mirror, HF_TOKEN, HF_HUB_OFFLINE.
+SHA256SUMS. The hub's own variables hold: HF_ENDPOINT for a mirror, HF_TOKEN, HF_HUB_OFFLINE.
 """
 
 import os

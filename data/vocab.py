@@ -1,4 +1,4 @@
-"""Tokenizers: byte-pair encodings (through tiktoken), GPT-2's and a small one for Python, and plain
+"""Tokenizers: GPT-2's byte-pair encoding and a small one for Python, both by tiktoken, and plain
 bytes. Encoding a text adds no end-of-text token, whose number is always vocab_size - 1."""
 
 import base64
@@ -91,7 +91,7 @@ class GPT2Tokenizer:
         return self.encoding.decode(list(ids), errors="replace")
 
 class PythonTokenizer(GPT2Tokenizer):
-    """A byte-pair encoding of the demo's text. records/demo/vocabulary.py has learned it."""
+    """A byte-pair encoding that records/demo/vocabulary.py learned from the demo's text."""
 
     name = "python"
     vocab_size = 1025
@@ -126,5 +126,4 @@ def load_tokenizer(name: str, vocab_dir=None):
         words = Path(__file__).with_name("python.tiktoken").read_text().split()
         return PythonTokenizer({base64.b64decode(word): rank for rank, word in enumerate(words)})
     except ImportError:
-        raise UserError(f"the {name} tokenizer needs tiktoken: pip install tiktoken (or take the "
-                        "bytes tokenizer)") from None
+        raise UserError(f"the {name} tokenizer needs tiktoken: pip install tiktoken") from None

@@ -118,6 +118,8 @@ def test_a_driver_in_vain_is_said(tmp_path, monkeypatch):
     ("demo --check", "NPROC=0 is not a number above 0"),
     ("demo --check", "srun has started 8 run.sh, which do not know of each other"),
     ("speedrun --text=README.md", "--text=README.md: trains the demo"),
+    ("demo --vocab_size=257", "--vocab_size=257: that is not the demo's; name shards of your own"),
+    ("demo --vocab_size=257 --text=README.md", "--vocab_size=257: that is not the demo's; name"),
     ("--text=no_such.txt", "no_such.txt: no such file or folder"),
     ("--resume=no_such.pt", "no_such.pt: there is no such run; name its log, its folder or a"),
     ("--resume=tests", "tests: has no checkpoint")])
@@ -231,7 +233,7 @@ def test_a_text_is_tokenized_once_and_again_when_it_has_changed(tokenizing, caps
     first = flags(text)
     assert re.fullmatch(r"--train_files=(data/texts/demo_\w+)_train_\*\.bin --val_files=\1"
                         r"_val_\*\.bin --epochs=100000 --val_tokens=0", " ".join(first))
-    assert ("18059 training tokens, 2.3 passes over them; 952 validation tokens\n"
+    assert ("5709 training tokens, 7.2 passes over them; 302 validation tokens\n"
             in capsys.readouterr().out)
     assert flags(text) == first and len(tokenizing) == 1
     assert flags(text, epochs=3, val_tokens=9) == first[:2]
@@ -249,10 +251,10 @@ def test_a_text_is_tokenized_once_and_again_when_it_has_changed(tokenizing, caps
         flags(text)
     assert not Path("data/texts/demo_before.json").exists()
     assert flags(text.parent)[0].startswith("--train_files=data/texts/my_texts_")
-    hp = replace(hp, val_tokens=950)
+    hp = replace(hp, val_tokens=300)
     assert flags(text)[2:] == ["--epochs=100000"]
     hp = replace(hp, micro_batches=40)
-    with pytest.raises(UserError, match="18059 training tokens are too few for steps of"):
+    with pytest.raises(UserError, match="5709 training tokens are too few for steps of"):
         flags(text)
 
 @pytest.mark.parametrize("name, saved, words", [
@@ -264,7 +266,7 @@ def test_after_a_full_disk_the_sample_says_its_step(name, saved, words, started,
     log.with_suffix("").mkdir()
     if saved:
         (log.with_suffix("") / f"step{saved:08}.pt").touch()
-    launch.show_sample("mine.py", log, train_gpt.PRESETS["demo"], ["--prompt=def "])
+    launch.show_sample("mine.py", log, train_gpt.PRESETS["demo"], ["--prompt=def"])
     out = capsys.readouterr().out
     assert out.startswith(words) and len(started) == ("no sample" not in words)
     assert ("next, a race of a copy that you change: ./run.sh race mine.py" in out) == len(started)
@@ -274,7 +276,7 @@ def test_the_end_of_a_demo_stands_beside_the_committed_runs(tmp_path, capsys):
     (cut := tmp_path / "cut.log").write_text(log.read_text().partition("\nstep:")[0])
     (short := tmp_path / "short.log").write_text(log.read_text().replace("/720 ", "/719 "))
     for path, words in ((log, r"token; the runs in \S+ ended between 2\.\d{4} and 2\.\d{4}\n"),
-                        (cut, "^$"), (short, "had another text or number of steps")):
+                        (cut, "^$"), (short, "had another number of steps")):
         launch.compare_with_committed(path)
         assert re.search(words, capsys.readouterr().out)
 

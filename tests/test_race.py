@@ -135,11 +135,12 @@ def test_a_race_of_the_demo_says_how_many_nats_it_can_decide(place, capsys):
     """From the spread of the committed runs."""
     seeds = [one.loss for one in logs.read([race.DEMO_RUNS])[0]]
     plan = race.parse([str(place / "record.py"), f"--records={place}", "demo"])
+    plan.key = "none"
     race.foretell(plan, logs.Line(10, 720, "train_loss", 3.0, 2.5, 250.0, 40960))
     effect = 2**0.5 * np.std(seeds, ddof=1) * judge.smallest_effect(12, 0.01)
     assert capsys.readouterr().out == (
-        "race: a run trains for 03:00, so 24 runs for 1:12:00, and exams come on top\n"
-        f"race: a difference of {effect:.4f} nats is decided by 12 pairs in half of all races\n")
+        "race: a run trains for 03:00; at most 24 runs take 1:12:00, plus their exams\n"
+        f"race: with 12 pairs, half of all races detect a difference of about {effect:.4f} nats\n")
 
 def test_its_page_is_fresh_after_every_run(place, monkeypatch):
     pages = []
@@ -173,9 +174,9 @@ def test_a_race_in_turn_with_the_same_seeds(place, capsys, monkeypatch):
     assert row["steps_later"] == pytest.approx(-0.5, abs=0.1) and row["baseline_steps"] == 5
     before = out.partition("verdict: ")[0]
     assert re.search(r"race: record: undecided after 1 pair: lower by 0\.1\d* in all 1, E", before)
-    assert re.search(r"race: a run trains for 00:00, so 6 runs for 00:03, and exams come on top\n"
-                     r"race: a difference 1\.\d+ times as large as the standard deviation of the "
-                     "pairs' differences is decided by 3 pairs in half of all races\n", before)
+    assert re.search(r"race: a run trains for 00:00; at most 6 runs take 00:03, plus their exams\n"
+                     r"race: with 3 pairs, half of all races detect a difference of about 1\.\d+ "
+                     r"SDs of the differences\n", before)
     assert "-OFFSET = 0.0\n+OFFSET = -0.1\n" in (folder / "record.patch").read_text()
     assert all("--muon_lr=2" in line for line in (place / "starts").read_text().splitlines())
     monkeypatch.setattr(race.plot, "save", SAVE)  # the page and the picture themselves
@@ -193,7 +194,7 @@ def test_pairs_are_added_until_it_is_decided(place, capsys):
     """By the same command; a decided race starts nothing more, also if it may."""
     assert run_race(place, "--most=2") == 4
     out = capsys.readouterr().out
-    assert "--most=2 cannot show that a copy is better: that takes more pairs\n" in out
+    assert "race: --most=2 is too few pairs to show that a copy is better\n" in out
     why = verdicts(place)["record"]["why"]
     assert out.endswith(f"race: {why}\n") and re.fullmatch(
         r"record: undecided after 2 pairs: lower by 0\.1\d* in all 2, E = \S+ of 100; the same "

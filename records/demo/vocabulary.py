@@ -1,8 +1,8 @@
-"""Learns the demo's vocabulary from every sixteenth file of its text, in eight minutes:
+"""Learns the demo's vocabulary from every sixteenth file of its text; this takes eight minutes:
 
     python records/demo/vocabulary.py > data/python.tiktoken
 
-A line of the file is a token in base64. Their order is that in which pairs are merged.
+Each line is a token in base64, in the order in which pairs were merged.
 """
 
 import base64

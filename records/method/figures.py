@@ -28,7 +28,7 @@ BLUE, SKY, MIST, ORANGE, PALE = "#0072B2", "#56B4E9", "#C0E2F7", "#D55E00", "#E4
 STYLE = {"font.size": 10, "axes.titlesize": 10, "axes.spines.top": False, "legend.frameon": False,
          "axes.spines.right": False, "svg.fonttype": "none", "svg.hashsalt": "figures"}
 SPEEDRUN, DEMO = train_gpt.PRESETS["speedrun"], train_gpt.PRESETS["demo"]
-DEMO_LOG = ROOT / "records" / "demo" / "train_gpt" / "2026-11-27T05-33-36Z_train_gpt.log"
+DEMO_LOG = ROOT / "records" / "demo" / "train_gpt" / "2026-11-28T21-26-07Z_train_gpt.log"
 
 def canvas(width: float, height: float, rows=1, columns=1, **options):
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -130,7 +130,7 @@ def network() -> tuple[Figure, list[str]]:
 
 def orthogonalization() -> tuple[Figure, list[str]]:
     """The singular values of a momentum after 0 to 5 Newton-Schulz steps."""
-    hp = replace(DEMO, dtype="float32", micro_batches=1)
+    hp = replace(DEMO, dtype="float32", micro_batches=1, vocab_size=257)  # bytes
     cpu = train_gpt.World(rank=0, size=1, device=torch.device("cpu"))
     model = train_gpt.GPT(hp, torch.float32, flex=False)
     train_gpt.draw_weights(model, seed=1)

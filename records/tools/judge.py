@@ -118,12 +118,13 @@ def confidence_sequence(differences, level):
     return tuple(optimize.brentq(excess, mean, end, xtol=1e-15) for end in ends)
 
 def smallest_effect(most, level, races=500):
-    """The mean difference of pairs, in units of their SD, that half of simulated races show within
-    this many pairs. None if no race can."""
+    """The mean difference, in SDs of the pairs' differences, that half of simulated races detect
+    within `most` pairs, which fifty looks are enough to find. None if that is impossible."""
     noise = np.random.default_rng(0).normal(size=(races, most))
 
     def beyond_half(effect):
-        looks = [e_of_pairs(noise[:, :n] + effect) >= 1 / level for n in range(1, most + 1)]
+        counts = range(most, 0, -max(1, most // 50))
+        looks = [e_of_pairs(noise[:, :n] + effect) >= 1 / level for n in counts]
         return np.mean(np.any(looks, axis=0)) - 0.5
     return optimize.brentq(beyond_half, 0, 100, xtol=0.01) if beyond_half(100) > 0 else None
 

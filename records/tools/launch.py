@@ -5,8 +5,7 @@ processes, checks everything, and starts torchrun.
     ./run.sh [SCRIPT.py] --resume[=RUN] [flags]
 
 Each command that it starts is printed first, and can be given by hand as well. What --check finds
-is one line and status 2. Of a run that ends early, the last lines say why, and how to go on;
-torchrun's own report of a failure, 40 lines, is left out.
+is one line and status 2. Of a run that ends early, the last lines say why, and how to go on.
 """
 
 import hashlib
@@ -32,17 +31,17 @@ from records.tools.load import (LEASH, TORCHRUN, ArgumentParser, UserError, chil
 import torch
 from tqdm import tqdm
 
-from data import tokenize_text
+from data import tokenize_text, vocab
 from data.common import sha256
 from records.tools import sample
 from records.tools.leash import OPENED
 
 RACE = "RACE_OPENED"  # in the environment of a race's run: where its ranks note what they open
 
-# The source of torch without tests and tables is the same on every CPU and GPU, with every Python.
+# Without tests and tables, torch's source is the same for every CPU, GPU and Python.
 DEMO_TEXT = ("--glob *.py --exclude version.py --exclude testing --exclude serialized_patterns "
              "--exclude hipify --exclude artifacts --exclude _triton_ops_meta.py")
-# In whole files, one after the other, copying from the window is learned late, by chance.
+# With whole files in order, some runs learn late, by chance, to copy from the window.
 PIECE = 768  # tokens
 DEMO_RUNS = Path("records/demo/train_gpt")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
@@ -341,7 +340,7 @@ def compare_with_committed(log: Path):
     run = runs[0]
     losses = [each.loss for each in logs.read([DEMO_RUNS])[0]
               if (each.validated_on, each.total) == (run.validated_on, run.total)]
-    others = "had another text or number of steps (each version of torch has its own source)"
+    others = "had another number of steps, or another version of torch, whose source is their text"
     if losses:
         others = f"ended between {min(losses):.4f} and {max(losses):.4f}"
     say(f"val_loss {run.loss:.4f} nats per token; the runs in {DEMO_RUNS} {others}")
@@ -404,6 +403,9 @@ def main(argv=None):
             f"logs: {there} is no folder that you can write into")
     require(own.text is None or command.preset == "demo" and (not own_data or RACE in os.environ),
             f"--text={own.text}: trains the demo, and takes neither --train_files nor --val_files")
+    require(own_data or not hp.train_files.startswith("data/demo/")
+            or hp.vocab_size == vocab.PythonTokenizer.vocab_size, f"--vocab_size={hp.vocab_size}: "
+            "that is not the demo's; name shards of your own by --train_files and --val_files")
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     require(tasks == "1", f"srun has started {tasks} run.sh, which do not know of each other: let "
             "it start torchrun, once on each node, as records/cluster.md shows")
@@ -436,7 +438,7 @@ def main(argv=None):
             command.resume or RACE in os.environ):
         if not (own.text or own_data):
             compare_with_committed(runs[0])
-        show_sample(path, runs[0], hp, [] if own.text or own_data else ["--prompt=def "])
+        show_sample(path, runs[0], hp, [] if own.text or own_data else ["--prompt=def"])
 
 if __name__ == "__main__":
     sys.exit(run(main))

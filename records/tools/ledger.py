@@ -3,9 +3,8 @@
     ./run.sh ideas [WORD ...]      with --json, all columns for programs
 
 Every race appends its candidate to records/ideas.csv, a failed or broken one too, since the more is
-tried, the more looks good by chance. Yours are shown first, then those of the dated folders.
-`kept` marks ideas that are to be kept, and that a false discovery rate of 5 % leaves by e-BH (Wang
-and Ramdas, arXiv:2009.02824). It takes an E, which older races by p-values lack.
+tried, the more looks good by chance. `kept` marks ideas that are to be kept, and that a false
+discovery rate of 5 % leaves by e-BH (Wang and Ramdas, arXiv:2009.02824). Old races have no E.
 """
 
 import contextlib

@@ -4,8 +4,8 @@
     ./run.sh race my_record.patch                  or "train_gpt.py --muon_lr=0.04"
     ./run.sh race my_record.py --text=FILE         on a text of your own
 
-Both scripts train in turn with the same seed, that is from the same weights on the same data, then
-with the next one. Several ideas are a night (./run.sh night --help).
+Both scripts train with the same seed, that is, from the same weights on the same data, and then
+with the next seed. Several ideas are a night (./run.sh night --help).
 
 Pairs are added until it is decided whether the candidate is better or worse, its losses are the
 baseline's to the last digit in two pairs, or --most pairs are done. The e-value that decides, at
@@ -38,8 +38,7 @@ on the way and near the end, where the slope tells how many steps and seconds a 
   steps_later (than the baseline to its loss, by its own curve; below 0 if earlier), steps_interval;
     seconds_later, seconds_interval: the same in training time; slower: whether these show it
   hours: of its runs and exams; copy, baseline: hashes of the scripts with their flags
-  seconds, tokens, parameters, baseline_seconds and so on
-What is not known is null.
+  seconds, tokens, parameters, baseline_seconds and so on. What is not known is null.
 Exit status: 0 if it is to be kept, 4 if it is undecided, else 3; 2 if it could not be raced.
 """
 
@@ -63,7 +62,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from records.tools import judge, kept, ledger, load, logs, plot, trial, verdict
 from records.tools.load import ROOT, ArgumentParser, UserError, between, locked, require
 from records.tools.launch import DEMO_RUNS
-from records.tools.tables import plain, runs_of
+from records.tools.tables import runs_of
 from records.tools.trial import Entry, script_text
 
 from tqdm import tqdm
@@ -230,7 +229,7 @@ def announce(race: Race):
             say(f"{one.name} was raced before: {row['decision']} in {row['race']}")
     say(kept.limited(race.baselines))
     if judge.e_of_pairs([1.0] * most) < 1 / race.options.level:
-        say(f"--most={most} cannot show that a copy is better: that takes more pairs")
+        say(f"--most={most} is too few pairs to show that a copy is better")
 
 def try_out(race: Race, racer: Entry):
     """One step on one process, so that a mistake has one traceback, and its exam."""
@@ -352,22 +351,23 @@ def move(race: Race, bar: tqdm, line: str):
     if found := logs.line_of(line.strip()):
         bar.total = found.total
         bar.update(found.step - bar.n)
-        if not race.foretold and found.step >= min(10, found.total):
+        if not race.foretold and found.step >= max(1, min(10, found.total)):
             foretell(race, found)
 
 def foretell(race: Race, line: logs.Line):
     """Says how long the race takes at most, by the pace of its first run, and what it can show."""
     race.foretold = True
-    left = 2 * race.options.most - sum(len(one.done) for one in race.racers)
+    most = race.options.most
+    left = 2 * most - sum(len(one.done) for one in race.racers)
     times = [tqdm.format_interval(n * line.seconds / line.step * line.total) for n in (1, left)]
-    say(f"a run trains for {times[0]}, so {left} runs for {times[1]}, and exams come on top")
-    places = [race.baselines / race.key] + [DEMO_RUNS] * (race.baseline.flags in ([], ["demo"]))
-    known = judge.sd_of([one.loss for one in logs.read(places)[0] if one.steps == line.total])
-    pairs = min(race.options.most, 100)
-    if effect := judge.smallest_effect(pairs, race.options.level):
-        size = (f"of {2**0.5 * known * effect:.4f} nats" if known else
-                f"{effect:.2g} times as large as the standard deviation of the pairs' differences")
-        say(f"a difference {size} is decided by {pairs} pairs in half of all races")
+    say(f"a run trains for {times[0]}; at most {runs_of(left)} take {times[1]}, plus their exams")
+    runs, _ = logs.read([race.baselines / race.key])
+    if len(runs) < 3 and (race.baseline.script, race.baseline.flags) == ("train_gpt.py", ["demo"]):
+        runs, _ = logs.read([DEMO_RUNS])
+    sd = judge.sd_of([one.loss for one in runs if one.steps == line.total])
+    if effect := judge.smallest_effect(most, race.options.level):
+        size = f"{2**0.5 * sd * effect:.4f} nats" if sd else f"{effect:.2g} SDs of the differences"
+        say(f"with {runs_of(most, 'pair')}, half of all races detect a difference of about {size}")
 
 def look(race: Race):
     """After a pair: whether it is decided, and how the candidate stands."""
