@@ -51,7 +51,7 @@ def copy(tmp_path, text) -> Path:
     for name in ("data", "records"):
         shutil.copytree(ROOT / name, folder / name, ignore=lambda path, names: [
             name for name in names
-            if Path(path, name).is_file() and not name.endswith((".py", ".html"))])
+            if Path(path, name).is_file() and not name.endswith((".py", ".html", ".tiktoken"))])
     shutil.copy(ROOT / "run.sh", folder)
     shutil.copy(ROOT / "tests" / "text.txt", folder / "my_text.txt")
     before, mark, after = (ROOT / "train_gpt.py").read_text().partition("# ---- 2. ")

@@ -196,7 +196,7 @@ def test_logs_are_compared_without_torch(tmp_path):
     without = stand_in(tmp_path / "python", f'sys.path.insert(0, "{tmp_path}")')
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('no torch', name='torch')")
     done = run_sh("compare", "records/demo/train_gpt", PYTHON=without)
-    assert done.returncode == 0 and "20 runs" in done.stdout, done.stderr
+    assert done.returncode == 0 and "40 runs" in done.stdout, done.stderr
     assert "no torch" in run_sh("demo", PYTHON=without).stderr
 
 def test_no_tool_imports_one_that_imports_it():
