@@ -131,10 +131,11 @@ def starts(place):
 def finished_logs(place, side):
     return sorted((place / "records" / "race_record" / side).glob("*.log"))
 
-def test_a_race_of_the_demo_says_how_many_nats_it_can_decide(place, capsys):
-    """From the spread of the committed runs."""
+@pytest.mark.parametrize("preset", [[], ["demo"]])
+def test_a_race_of_the_demo_says_how_many_nats_it_can_decide(preset, place, capsys):
+    """From the spread of the committed runs, also where a CPU chooses the demo."""
     seeds = [one.loss for one in logs.read([race.DEMO_RUNS])[0]]
-    plan = race.parse([str(place / "record.py"), f"--records={place}", "demo"])
+    plan = race.parse([str(place / "record.py"), f"--records={place}", *preset])
     plan.key = "none"
     race.foretell(plan, logs.Line(10, 720, "train_loss", 3.0, 2.5, 250.0, 40960))
     effect = 2**0.5 * np.std(seeds, ddof=1) * judge.smallest_effect(12, 0.01)

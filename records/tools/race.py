@@ -362,7 +362,7 @@ def foretell(race: Race, line: logs.Line):
     times = [tqdm.format_interval(n * line.seconds / line.step * line.total) for n in (1, left)]
     say(f"a run trains for {times[0]}; at most {runs_of(left)} take {times[1]}, plus their exams")
     runs, _ = logs.read([race.baselines / race.key])
-    if len(runs) < 3 and (race.baseline.script, race.baseline.flags) == ("train_gpt.py", ["demo"]):
+    if len(runs) < 3 and {race.baseline.script, *race.baseline.flags} <= {"train_gpt.py", "demo"}:
         runs, _ = logs.read([DEMO_RUNS])
     sd = judge.sd_of([one.loss for one in runs if one.steps == line.total])
     if effect := judge.smallest_effect(most, race.options.level):
